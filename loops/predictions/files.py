@@ -28,16 +28,21 @@ FORMATS = (".jsonl", ".parquet", ".npz")
 _ROWS = 1024
 
 
-def check_format(path: Path) -> None:
-    """Check that predictions can be written to ``path``, before there are any.
+def check_path(path: Path) -> None:
+    """Check that predictions can be written to ``path``, before any are made.
 
     Raises:
         ValueError: the suffix is not one of ``FORMATS``.
+        FileExistsError: the file exists.
         ImportError: the package for the format is not installed.
     """
     if path.suffix not in FORMATS:
         known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise ValueError(f"predictions are written to files that end in {known}, got {path.name!r}")
+    if path.exists():
+        raise FileExistsError(
+            f"predictions need a new file, and {path} exists: remove it, or choose another name"
+        )
     if path.suffix == ".parquet":
         try:
             import pyarrow.parquet  # noqa: F401

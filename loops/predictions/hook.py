@@ -12,7 +12,7 @@ from ...collectives import all_gather_object, broadcast, get_rank, get_world_siz
 from ..data.sampler import sampler_of
 from ..hook import Hook
 from ..state import LoopState
-from .files import PartWriter, Types, check_format, merge_parts
+from .files import PartWriter, Types, check_path, merge_parts
 from .rows import rows_of
 
 
@@ -39,12 +39,7 @@ class PredictionHook(Hook):
     def __init__(self, path: str | os.PathLike[str], loader: Iterable[Any]) -> None:
         self.path, self.count = Path(path), 0
         self._sampler = sampler_of(loader)
-        check_format(self.path)
-        if self.path.exists():
-            raise FileExistsError(
-                f"predictions need a new file, and {self.path} exists: remove it, or choose "
-                "another name"
-            )
+        check_path(self.path)
         if self._sampler is None and get_world_size() > 1:
             raise ValueError(
                 "predictions of several ranks need a loader of build_loader over a map-style data "
