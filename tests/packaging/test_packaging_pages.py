@@ -91,7 +91,15 @@ def test_each_way_is_short_and_names_its_files(thing: str) -> None:
     assert len(set(found(r"`[\w/]+\.py`", way))) >= 4
 
 
-# The command, configs and hooks.
+# The command, configs, hooks and predictions.
+
+
+def test_the_page_on_predictions(tmp_path: Path) -> None:
+    (code,) = blocks(page("predictions"), "python")
+    run("-c", code, cwd=tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["predictions.npz"]
+    (data,) = blocks(page("predictions"), "yaml")
+    assert set(yaml.safe_load(data)) == {"dataset", "batch_size"}
 
 
 def test_the_page_on_the_command_names_all_of_it() -> None:
