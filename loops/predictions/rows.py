@@ -26,7 +26,7 @@ def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
     A batch that is a mapping with the key ``id`` or ``sample_id`` adds that field.
 
     Args:
-        outputs: what ``test_step`` returned: a mapping, a tensor whose first dimension is the
+        outputs: the result of ``test_step``: a mapping, a tensor whose first dimension is the
             samples, or a sequence with one value per sample.
         batch: the batch as the loader gave it.
         count: the number of samples, or None if only the outputs show it.

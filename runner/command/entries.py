@@ -103,6 +103,28 @@ predict = _PredictCommand(
     usage=f"{RUN} --out FILE [options]",
     section="data.test",
 )
+export = Command(
+    "export",
+    f"{__package__}.export_command:run_export",
+    "write the trained model to a file for other programs",
+    (
+        click.Option(
+            ["--to"],
+            type=click.Choice(["safetensors", "pt2", "onnx"]),
+            help="the format: weights, torch.export or ONNX; default: by the suffix of --out",
+        ),
+        click.Option(
+            ["--out"],
+            type=path_name,
+            metavar="FILE",
+            help="the new file; default: model.FORMAT in the run's folder",
+        ),
+        RUN_DIR,
+        CHECKPOINT,
+    ),
+    usage=f"{RUN} --to FORMAT [options]",
+    section="data",
+)
 check = Command(
     "check",
     f"{_RUNS}:run_check",

@@ -94,6 +94,14 @@ def test_each_way_is_short_and_names_its_files(thing: str) -> None:
 # The command, configs, hooks and predictions.
 
 
+def test_the_page_on_export(tmp_path: Path) -> None:
+    *loads, export = blocks(page("export"), "python")
+    run("-c", export, cwd=tmp_path)
+    assert len(loads) == 3
+    for code in loads:
+        run("-c", code, cwd=tmp_path)
+
+
 def test_the_page_on_predictions(tmp_path: Path) -> None:
     (code,) = blocks(page("predictions"), "python")
     run("-c", code, cwd=tmp_path)
