@@ -22,6 +22,7 @@ from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .metrics.scores import ProcessMetric
+from .predictions.hook import PredictionHook
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
 from .state import LoopState, Phase, Stateful
@@ -50,6 +51,7 @@ __all__ = [
     "NonFiniteError",
     "Phase",
     "PolyLR",
+    "PredictionHook",
     "ProcessMetric",
     "ProgressHook",
     "ScheduleWindow",

@@ -10,15 +10,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .export import Export, ExportError, export_model
     from .failure import LaunchError
     from .launcher import launch
     from .runner import Runner, load_model
 
-__all__ = ["LaunchError", "Runner", "launch", "load_model"]
+__all__ = [
+    "Export",
+    "ExportError",
+    "LaunchError",
+    "Runner",
+    "export_model",
+    "launch",
+    "load_model",
+]
 
 _HOMES = {
+    "Export": "export",
+    "ExportError": "export",
     "LaunchError": "failure",
     "Runner": "runner",
+    "export_model": "export",
     "launch": "launcher",
     "load_model": "runner",
 }

@@ -47,6 +47,7 @@ _OF_THE_RUN = ("type", "fused", "foreach", "capturable", "differentiable", "by",
 
 # The loops that a command's parts are built for.
 WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("test",)}
+WANTED["predict"] = ("test",)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ class Job:
     dry_run: bool = False
     fresh: bool = False
     debug: bool = False
+    # Where predictions go.
+    out: str = ""
     # A folder in which each rank notes its step, for a launcher that restarts the job.
     steps: str = ""
 
@@ -79,6 +82,8 @@ class Outcome:
     checkpoint: str = ""
     # What the best checkpoint has, such as "lowest loss"; "" where none is kept.
     best_by: str = ""
+    # The number of samples with predictions.
+    predictions: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -252,6 +257,10 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
     path = None if job.dry_run else resolve_checkpoint(folder, job.checkpoint or "")
+    if job.command == "predict":
+        count = runner.predict(job.out, checkpoint=path)
+        state = runner.state
+        return Outcome(state.step, state.running_epoch, 0, {}, str(path or ""), predictions=count)
     verb, phase = (runner.test, "test") if job.command == "test" else (runner.validate, "val")
     metrics = {phase: verb(path)}
     state = runner.state

@@ -181,6 +181,12 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
     return FirstBatch(loader) if one_batch else loader
 
 
+def example_batch(run: RunSections) -> Any:
+    """Return the first batch of the test, validation or training data, whichever there is."""
+    name = next(one for one in ("test", "val", "train") if getattr(run.data, one) is not None)
+    return next(iter(_build_loader(replace(run, device="cpu"), (0, 1), False, name)))
+
+
 class FirstBatch:
     """The first batch of a loader, as a loader."""
 

@@ -23,7 +23,9 @@ from ..collectives import (
 from ..loops import (
     HookList,
     LoopState,
+    PredictionHook,
     Stateful,
+    TestLoop,
     find_checkpoint,
     load_checkpoint,
     mix_seed,
@@ -225,9 +227,45 @@ class Runner:
         """
         return self._evaluate(_given("test", "test_loop", self._test_loop), checkpoint)
 
-    def _evaluate(self, loop: Loop, which: str | os.PathLike[str] | None) -> dict[str, float]:
+    def predict(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        loader: Iterable[Any] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+    ) -> int:
+        """Write what `test_step` returns to a file, one row per sample, in the data set's order.
+
+        Every rank must call this; rank 0 writes the file. The weights are those of an evaluation:
+        averages if an `EMAHook` has it use them. Memory does not grow with the data set.
+
+        Args:
+            path: The new file. Its suffix is the format: `.jsonl`, `.parquet` or `.npz`.
+            loader: The data; default: that of the test loop. Several ranks need a loader of
+                `build_loader`, in natural order.
+            checkpoint: As for `test`.
+
+        Returns:
+            The number of samples.
+
+        Raises:
+            CheckpointError: There is no such checkpoint, or it is damaged.
+            FileExistsError: `path` exists.
+            TypeError: `test_step` returns nothing that has one value per sample.
+            ValueError: The format is unknown, or the loader does not keep the order.
+        """
+        if loader is None:
+            loader = _given("predict", "loader or test_loop", self._test_loop).dataloader  # type: ignore[attr-defined]
+        hook = PredictionHook(path, loader)
+        self._evaluate(TestLoop(loader), checkpoint, HookList([*self._hooks, hook]))
+        return broadcast(hook.count)
+
+    def _evaluate(
+        self, loop: Loop, which: str | os.PathLike[str] | None, hooks: HookList | None = None
+    ) -> dict[str, float]:
+        hooks = self._hooks if hooks is None else hooks
         with traced(self._is_traced):
-            for listener in self._hooks.on_run_start:
+            for listener in hooks.on_run_start:
                 listener(self.state)
             if which is not None:
                 checkpoint = load_checkpoint(self._resolve(which))
@@ -236,8 +274,8 @@ class Runner:
                 else:
                     checkpoint.load_model(self.state.model)
                     checkpoint.load_states(self.state)
-            metrics: dict[str, float] = loop.run(self.state, self._hooks)
-            for listener in self._hooks.on_run_end:
+            metrics: dict[str, float] = loop.run(self.state, hooks)
+            for listener in hooks.on_run_end:
                 listener(self.state)
         return metrics
 

@@ -35,7 +35,7 @@ def train_line(state: LoopState, record: Mapping[str, float]) -> str:
 
 def eval_line(state: LoopState, metrics: Mapping[str, float]) -> str:
     """`val epoch 2/10 step 150/500 accuracy 0.97`."""
-    values = values_text(metrics) or ("cut short" if state.stop_reason else "no metrics")
+    values = values_text(metrics) or ("cut short" if state.stop_reason else "done")
     return " ".join([state.phase.value, epoch_text(state), step_text(state), values])
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
+from ...registry import load_config
 from .command import (
     CHECKPOINT,
     DEVICE,
@@ -17,13 +20,16 @@ from .command import (
     RUN_DIR,
     WITHOUT_STEP,
     Command,
+    Options,
     flag,
+    path_name,
     positive,
 )
 
 _RUNS = f"{__package__}.run_commands"
 _PRINTS = f"{__package__}.print_commands"
-_RUNNING = (NPROC, OVERSUBSCRIBE, RUN_DIR, DEVICE, DRY_RUN)
+_PREDICTING = (NPROC, OVERSUBSCRIBE, RUN_DIR, DEVICE)
+_RUNNING = (*_PREDICTING, DRY_RUN)
 
 train = Command(
     "train",
@@ -48,6 +54,76 @@ test = Command(
     (*_RUNNING, CHECKPOINT),
     usage=f"{RUN} [options]",
     section="data.test",
+)
+
+
+class _PredictCommand(Command):
+    """A command that can read other data instead of the test data."""
+
+    def source(self, options: Options) -> tuple[str, list[str]]:
+        """Return the config and its overrides, with `--data` as `data.test`."""
+        source, overrides = super().source(options)
+        if options.data in ("train", "val"):
+            overrides.append(f"data.test=${{data.{options.data}}}")
+        elif options.data not in (None, "test"):
+            overrides.append(f"data.test={_section_in(options.data)}")
+        return source, overrides
+
+
+def _section_in(path: str) -> str:
+    """Return the data section that a file is or has, as a value that replaces another section."""
+    section = load_config(path).to_dict()
+    if "data" in section:
+        section = section["data"].get("test", section["data"])
+    # Of the file: load_config gives every config a name.
+    section.pop("name", None)
+    return json.dumps({"_delete_": True, **section})
+
+
+predict = _PredictCommand(
+    "predict",
+    f"{_RUNS}:run_predict",
+    "write predictions for each sample of data.test to a file",
+    (
+        click.Option(
+            ["--out"],
+            type=path_name,
+            metavar="FILE",
+            help="the new file: .jsonl, .parquet or .npz",
+        ),
+        click.Option(
+            ["--data"],
+            type=path_name,
+            metavar="NAME",
+            help="train, val or test, or a YAML file with a section such as data.test",
+        ),
+        *_PREDICTING,
+        CHECKPOINT,
+    ),
+    usage=f"{RUN} --out FILE [options]",
+    section="data.test",
+)
+export = Command(
+    "export",
+    f"{__package__}.export_command:run_export",
+    "write the trained model to a file for other programs",
+    (
+        click.Option(
+            ["--to"],
+            type=click.Choice(["safetensors", "pt2", "onnx"]),
+            help="the format: weights, torch.export or ONNX; default: by the suffix of --out",
+        ),
+        click.Option(
+            ["--out"],
+            type=path_name,
+            metavar="FILE",
+            help="the new file; default: model.FORMAT in the run's folder",
+        ),
+        RUN_DIR,
+        CHECKPOINT,
+    ),
+    usage=f"{RUN} --to FORMAT [options]",
+    section="data",
 )
 check = Command(
     "check",

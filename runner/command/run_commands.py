@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
+from ...loops.predictions.files import check_path
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
@@ -25,7 +26,7 @@ from ..launcher import started_outside
 from ..parts import rehearse
 from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
 from ..sections import read_sections
-from .command import Options
+from .command import Options, mistake
 from .print_commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
 
@@ -93,6 +94,20 @@ def run_validate(options: Options) -> int:
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
     switches = {name: getattr(options, name) for name in ("dry_run", "debug")}
     return _run(Job(options.command, config, run, checkpoint=checkpoint, **switches))
+
+
+def run_predict(options: Options) -> int:
+    """Write predictions for each sample of the test data, or of `--data`, to a file."""
+    if options.out is None:
+        raise mistake("stepwrap predict: --out is missing, such as --out predictions.jsonl")
+    try:
+        check_path(Path(options.out))
+    except (ValueError, FileExistsError, ImportError) as error:
+        raise mistake(f"stepwrap predict: --out: {error}") from error
+    config, run = _checked(options)
+    checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
+    job = Job("predict", config, run, checkpoint=checkpoint, debug=options.debug, out=options.out)
+    return _run(job)
 
 
 def run_check(options: Options) -> int:
@@ -166,6 +181,8 @@ def _report(job: Job, outcome: Outcome) -> int:
         _print_metrics(job, outcome)
     if job.command != "train" and outcome.checkpoint:
         print(f"checkpoint: {outcome.checkpoint}")
+    if job.command == "predict":
+        print(f"predictions: {outcome.predictions:,} samples in {job.out}")
     if job.dry_run:
         print("dry run: every part has worked for one step; nothing was kept")
     elif job.command == "train":

@@ -130,7 +130,23 @@ def test_each_path_is_short_and_names_its_files(thing: str) -> None:
     assert len(set(found(r"`[\w/]+\.py`", path))) >= 4
 
 
-# The command, configs and hooks.
+# The command, configs, hooks and predictions.
+
+
+def test_the_page_on_export(tmp_path: Path) -> None:
+    *loads, export = blocks(page("export"), "python")
+    run("-c", export, cwd=tmp_path)
+    assert len(loads) == 3
+    for code in loads:
+        run("-c", code, cwd=tmp_path)
+
+
+def test_the_page_on_predictions(tmp_path: Path) -> None:
+    (code,) = blocks(page("predictions"), "python")
+    run("-c", code, cwd=tmp_path)
+    assert [one.name for one in tmp_path.iterdir()] == ["predictions.npz"]
+    (data,) = blocks(page("predictions"), "yaml")
+    assert set(yaml.safe_load(data)) == {"dataset", "batch_size"}
 
 
 def test_the_page_on_the_command_names_all_of_it() -> None:

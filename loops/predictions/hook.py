@@ -1,0 +1,120 @@
+"""The hook that writes the outputs of an evaluation to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...collectives import all_gather_object, broadcast, get_rank, get_world_size, synchronize
+from ..data.sampler import sampler_of
+from ..hook import Hook
+from ..state import LoopState
+from .files import PartWriter, Types, check_path, merge_parts
+from .rows import rows_of
+
+
+class PredictionHook(Hook):
+    """Writes what ``test_step`` returns to a file: one row per sample, in the data set's order.
+
+    Each rank writes its rows to a part next to ``path``. At the end of the evaluation rank 0 merges
+    the parts, and the file appears. On several machines its folder must be shared.
+
+    Args:
+        path: the file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` is the format.
+        loader: the loader of the evaluation. Several ranks need one of ``build_loader`` over a
+            map-style data set, in its natural order.
+
+    Attributes:
+        count: the number of rows in the file, on rank 0.
+
+    Raises:
+        ValueError: the format is unknown, or the order of the samples is not.
+        FileExistsError: ``path`` exists.
+        ImportError: ``.parquet`` needs pyarrow, which is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], loader: Iterable[Any]) -> None:
+        self.path, self.count = Path(path), 0
+        self._sampler = sampler_of(loader)
+        check_path(self.path)
+        if self._sampler is None and get_world_size() > 1:
+            raise ValueError(
+                "predictions of several ranks need a loader of build_loader over a map-style data "
+                f"set, which knows the place of each sample, got {type(loader).__name__}; run it "
+                "on one process"
+            )
+        if self._sampler is not None and (self._sampler.shuffle or self._sampler.drop_last):
+            name = "shuffle" if self._sampler.shuffle else "drop_last"
+            raise ValueError(
+                f"predictions need every sample in order, and the loader has {name}: set it to "
+                "false"
+            )
+        self._shards: list[int] = []
+        self._part: PartWriter | None = None
+        self._batches = self._samples = 0
+
+    def on_eval_start(self, state: LoopState) -> None:
+        """Open this rank's part."""
+        # Ranks that hold parts of the same layers see the same samples: the first one writes.
+        shard = get_rank() if self._sampler is None else self._sampler.rank
+        self._shards = all_gather_object(shard)
+        self._batches = self._samples = self.count = 0
+        if self._shards.index(shard) == get_rank():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._part = PartWriter(self._part_of(shard))
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        """Write the rows of a batch."""
+        if self._part is None:
+            return
+        sampler = self._sampler
+        indices = None if sampler is None else sampler.indices_of(0, self._batches)
+        rows = rows_of(outputs, batch, None if indices is None else len(indices))
+        first = self._samples
+        for index, row in zip(indices or range(first, first + len(rows)), rows, strict=True):
+            self._part.write(index, row)
+        self._batches += 1
+        self._samples += len(rows)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        """Merge the parts on rank 0."""
+        if self._part is not None:
+            self._part.close()
+        synchronize()
+        problem: Exception | None = None
+        if get_rank() == 0 and self._part is not None:
+            try:
+                self.count = self._merge(self._part.types)
+            except Exception as error:
+                problem = error
+        # The parts are needed until rank 0 has merged them.
+        problem = broadcast(problem)
+        self._remove_part()
+        if problem is not None:
+            raise problem
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        """Remove this rank's part."""
+        self._remove_part()
+
+    def _merge(self, types: Types) -> int:
+        parts = [self._part_of(shard) for shard in sorted(set(self._shards))]
+        if missing := [str(part) for part in parts if not part.exists()]:
+            raise FileNotFoundError(
+                f"the predictions of other ranks are not in {missing[0]}: the folder of "
+                f"{self.path} must be shared by all machines"
+            )
+        return merge_parts(parts, self.path, types)
+
+    def _part_of(self, shard: int) -> Path:
+        return self.path.with_name(f".{self.path.name}.part{shard}")
+
+    def _remove_part(self) -> None:
+        if self._part is not None:
+            self._part.close()
+            with suppress(OSError):
+                self._part.path.unlink()
+            self._part = None

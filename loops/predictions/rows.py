@@ -1,0 +1,106 @@
+"""The outputs of an evaluation step as one row per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..notes import describe
+
+Row = dict[str, Any]
+# The field of outputs that are not mappings.
+PREDICTION = "prediction"
+_IDS = ("id", "sample_id")
+
+
+def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
+    """Split the outputs of a batch into one row per sample.
+
+    A mapping gives its fields that have one value per sample; others, such as a mean loss, are left
+    out. Any other output is the field ``prediction``, unless its values are mappings themselves.
+    A batch that is a mapping with the key ``id`` or ``sample_id`` adds that field.
+
+    Args:
+        outputs: the result of ``test_step``: a mapping, a tensor whose first dimension is the
+            samples, or a sequence with one value per sample.
+        batch: the batch as the loader gave it.
+        count: the number of samples, or None if only the outputs show it.
+
+    Raises:
+        TypeError: nothing in the outputs has one value per sample.
+    """
+    count = _count(outputs) if count is None else count
+    if isinstance(outputs, Mapping):
+        rows = _rows_of_fields(outputs, count)
+    else:
+        column = _column(list(outputs) if type(outputs) is tuple else outputs, count) or []
+        rows = [one if isinstance(one, dict) else {PREDICTION: one} for one in column]
+    if not rows or not rows[0]:
+        raise TypeError(
+            "predictions need a test_step that returns a tensor, a sequence or fields with one "
+            f"value for each of the {count} samples of a batch, got {describe(outputs)}"
+        )
+    given = batch if isinstance(batch, Mapping) else {}
+    ids = _rows_of_fields({key: given[key] for key in _IDS if key in given}, count)
+    return [{**own, **row} for own, row in zip(ids, rows, strict=True)]
+
+
+def _rows_of_fields(fields: Mapping[Any, Any], count: int) -> list[Row]:
+    columns = {str(name): _column(value, count) for name, value in fields.items()}
+    kept = {name: column for name, column in columns.items() if column is not None}
+    return [{name: column[at] for name, column in kept.items()} for at in range(count)]
+
+
+def _count(outputs: Any) -> int:
+    """Return the number of samples in outputs: the length of the first field that has one."""
+    fields = outputs.values() if isinstance(outputs, Mapping) else [outputs]
+    return next((len(one) for one in fields if _has_length(one)), 0)
+
+
+def _has_length(value: Any) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
+def _column(value: Any, count: int) -> list[Any] | None:
+    """Return one plain value per sample, or None if ``value`` does not have that many."""
+    # Fields of transformers that are tuples have one entry per layer.
+    if not _has_length(value) or len(value) != count or type(value) is tuple:
+        return None
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return [_plain(one) for one in value]
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as numbers, texts, NumPy arrays, lists and dicts.
+
+    Raises:
+        TypeError: it holds an object of another kind.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value
+    if callable(getattr(value, "to_dict", None)):
+        value = value.to_dict()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, Iterable):
+        return [_plain(one) for one in value]
+    raise TypeError(
+        "a prediction must be made of numbers, texts, tensors, lists and mappings, got "
+        f"{type(value).__name__}"
+    )

@@ -1,0 +1,287 @@
+"""A trained model in a file that other programs can load: safetensors, torch.export or ONNX."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from ..loops.evaluate import evaluation_mode
+from ..wrappers.steps.step import as_call
+
+FORMATS = ("safetensors", "pt2", "onnx")
+# Packages that a format needs, by the extra that installs them.
+_PACKAGES = {
+    "safetensors": ("safetensors", ["safetensors.torch"]),
+    "onnx": ("onnx", ["onnx", "onnxscript", "onnxruntime"]),
+}
+_RTOL, _ATOL = 1e-3, 1e-4
+
+
+class ExportError(RuntimeError):
+    """A model cannot be exported, or its exported form computes something else."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """An exported model.
+
+    Attributes:
+        path: the file.
+        inputs: names and shapes of the program's inputs, with "batch" for the dimension of the
+            samples; empty for weights.
+        difference: the largest absolute difference between its outputs and the model's, on the
+            example batch and on a part of it.
+    """
+
+    path: Path
+    inputs: dict[str, tuple[int | str, ...]]
+    difference: float
+
+
+class _Outputs(nn.Module):
+    """The outputs of a model as a function of the tensors in a batch.
+
+    Args:
+        model: called with ``mode="tensor"`` after its ``data_preprocessor``.
+        batch: an example; its other values are constants.
+        used: which of its tensors are inputs; the others keep their values.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, used: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.model = model
+        paths, self._structure = tree_flatten_with_path(batch)
+        self._leaves = [leaf for _, leaf in paths]
+        tensors = [at for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
+        self._places = tensors if used is None else [tensors[at] for at in used]
+        self.names = [_name(paths[at][0]) for at in self._places]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors of the example that are inputs."""
+        return tuple(self._leaves[at] for at in self._places)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = [*self._leaves]
+        for at, tensor in zip(self._places, tensors, strict=True):
+            leaves[at] = tensor
+        batch = tree_unflatten(leaves, self._structure)
+        preprocessor = getattr(self.model, "data_preprocessor", None)
+        if preprocessor is not None:
+            batch = preprocessor(batch, training=False)
+        args, kwargs = as_call(batch)
+        return self.model(*args, **kwargs, mode="tensor")
+
+
+def _name(path: Sequence[Any]) -> str:
+    keys = [getattr(one, "key", getattr(one, "idx", one)) for one in path]
+    return "_".join(f"input{key}" if isinstance(key, int) else str(key) for key in keys)
+
+
+def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> Export:
+    """Write a model to a file, after comparing the exported form with the model on a batch.
+
+    ``.safetensors`` has the weights only. ``.pt2`` (``torch.export``) and ``.onnx`` have the
+    program as well: the model's outputs in ``mode="tensor"``, after its ``data_preprocessor``, for
+    any batch size. Entries of the batch that the outputs do not depend on, such as targets, are not
+    inputs.
+
+    Args:
+        model: a model on the CPU, as ``load_model`` returns it.
+        path: the new file; its suffix is the format.
+        batch: a batch of at least two samples, as the loader gives it.
+
+    Raises:
+        ExportError: the model cannot be exported, or the difference is too large.
+        FileExistsError: ``path`` exists.
+        ImportError: the format needs a package that is not installed.
+        ValueError: the format is unknown.
+    """
+    path = Path(path)
+    check_export(path)
+    draft = path.with_name(f".tmp-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with evaluation_mode(model), torch.no_grad(), _quiet():
+            outputs = _Outputs(model, batch)
+            if path.suffix == ".safetensors":
+                run = _as_safetensors(outputs, draft)
+            else:
+                program, outputs = _traced(outputs)
+                write = _as_pt2 if path.suffix == ".pt2" else _as_onnx
+                run = write(program, outputs, draft)
+            difference = _compare(outputs, run)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    inputs = {} if path.suffix == ".safetensors" else _shapes(outputs)
+    return Export(path, inputs, difference)
+
+
+def check_export(path: Path) -> None:
+    """Check that a model can be exported to ``path``, before it is loaded.
+
+    Raises:
+        FileExistsError, ImportError, ValueError: as ``export_model``.
+    """
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        known = ", ".join(f".{one}" for one in FORMATS)
+        raise ValueError(f"a model is exported to a file that ends in {known}, got {path.name!r}")
+    if path.exists():
+        raise FileExistsError(
+            f"an export needs a new file, and {path} exists: remove it, or choose another name"
+        )
+    extra, packages = _PACKAGES.get(kind, ("", []))
+    try:
+        for package in packages:
+            import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"an export to .{kind} needs {error.name}: pip install 'stepwrap[{extra}]'"
+        ) from error
+
+
+def _batch_size(outputs: _Outputs) -> int:
+    sizes = [one.shape[0] for one in outputs.inputs if one.ndim]
+    if not sizes or sizes[0] < 2:
+        raise ExportError(
+            "an export needs a batch with at least two samples, whose number is the first "
+            f"dimension of its tensors; got sizes {sizes}"
+        )
+    return int(sizes[0])
+
+
+def _shapes(outputs: _Outputs) -> dict[str, tuple[int | str, ...]]:
+    size = _batch_size(outputs)
+    return {
+        name: tuple("batch" if not at and n == size else n for at, n in enumerate(one.shape))
+        for name, one in zip(outputs.names, outputs.inputs, strict=True)
+    }
+
+
+def _dynamic(outputs: _Outputs) -> tuple[Any, ...]:
+    """Return the dynamic dimensions of the inputs: the first one of each that has the samples."""
+    batch = Dim("batch")
+    shapes = _shapes(outputs).values()
+    return tuple({0: batch} if shape and shape[0] == "batch" else None for shape in shapes)
+
+
+def _traced(outputs: _Outputs) -> tuple[ExportedProgram, _Outputs]:
+    """Return the program for the inputs that its outputs depend on, and these outputs."""
+    program = _exported(outputs)
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    names = program.graph_signature.user_inputs
+    used = [at for at, name in enumerate(names) if nodes[str(name)].users]
+    if len(used) == len(names):
+        return program, outputs
+    model, leaves, structure = outputs.model, outputs._leaves, outputs._structure
+    outputs = _Outputs(model, tree_unflatten(leaves, structure), used)
+    return _exported(outputs), outputs
+
+
+def _exported(outputs: _Outputs) -> ExportedProgram:
+    try:
+        return torch.export.export(
+            outputs, outputs.inputs, dynamic_shapes=(_dynamic(outputs),), strict=False
+        )
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"torch.export cannot follow the model: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _as_safetensors(outputs: _Outputs, path: Path) -> Callable[..., Any]:
+    from safetensors.torch import load_model, save_model
+
+    save_model(outputs.model, str(path), metadata={"format": "pt"})
+    # Other weights, so that those of the file must come from it.
+    loaded = deepcopy(outputs)
+    for one in loaded.model.parameters():
+        one.zero_()
+    load_model(loaded.model, str(path))
+    return loaded
+
+
+def _as_pt2(program: ExportedProgram, outputs: _Outputs, path: Path) -> Callable[..., Any]:
+    torch.export.save(program, path)
+    loaded: Callable[..., Any] = torch.export.load(path).module()
+    return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide deprecations inside torch, and what its ONNX exporter logs about missing packages."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for kind in (FutureWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", kind)
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _as_onnx(program: ExportedProgram, outputs: _Outputs, path: Path) -> Callable[..., Any]:
+    import onnxruntime
+
+    exported = torch.onnx.export(program, input_names=outputs.names, verbose=False)
+    assert exported is not None
+    exported.save(str(path))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        given = zip(outputs.names, tensors, strict=True)
+        results = session.run(None, {name: one.numpy() for name, one in given})
+        return [torch.from_numpy(one) for one in results]
+
+    return run
+
+
+def _compare(outputs: _Outputs, run: Callable[..., Any]) -> float:
+    """Return the largest difference between an exported form and the model.
+
+    Raises:
+        ExportError: it is too large, or the number or shapes of the outputs differ.
+    """
+    size = _batch_size(outputs)
+    differences = [0.0]
+    for count in (size, max(1, size // 2)):
+        inputs = [one[:count] if len(one) == size else one for one in outputs.inputs]
+        expected, found = (_tensors(one(*inputs)) for one in (outputs, run))
+        if [one.shape for one in expected] != [one.shape for one in found]:
+            raise ExportError(
+                f"the exported form returns tensors of shapes {[tuple(o.shape) for o in found]} "
+                f"for {count} samples, and the model {[tuple(o.shape) for o in expected]}"
+            )
+        for own, other in zip(expected, found, strict=True):
+            own, other = own.double(), other.double()
+            difference = (own - other).abs().max().item() if own.numel() else 0.0
+            if not torch.allclose(own, other, _RTOL, _ATOL, equal_nan=True):
+                raise ExportError(
+                    f"the exported form differs from the model by {difference:.3g}, for {count} "
+                    "samples of the batch"
+                )
+            differences.append(difference)
+    return max(differences)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(outputs) if isinstance(one, Tensor)]

@@ -1,0 +1,171 @@
+"""`stepwrap export` and `export_model`: files that other programs load, and what is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import run as run_program
+from torch import Tensor, nn
+
+from stepwrap.runner import ExportError, export_model, load_model
+from stepwrap.runner.command.cli import main
+from stepwrap.wrappers import BaseModel, DataPreprocessor, SupervisedModel
+
+Capture = pytest.CaptureFixture[str]
+
+LOAD = {
+    "pt2": "import torch; model = torch.export.load('model.pt2').module(); out = model(x)",
+    "onnx": (
+        "import onnxruntime; model = onnxruntime.InferenceSession('model.onnx'); "
+        "out = torch.from_numpy(model.run(None, {'input0': x.numpy()})[0])"
+    ),
+    "safetensors": (
+        "from torch import nn; from safetensors.torch import load_file; "
+        "w = load_file('model.safetensors'); out = nn.functional.linear(x, w['net.weight'], "
+        "w['net.bias'])"
+    ),
+}
+
+
+def _net() -> SupervisedModel:
+    return SupervisedModel(nn.Linear(2, 3), nn.CrossEntropyLoss())
+
+
+def _batch(size: int = 4) -> list[Tensor]:
+    return [torch.rand(size, 2), torch.zeros(size, dtype=torch.long)]
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+def test_files_are_loaded_without_stepwrap(kind: str, tmp_path: Path) -> None:
+    model = _net()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export = export_model(model, tmp_path / f"model.{kind}", _batch())
+    assert export.difference < 1e-5
+    # The target is not an input: the outputs do not depend on it.
+    assert export.inputs == ({} if kind == "safetensors" else {"input0": ("batch", 2)})
+    x = torch.rand(7, 2)
+    torch.save({"x": x, "expected": model.net(x).detach()}, tmp_path / "case.pt")
+    code = (
+        "import sys, torch; case = torch.load('case.pt'); x = case['x']\n"
+        f"{LOAD[kind]}\n"
+        "torch.testing.assert_close(out, case['expected'])\n"
+        "assert 'stepwrap' not in sys.modules\nprint('equal')"
+    )
+    assert run_program("-c", code, cwd=tmp_path).strip() == "equal"
+    assert {one.name for one in tmp_path.iterdir()} == {f"model.{kind}", "case.pt"}
+
+
+def test_the_preprocessor_is_part_of_the_program(tmp_path: Path) -> None:
+    model = SupervisedModel(
+        nn.Linear(2, 3), nn.CrossEntropyLoss(), data_preprocessor=DataPreprocessor(5.0, 2.0)
+    )
+    export_model(model, tmp_path / "model.pt2", _batch())
+    x = torch.rand(3, 2)
+    found = torch.export.load(tmp_path / "model.pt2").module()(x)
+    torch.testing.assert_close(found, model.net((x - 5) / 2))
+
+
+class Named(BaseModel):
+    """Takes named inputs and returns several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 3)
+
+    def forward(self, tokens: Tensor, mask: Tensor, label: Any = None, mode: str = "tensor") -> Any:
+        hidden = self.net(tokens) * mask[:, None]
+        return {"scores": hidden, "total": hidden.sum(1)}
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+def test_named_inputs_and_several_outputs(kind: str, tmp_path: Path) -> None:
+    batch = {"tokens": torch.rand(4, 2), "label": torch.zeros(4), "mask": torch.ones(4), "ids": "a"}
+    del batch["ids"]
+    export = export_model(Named(), tmp_path / f"model.{kind}", batch)
+    assert export.inputs == {"tokens": ("batch", 2), "mask": ("batch",)}
+    assert export.difference < 1e-5
+
+
+class ReadsValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class FixedSize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(4, -1)
+
+
+@pytest.mark.parametrize(
+    ("net", "size", "message"),
+    [
+        (ReadsValues(), 4, "torch.export cannot follow the model"),
+        (FixedSize(), 4, "torch.export cannot follow the model"),
+        (nn.Identity(), 1, "needs a batch with at least two samples"),
+    ],
+)
+def test_models_that_cannot_be_exported(
+    net: nn.Module, size: int, message: str, tmp_path: Path
+) -> None:
+    model = SupervisedModel(net, nn.CrossEntropyLoss())
+    with pytest.raises(ExportError, match=message):
+        export_model(model, tmp_path / "model.pt2", _batch(size))
+    assert not list(tmp_path.iterdir())
+
+
+class Drawing(nn.Module):
+    """Draws in evaluation too, so that two calls never agree."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rand_like(x)
+
+
+def test_a_difference_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    model = SupervisedModel(Drawing(), nn.CrossEntropyLoss())
+    with pytest.raises(ExportError, match=r"differs from the model by 0\.\d+, for 4 samples"):
+        export_model(model, tmp_path / "model.pt2", _batch())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_training_mode_and_weights_stay(tmp_path: Path) -> None:
+    model = _net().train()
+    before = [one.clone() for one in model.parameters()]
+    export_model(model, tmp_path / "model.safetensors", _batch())
+    assert model.training
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: Capture) -> None:
+    assert main(["train", "points.yaml", "hooks.ema={type: EMAHook, decay: 0.9}"]) == 0
+    capsys.readouterr()
+    assert main(["export", "runs/points/config.yaml", "--to", kind]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"exported: runs/points/model.{kind} (0.")
+    assert "largest difference from the model: " in out
+    assert ("input: input0 (batch, 2)" in out) == (kind != "safetensors")
+    if kind == "pt2":
+        x = torch.rand(5, 2)
+        found = torch.export.load("runs/points/model.pt2").module()(x)
+        torch.testing.assert_close(found, load_model("runs/points").net(x))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "stepwrap export: --to is missing; it is one of safetensors, pt2, onnx"),
+        (["--out", "m.bin"], "file that ends in .safetensors, .pt2, .onnx, got 'm.bin'"),
+        (["--out", "m.pt2", "--to", "onnx"], "--to onnx and the suffix of m.pt2 differ"),
+        (["--out", "old.pt2"], "an export needs a new file, and old.pt2 exists"),
+        (["--out", "m.pt2"], "there is no checkpoint in runs/points"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) -> None:
+    (run / "old.pt2").touch()
+    assert main(["export", "points.yaml", *words]) in (1, 2)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""`stepwrap predict` and `Runner.predict` write what the evaluated model returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from runner_parts import run_command
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from stepwrap.loops import TestLoop, build_loader
+from stepwrap.runner import Runner, load_model
+from stepwrap.runner.command.cli import main
+from stepwrap.wrappers import SupervisedModel
+
+Capture = pytest.CaptureFixture[str]
+EMA = "hooks.ema={type: EMAHook, decay: 0.9}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _scores(model: nn.Module, size: int) -> list[list[float]]:
+    from points import Points  # The user's module, which the command has imported.
+
+    with torch.inference_mode():
+        return model(Points(size).inputs, mode="tensor").tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_predictions_are_those_of_the_evaluated_model(
+    nproc: int, run: Path, capsys: Capture
+) -> None:
+    assert main(["train", "points.yaml", EMA]) == 0
+    capsys.readouterr()
+    words = ["predict", "runs/points/config.yaml", "--out", "out/predictions.jsonl"]
+    assert run_ranks(run_command, nproc, run, *words) == [0] * nproc
+    lines = _lines(run / "out/predictions.jsonl")
+    assert [line["index"] for line in lines] == list(range(21))
+    # EMAHook: the averages are what the evaluations used.
+    scores = torch.tensor([line["preds"] for line in lines])
+    torch.testing.assert_close(scores, torch.tensor(_scores(load_model("runs/points"), 21)))
+    records = _lines(run / "runs/points/metrics.jsonl")
+    tested = next(one for one in records if one["phase"] == "test")
+    right = [line["preds"][1] > line["preds"][0] for line in lines]
+    right = [found == bool(line["target"]) for found, line in zip(right, lines, strict=True)]
+    assert sum(right) / 21 == pytest.approx(tested["accuracy"], abs=1e-6)
+    assert records == _lines(run / "runs/points/metrics.jsonl")
+
+
+def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
+    assert main(["train", "points.yaml"]) == 0
+    capsys.readouterr()
+    (run / "more.yaml").write_text("dataset: {type: points.Points, size: 30}\nbatch_size: 7\n")
+    for data, size in (("val", 20), ("train", 48), ("test", 21), ("more.yaml", 30)):
+        words = ["--data", data, "--out", f"{data}.npz", "--checkpoint", "latest"]
+        if data == "train":
+            words.append("data.train.shuffle=false")
+        assert main(["predict", "points.yaml", *words]) == 0
+        out = capsys.readouterr().out
+        assert f"predictions: {size} samples in {data}.npz" in out
+        assert "checkpoint: runs/points/checkpoints/step_00000048" in out
+        expected = _scores(load_model("runs/points", "latest"), size)
+        with np.load(run / f"{data}.npz") as arrays:
+            np.testing.assert_allclose(arrays["preds"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "stepwrap predict: --out is missing, such as --out predictions.jsonl"),
+        (["--out", "p.csv"], "--out: predictions are written to files that end in .jsonl, .par"),
+        (["--out", "points.npz"], "--out: predictions need a new file, and points.npz exists"),
+        (["--out", "p.npz", "--data", "tset"], "there is no config file tset"),
+        (["--out", "p.npz", "--checkpoint", "bset"], "there is no checkpoint bset"),
+    ],
+)
+def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) -> None:
+    (run / "points.npz").touch()
+    assert main(["predict", "points.yaml", *words]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert not (run / "p.npz").exists()
+
+
+def test_data_that_is_shuffled_is_refused(run: Path, capsys: Capture) -> None:
+    assert main(["train", "points.yaml"]) == 0
+    words = ["--out", "p.npz", "--data", "train"]
+    assert main(["predict", "points.yaml", *words]) == 1
+    assert "every sample in order, and the loader has shuffle: set it" in capsys.readouterr().err
+
+
+def test_objects(tmp_path: Path) -> None:
+    model = SupervisedModel(nn.Linear(2, 3), nn.CrossEntropyLoss())
+    data = TensorDataset(torch.rand(5, 2), torch.zeros(5, dtype=torch.long))
+    loader = build_loader(data, batch_size=2)
+    path = tmp_path / "predictions.jsonl"
+    assert Runner(model, test_loop=TestLoop(loader), hooks=()).predict(path) == 5
+    expected = model.net(data.tensors[0])
+    torch.testing.assert_close(torch.tensor([one["preds"] for one in _lines(path)]), expected)
+    other = tmp_path / "other.jsonl"
+    assert Runner(model, hooks=()).predict(other, loader=loader) == 5
+    assert other.read_text() == path.read_text()
+    with pytest.raises(ValueError, match="predict needs loader or test_loop"):
+        Runner(model, hooks=()).predict(tmp_path / "none.jsonl")
