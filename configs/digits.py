@@ -16,15 +16,15 @@ _SPLIT_SEED = 7
 class Digits(TensorDataset):
     """8x8 grey images of handwritten digits with their labels.
 
-    The 1,797 images are split once and for all by a seeded permutation: 1,197 to train,
-    300 to validate, 300 to test. A sample is (image (1, 8, 8) in [0, 1], label 0-d int64).
+    The 1,797 images are split by a fixed permutation: 1,197 for training, 300 for validation, 300
+    for testing. A sample is (image (1, 8, 8) in [0, 1], label 0-d int64).
 
     Args:
         split: "train", "val", "test" or "all".
         dtype: floating type of the images.
 
     Raises:
-        ImportError: scikit-learn is not installed (extra `examples`).
+        ImportError: scikit-learn is not installed (extra ``examples``).
     """
 
     def __init__(self, split: str = "train", dtype: str = "float32") -> None:

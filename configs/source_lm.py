@@ -23,13 +23,13 @@ __all__ = [
 ]
 
 VOCABULARY = 128
-# A target that does not count: what cross-entropy ignores by default.
+# The target that cross-entropy ignores by default.
 IGNORED = -100
 
 
 @lru_cache(maxsize=2)
 def _read_source(split: str) -> Tensor:
-    """Every tenth file of the library's top folder is held out; the rest is to train on."""
+    """Return the text of a split: every tenth file of the standard library is held out."""
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', got {split!r}")
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -48,7 +48,7 @@ class SourceText(Dataset[tuple[Tensor, Tensor]]):
     characters outside ASCII read as "?". The blocks do not overlap.
 
     Args:
-        split: "train" or "val"; the held-out part is made of whole files.
+        split: "train" or "val"; the held-out part consists of whole files.
         block: characters in a sample.
         limit: use at most this many blocks, spread evenly over the text.
     """
@@ -71,13 +71,13 @@ class SourceText(Dataset[tuple[Tensor, Tensor]]):
 
 @DATASETS.register_module()
 class SourceLines(Dataset[tuple[Tensor, Tensor]]):
-    """Single lines of source text, as long as they are; empty ones are left out.
+    """Single lines of source text of different lengths, without empty lines.
 
     A sample is (characters (length,), next characters (length,)), from the line feed before the
-    line to the one at its end; `pad_batch` makes batches of them.
+    line to the one at its end; ``pad_batch`` makes batches of them.
 
     Args:
-        split: "train" or "val", as in `SourceText`.
+        split: "train" or "val"; see ``SourceText``.
         max_length: longer lines are cut.
         limit: use at most this many lines, spread evenly over the text.
     """
@@ -101,7 +101,11 @@ class SourceLines(Dataset[tuple[Tensor, Tensor]]):
 
 
 def pad_batch(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Pad samples to the longest of them; the targets that stand for padding do not count."""
+    """Pad samples to the length of the longest; the loss ignores padded targets.
+
+    Returns:
+        ``inputs`` and ``labels``, both (batch, length).
+    """
     inputs, labels = zip(*samples, strict=True)
     return {
         "inputs": pad_sequence(list(inputs), batch_first=True),
@@ -110,7 +114,7 @@ def pad_batch(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 class _Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, normalised first."""
+    """Causal self-attention and a feed-forward layer, each after a normalisation."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -138,8 +142,8 @@ class CharTransformer(nn.Module):
     """A small causal transformer: (batch, length) int64 -> (batch, length, 128) logits.
 
     Attributes:
-        flops_per_token: operations of forward and backward in a sequence of `max_length`, by the
-            formula of Chowdhery et al., "PaLM", 2022, appendix B.
+        flops_per_token: operations per token of forward and backward in a sequence of
+            ``max_length``, by the formula of Chowdhery et al., "PaLM", 2022, appendix B.
     """
 
     def __init__(
@@ -158,27 +162,26 @@ class CharTransformer(nn.Module):
         self.flops_per_token = 6 * weights + 12 * depth * width * max_length
 
     def forward(self, characters: Tensor) -> Tensor:
-        places = torch.arange(characters.shape[1], device=characters.device)
-        x = self.blocks(self.characters(characters) + self.positions(places))
+        positions = torch.arange(characters.shape[1], device=characters.device)
+        x = self.blocks(self.characters(characters) + self.positions(positions))
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
 @MODELS.register_module()
 class NextCharLoss(nn.Module):
-    """Mean cross-entropy in nats over the characters of (batch, length, 128) logits that count."""
+    """Mean cross-entropy in nats of (batch, length, 128) logits, without ignored targets."""
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        scores, wanted = logits.flatten(0, 1), target.flatten()
-        return functional.cross_entropy(scores, wanted, ignore_index=IGNORED)
+        flat = logits.flatten(0, 1)
+        return functional.cross_entropy(flat, target.flatten(), ignore_index=IGNORED)
 
 
 @METRICS.register_module()
 class UnigramEntropy(Metric):
-    """Entropy in nats of the target characters taken one by one.
+    """Entropy in nats of the frequencies of the target characters.
 
-    It is the loss of the best model that looks at no context: what a language model has
-    to beat (Shannon 1948, the entropy of the character frequencies).
+    It is the lowest loss of a model that uses no context (Shannon 1948).
     """
 
     full_state_update = False

@@ -1,7 +1,7 @@
 """Many processes on one machine: pools, queues, pickling, placement of models.
 
-A name is imported when it is first used: a worker process that handles no tensor never pays for
-torch.
+A name is imported when it is first used, so that worker processes that handle no tensors do not
+import torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from multiprocessing import get_context, get_start_method
 
-# Not of typing, whose import would be paid by each worker.
+# Not imported from typing, to keep the start of workers fast.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,7 +1,7 @@
-"""One direction between processes: whole messages with descriptors, no lock.
+"""A channel for whole messages with descriptors, between any number of processes, without locks.
 
-A pair of AF_UNIX sockets that keep messages apart. The system hands each message to one reader, so
-any number of processes may read and write, and one that is killed leaves nothing half done.
+It is a pair of AF_UNIX sockets that preserve message boundaries. The system gives each message to
+one reader, so a process that is killed leaves no message half written or half read.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ os.register_at_fork(after_in_parent=_count_fork)
 
 
 class Channel:
-    """Both ends, as every process has them until one is closed."""
+    """Both ends of a channel. Every process has both until it closes one."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise NotImplementedError(
-                "queues between processes need Linux (memfd_create, AF_UNIX sockets that keep "
-                f"messages apart), this is {sys.platform}"
+                "queues between processes need Linux (memfd_create, AF_UNIX sockets that preserve "
+                f"message boundaries), this is {sys.platform}"
             )
         with _descriptors.explaining():
-            self._hold(*socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        self._is_handed_on = False
+            self._set_ends(*socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._is_pickled = False
 
-    def _hold(self, reader: socket.socket, writer: socket.socket) -> None:
+    def _set_ends(self, reader: socket.socket, writer: socket.socket) -> None:
         self.reader, self.writer = reader, writer
         self._made_in, self._forks = os.getpid(), _forks
-        # A socket warns when it is collected open.
+        # An open socket warns when it is collected.
         weakref.finalize(self, _close, reader, writer).atexit = False
 
     def __getstate__(self) -> Any:
-        self._is_handed_on = True
+        self._is_pickled = True
         return DupFd(self.reader.fileno()), DupFd(self.writer.fileno())
 
     def __setstate__(self, state: Any) -> None:
         ends = [socket.socket(fileno=end.detach()) for end in state]
         for end in ends:
             end.set_inheritable(False)
-        self._hold(*ends)
-        self._is_handed_on = True
+        self._set_ends(*ends)
+        self._is_pickled = True
 
     @property
     def may_be_elsewhere(self) -> bool:
         """Whether another process may have the ends too."""
-        return self._is_handed_on or os.getpid() != self._made_in or self._forks != _forks
+        return self._is_pickled or os.getpid() != self._made_in or self._forks != _forks
 
     @property
     def is_closed(self) -> bool:
@@ -76,19 +76,16 @@ class Channel:
 
     @property
     def load(self) -> int:
-        """What is written and not yet read, in bytes of the system's bookkeeping."""
+        """The bytes that the system uses for messages that have not been read."""
         waiting = ioctl(self.writer, termios.TIOCOUTQ, b"\0" * 4)
         return int.from_bytes(waiting, sys.byteorder)
 
     def send(self, packed: Packed, flags: int = 0) -> None:
-        """Send a message; it is still to be released."""
+        """Send a message. The caller must still close it."""
         try:
-            if packed.fds:
-                _descriptors.send(self.writer, packed.data, packed.fds, flags)
-            else:
-                self.writer.send(packed.data, flags)
+            _descriptors.send(self.writer, packed.data, packed.fds, flags)
         except ConnectionResetError as error:
-            # The last reader of the socket has left messages unread.
+            # The last reader closed its end without reading all messages.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from error
         except OSError as error:
             _check_open(error)
@@ -99,23 +96,21 @@ class Channel:
 
         Raises:
             EOFError: no process has the writing end any more.
-            TimeoutError: none came in time.
+            TimeoutError: no message arrived within the timeout.
         """
         if timeout_s is None:
-            return self._received(0)
+            return self._receive(0)
         deadline = time.monotonic() + timeout_s
-        poller = None
         while True:
             try:
-                return self._received(socket.MSG_DONTWAIT)
-            # Also after a wait: another reader may have been faster.
+                return self._receive(socket.MSG_DONTWAIT)
+            # Also after a wait: another reader may have taken the message first.
             except BlockingIOError:
-                if poller is None:
-                    poller = select.poll()
-                    poller.register(self.reader, select.POLLIN)
+                poller = select.poll()
+                poller.register(self.reader, select.POLLIN)
                 wait(poller, deadline, timeout_s)
 
-    def _received(self, flags: int) -> tuple[bytes, list[int]]:
+    def _receive(self, flags: int) -> tuple[bytes, list[int]]:
         try:
             data, descriptors = _descriptors.receive(self.reader, INLINE_BYTES, flags)
         except OSError as error:
@@ -141,15 +136,15 @@ class Channel:
 
 
 def wait(poller: select.poll, deadline: float, timeout_s: float) -> list[tuple[int, int]]:
-    """Return what is ready.
+    """Return the events that are ready.
 
     Raises:
-        TimeoutError: nothing was by the deadline.
+        TimeoutError: nothing was ready by the deadline.
     """
     remaining = deadline - time.monotonic()
-    limit_ms = math.ceil(remaining * 1000) if remaining < math.inf else None
-    ready = poller.poll(limit_ms) if remaining > 0 else poller.poll(0)
-    if not ready and remaining < math.inf and time.monotonic() >= deadline:
+    limit_ms = math.ceil(max(remaining, 0) * 1000) if remaining < math.inf else None
+    ready = poller.poll(limit_ms)
+    if not ready and time.monotonic() >= deadline:
         raise TimeoutError(f"the queue had nothing within {timeout_s} s")
     return ready
 

@@ -1,4 +1,4 @@
-"""What goes wrong in pools and queues: one class per way to fail."""
+"""The errors of pools and queues, one class per kind of failure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import BrokenExecutor
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 
 
-# The documented name: queues and results raise it, and `except TimeoutError` of either kind fits.
+# Both `except TimeoutError` and `except multiprocessing.TimeoutError` catch it.
 class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):  # noqa: A001
     """A queue, a result or an iterator had nothing within the given time."""
 
 
 class WorkerDiedError(RuntimeError):
-    """A task is lost: the worker that ran it has ended.
+    """A task is lost because the worker that ran it has ended.
 
     Attributes:
-        task: the task, as in "task 17 of map(square)".
-        worker: the place of the worker in the pool, from 0.
-        pid: its process id.
-        exitcode: as in `multiprocessing.Process.exitcode`; None where it is not known.
+        task: the task, such as "task 17 of map(square)".
+        worker: the index of the worker in the pool.
+        pid: the worker's process id.
+        exitcode: as in ``multiprocessing.Process.exitcode``; None if it is not known.
     """
 
     def __init__(
@@ -40,23 +40,28 @@ class WorkerDiedError(RuntimeError):
 
 
 class TaskTimeoutError(WorkerDiedError, TimeoutError):
-    """A task ran longer than the pool's `task_timeout`; its worker was killed."""
+    """A task ran longer than the pool's ``task_timeout``, and its worker was killed."""
 
 
 class BrokenPoolError(BrokenExecutor):
-    """The pool cannot run tasks: its workers do not come up."""
+    """The pool cannot run tasks because its workers fail to start."""
 
 
 class PoolTerminatedError(RuntimeError):
-    """The pool was terminated before the result was there."""
+    """The pool was terminated before the result was ready."""
 
 
 class EncodingError(MaybeEncodingError):  # type: ignore[misc]
-    """A result cannot be pickled. `exc` and `value` are texts: of the reason and of the result."""
+    """A result cannot be pickled.
+
+    Attributes:
+        exc: the reason, as a text.
+        value: the result, as a text.
+    """
 
     def __init__(self, exc: object, value: object) -> None:
         super().__init__(exc, value)
-        # The base class has made texts of texts.
+        # The base class stores the `repr` of its arguments.
         self.exc, self.value = str(exc), str(value)
 
     def __str__(self) -> str:

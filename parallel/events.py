@@ -1,4 +1,4 @@
-"""Events made of events: set while any, or all, of their members are."""
+"""Events that combine other events: set while any, or all, of their members are set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AndEvent", "OrEvent"]
 
 
 class _MultiEvent:
-    """An event whose state is that of its members, which know of it only while it is waited for."""
+    """An event whose state follows its members; it registers with them only during ``wait``."""
 
     _of: ClassVar[Callable[[Iterable[bool]], bool]]
 
@@ -26,25 +26,26 @@ class _MultiEvent:
         self._conditions = {_notifying_condition(leaf) for leaf in self._leaves()}
 
     def is_set(self) -> bool:
-        """Return whether the members are set as is asked for: any of them, or all."""
+        """Return whether any (``OrEvent``) or all (``AndEvent``) of the members are set."""
         return type(self)._of(event.is_set() for event in self._events)
 
     def set(self) -> None:
-        """Do nothing: the members are what can be set."""
+        """Do nothing: only the members can be set."""
 
     def clear(self) -> None:
-        """Do nothing: the members are what can be cleared."""
+        """Do nothing: only the members can be cleared."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set, at most `timeout` seconds; return whether it was.
+        """Wait until the event is set, at most ``timeout`` seconds.
 
-        True also where it was set for a moment only.
+        Returns:
+            Whether the event was set, even if only for a moment.
         """
         if self.is_set():
             return True
         if timeout is not None and timeout <= 0:
             return False
-        # Unlike a condition it may be put to by a signal handler of the very thread that waits.
+        # Unlike a condition, it can be notified by a signal handler of the waiting thread.
         notices: SimpleQueue[None] = SimpleQueue()
 
         def notify() -> None:
@@ -54,7 +55,7 @@ class _MultiEvent:
         for condition in self._conditions:
             condition.callbacks.add(notify)
         try:
-            # What was set before has notified nobody.
+            # A member may have been set before the callbacks were added.
             if not self.is_set():
                 notices.get(timeout=timeout)
             return True
@@ -73,27 +74,33 @@ class _MultiEvent:
 
 
 class OrEvent(_MultiEvent):
-    """Is set while any of the given events is: `threading.Event` objects or events of this kind.
+    """An event that is set while any of the given events is set.
+
+    Args:
+        *events: ``threading.Event``, ``OrEvent`` and ``AndEvent`` objects.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: an argument is something else.
     """
 
     _of = any
 
 
 class AndEvent(_MultiEvent):
-    """Is set while all of the given events are: `threading.Event` objects or events of this kind.
+    """An event that is set while all of the given events are set.
+
+    Args:
+        *events: ``threading.Event``, ``OrEvent`` and ``AndEvent`` objects.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: an argument is something else.
     """
 
     _of = all
 
 
 class _NotifyingCondition(threading.Condition):
-    """The condition that `threading.Event.set` notifies once its flag is changed."""
+    """The condition of a ``threading.Event``, which ``set`` notifies after it changes the flag."""
 
     callbacks: set[Callable[[], None]]
 
@@ -104,8 +111,8 @@ class _NotifyingCondition(threading.Condition):
 
 
 def _notifying_condition(leaf: threading.Event) -> _NotifyingCondition:
-    # Its class changes, not its method `set`, which others may hold already (a timer, say); what
-    # waits for it goes on to do so.
+    # The condition's class is replaced, not the event's method `set`, which other objects (such as
+    # timers) may already refer to. Threads that wait for the event are not disturbed.
     found: Any = vars(leaf)["_cond"]
     vars(found).setdefault("callbacks", set())
     found.__class__ = _NotifyingCondition

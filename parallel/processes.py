@@ -1,8 +1,7 @@
-"""Processes and threads that tell what went wrong in them."""
+"""Processes and threads that report the exceptions raised in them."""
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
@@ -14,25 +13,25 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.reduction import DupFd
 from typing import Any
 
-from ..transport.pickling import Pickler
+from ..transport.pickling import dumps
 from ..transport.remote_errors import describe, format_error, rebuild, shorten
 
 __all__ = ["Process", "ProcessException", "Thread", "ThreadException"]
 
 logger = logging.getLogger(__name__)
 
-# A process that has reported goes on to its exit handlers, which may wait for its threads.
+# How long `watch` waits for the exit of a failed process, whose exit handlers may still run.
 _EXIT_S = 5.0
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
 
 def default_context() -> Any:
-    """Return multiprocessing's default context, or "spawn" in place of "fork".
+    """Return multiprocessing's default context, or "spawn" if the default is "fork".
 
-    A forked process hangs at its first large operation on tensors once its parent has made one.
+    A forked process hangs in its first large tensor operation if its parent has executed one.
     """
     chosen = multiprocessing.get_start_method(allow_none=True)
     method = chosen or multiprocessing.get_all_start_methods()[0]
@@ -40,9 +39,9 @@ def default_context() -> Any:
 
 
 def use_one_thread() -> None:
-    """Have torch, where a forked process has it from its parent, work with one thread.
+    """Make torch use one thread if it is imported.
 
-    OpenMP waits for ever for those of the parent, which are not in this process.
+    In a forked process, OpenMP would wait forever for the threads of the parent.
     """
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "set_num_threads"):
@@ -50,21 +49,21 @@ def use_one_thread() -> None:
 
 
 class ProcessException(RuntimeError):
-    """A process failed. The text has the tracebacks, `__cause__` is the first exception."""
+    """A process failed. The text contains the tracebacks; ``__cause__`` is the first exception."""
 
 
 class ThreadException(RuntimeError):
-    """A thread failed. The text has the tracebacks, `__cause__` is the first exception."""
+    """A thread failed. The text contains the tracebacks; ``__cause__`` is the first exception."""
 
 
 class Thread(threading.Thread):
-    """A thread that keeps the exceptions raised in it; they are logged as errors as well.
+    """A thread that keeps the exceptions raised in it and logs them as errors.
 
-    `sys.exit()` and `sys.exit(0)` in it are no failure.
+    ``sys.exit()`` and ``sys.exit(0)`` do not count as failures.
 
     Args:
-        target: what to run, with `args` and `kwargs`.
-        cleaner: is called in the thread after `target`, also when that has failed.
+        target: the function to run, with ``args`` and ``kwargs``.
+        cleaner: called in the thread after ``target``, even if ``target`` has failed.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Thread(threading.Thread):
         self._failures: list[BaseException] = []
 
     def run(self) -> None:
-        """Run the target, then the cleaner; keep what they raise."""
+        """Run the target, then the cleaner; keep the exceptions that they raise."""
         failures = _run_all(super().run, self._cleaner)
         self._cleaner = None
         if failures:
@@ -92,7 +91,7 @@ class Thread(threading.Thread):
 
     @property
     def exception(self) -> ThreadException | None:
-        """What was raised, as a new object; None while nothing was."""
+        """A new ``ThreadException`` if the thread has failed, otherwise None."""
         if not self._failures:
             return None
         error = ThreadException(_text_of(self._failures))
@@ -100,16 +99,17 @@ class Thread(threading.Thread):
         return error
 
     def watch(self) -> None:
-        """Raise `exception` if there is one; never waits."""
+        """Raise ``exception`` if there is one, without waiting."""
         error = self.exception
         if error is not None:
             raise error
 
     def join(self, timeout: float | None = None, *, reraise: bool = False) -> None:
-        """Wait until the thread has ended, at most `timeout` seconds.
+        """Wait until the thread has ended, at most ``timeout`` seconds.
 
         Args:
-            reraise: then raise `exception` if there is one.
+            timeout: the limit in seconds (default: none).
+            reraise: raise ``exception`` afterwards if there is one.
         """
         super().join(timeout)
         if reraise:
@@ -117,20 +117,21 @@ class Thread(threading.Thread):
 
 
 class Process(BaseProcess):
-    """A process that reports the exceptions raised in it, and ends with a non-zero exit code then.
+    """A process that reports the exceptions raised in it.
 
-    The object is a process of the context `ctx` as well. Functions and classes that the process
-    could not import (lambdas, closures) are sent by value. A forked process needs to be sent
-    nothing, but there torch, where it is loaded, keeps to one thread.
+    The object is also an instance of the process class of ``ctx``. Functions and classes that the
+    process cannot import (lambdas, closures) are sent by value. In a forked process torch, if it
+    is imported, uses one thread.
 
-    `sys.exit()` and `sys.exit(0)` in it are no failure; `sys.exit(code)` keeps its code.
+    If an exception is raised, the exit code is not zero. ``sys.exit()`` and ``sys.exit(0)`` do not
+    count as failures; ``sys.exit(code)`` keeps its code.
 
     Args:
-        target: what to run, with `args` and `kwargs`.
-        cleaner: is called in the process after `target`, also when that has failed (not when a
-            signal kills the process).
-        ctx: how to start it, from `multiprocessing.get_context` (default: its default
-            context, or "spawn" in place of "fork").
+        target: the function to run, with ``args`` and ``kwargs``.
+        cleaner: called in the process after ``target``, even if ``target`` has failed, but not if a
+            signal kills the process.
+        ctx: a context from ``multiprocessing.get_context`` (default: multiprocessing's default
+            context, or "spawn" if the default is "fork").
     """
 
     def __init__(
@@ -151,12 +152,12 @@ class Process(BaseProcess):
         self._cleaner = cleaner
         self._exception: ProcessException | None = None
         self._made_in = os.getpid()
-        # A file, for it never blocks its writer as a pipe would while nobody reads.
+        # A file, because a pipe could block the process until the report is read.
         self._report = _report_file()
         self._close_report = weakref.finalize(self, os.close, self._report)
 
     def run(self) -> None:
-        """Run the target, then the cleaner; report what they raise and raise the first."""
+        """Run the target, then the cleaner; report their exceptions and raise the first."""
         if os.getpid() != self._made_in:
             use_one_thread()
         failures = _run_all(super().run, self._cleaner)
@@ -166,16 +167,16 @@ class Process(BaseProcess):
 
     @property
     def exception(self) -> ProcessException | None:
-        """What was raised, or how the process was ended; None while it has not failed."""
+        """The exception raised, or how the process was killed; None if it has not failed."""
         if self._exception is None and self._close_report.alive:
-            # First the exit code: what ended in between has reported before.
+            # Read the exit code first: a process that has ended has already written its report.
             exitcode = self.exitcode
             report = _read_report(self._report)
             if report is not None:
                 text, described = report
                 self._exception = ProcessException(text)
                 self._exception.__cause__ = rebuild(described)
-                # The text has the traceback.
+                # The text already contains the traceback.
                 self._exception.__cause__.__cause__ = None
             elif exitcode:
                 where = f"process {self.name!r} (pid {self.pid}) {how_it_ended(exitcode)}"
@@ -184,14 +185,14 @@ class Process(BaseProcess):
         return self._exception
 
     def watch(self) -> None:
-        """Raise `exception` if there is one; waits only for the exit of a failed process."""
+        """Raise ``exception`` if there is one; waits only for the exit of a failed process."""
         error = self.exception
         if error is not None:
             self.join(_EXIT_S)
             raise error
 
     def close(self) -> None:
-        """Give back what the ended process holds here; `exception` can still be read."""
+        """Release the resources of the ended process; ``exception`` can still be read."""
         self.exception  # noqa: B018
         super().close()
         self._close_report()
@@ -200,12 +201,11 @@ class Process(BaseProcess):
         multiprocessing.context.assert_spawning(self)
         state = {key: value for key, value in vars(self).items() if key != "_close_report"}
         state["_report"] = DupFd(self._report)
-        pickler = _SpawnPickler(io.BytesIO())
-        return _revived, (pickler.message((*type(self).__bases__, state)),)
+        return _load_process, (dumps((*type(self).__bases__, state), copy_tensor=False),)
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Return in words how a process ended."""
+    """Return how a process ended, in words."""
     if exitcode is None:
         return "is gone"
     if exitcode >= 0:
@@ -219,32 +219,23 @@ def how_it_ended(exitcode: int | None) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
-class _SpawnPickler(Pickler):
-    """Knows what may travel to a process that is being started: locks, connections, queues."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        known: Any = {**Pickler.dispatch_table, **ForkingPickler(file).dispatch_table}
-        self.dispatch_table = known
-        super().__init__(file)
-
-
 def _started_by(base: type[BaseProcess], kind: type[Process]) -> type[Process]:
-    """Return `kind` as a subclass of a context's process class, which knows how to start it."""
+    """Return a class derived from ``kind`` and from a context's process class, which starts it."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind, base), names)
 
 
-def _revived(data: bytes) -> Process:
+def _load_process(data: bytes) -> Process:
     kind, base, state = pickle.loads(data)
-    made = _started_by(base, kind)
-    process = made.__new__(made)
+    started = _started_by(base, kind)
+    process = started.__new__(started)
     vars(process).update(state, _report=state["_report"].detach(), _made_in=os.getpid())
     process._close_report = weakref.finalize(process, os.close, process._report)
     return process
 
 
 def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None) -> list[Any]:
-    """Call both and return what they raised, which for `sys.exit(0)` is nothing."""
+    """Call both and return the exceptions that they raised, without ``sys.exit(0)``."""
     failures: list[Any] = []
     pid = os.getpid()
     for step in filter(None, (target, cleaner)):
@@ -255,7 +246,7 @@ def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None)
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 failures.append(error)
-        # A child that the target has forked and that comes out of it: nothing here is its own.
+        # A child that the target has forked has returned from it: it must not run the cleaner.
         if os.getpid() != pid:
             break
     return failures
@@ -275,7 +266,7 @@ def _report_file() -> int:
 
 def _write_report(file: int, report: tuple[str, bytes]) -> None:
     data = pickle.dumps(report)
-    # Last the mark at the beginning, so that there is nothing to read before all is there.
+    # The mark at the beginning is written last: without it the report is incomplete.
     if os.pwrite(file, data, 1) == len(data):
         os.pwrite(file, b"!", 0)
 

@@ -1,12 +1,13 @@
 """Queues between processes of one machine.
 
-A message goes to exactly one reader, whole or not at all, even if processes are killed. About 270
-small messages, or 200 KB of larger ones, may wait; then `put` does. Values of more than 32 KB lie
-in separate memory and count as small.
+Each message goes to exactly one reader, whole or not at all, even if processes are killed. A queue
+is full with about 270 small messages, or 200 KB of larger ones. Values of more than 32 KB are in
+separate memory and count as small messages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import multiprocessing
@@ -16,7 +17,7 @@ import time
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from ..transport.wire import Packed, pack, release, unpack
+from ..transport.wire import Packed, pack, unpack
 from .channel import Channel, wait
 from .errors import TimeoutError
 
@@ -24,13 +25,13 @@ from .errors import TimeoutError
 class SimpleQueue:
     """A queue for any number of processes that put and get.
 
-    To other processes it goes as an argument when they are started, by fork, spawn or forkserver.
-    A process that is killed while it waits leaves the queue as it was.
+    Other processes get the queue as an argument when they are started, by fork, spawn or
+    forkserver. A process that is killed while it waits leaves the queue intact.
 
     Args:
-        ctx: accepted because it is documented; nothing here depends on how processes are started.
-        copy_tensor: True gives the receiver copies; False passes CPU tensors through
-            shared memory, into which the sender's are moved (CUDA tensors: by handles).
+        ctx: accepted for compatibility, without effect.
+        copy_tensor: True gives the receiver copies; False moves CPU tensors into shared memory
+            and sends handles of CUDA tensors.
     """
 
     def __init__(self, *, ctx: BaseContext | None = None, copy_tensor: bool = False) -> None:
@@ -41,63 +42,62 @@ class SimpleQueue:
         """Put an object into the queue; wait while the queue is full.
 
         Raises:
-            OSError: the queue is closed here, or everywhere else (BrokenPipeError), or the limit
-                of open files is reached.
+            OSError: the queue is closed in this process, or in all others (``BrokenPipeError``), or
+                the limit of open files is reached.
         """
-        packed = pack(obj, copy_tensor=self._copy_tensor)
-        try:
-            self._take_side(puts=True)
+        with contextlib.closing(pack(obj, copy_tensor=self._copy_tensor)) as packed:
+            self._choose_side(puts=True)
             self._channel.send(packed)
-        finally:
-            release(packed)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take the next object out of the queue.
+        """Remove the next object from the queue and return it.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes.
+            timeout: the longest wait in seconds (default: no limit).
 
         Raises:
-            TimeoutError: there was nothing in time (also the built-in one and multiprocessing's).
-            OSError: the queue is closed here.
+            TimeoutError: the queue stayed empty (also the built-in error and multiprocessing's).
+            OSError: the queue is closed in this process.
         """
-        self._take_side(puts=False)
-        return unpack(*self._channel.receive(None if timeout is None else _checked(timeout)))
+        self._choose_side(puts=False)
+        if timeout is not None:
+            _check_timeout(timeout)
+        return unpack(*self._channel.receive(timeout))
 
-    # The same: `put` and `get` take no lock either.
+    # Aliases: `put` and `get` take no lock either.
     quick_put, quick_get = put, get
 
     def empty(self) -> bool:
-        """Return whether there is nothing to get now."""
+        """Return whether there is currently nothing to get."""
         return self._channel.is_empty()
 
     def close(self) -> None:
-        """Close the queue in this process; waiting messages stay for the others."""
+        """Close the queue in this process; other processes can still get waiting messages."""
         self._channel.close()
 
     def __getstate__(self) -> dict[str, Any]:
         multiprocessing.context.assert_spawning(self)
         return self.__dict__
 
-    def _take_side(self, *, puts: bool) -> None:
-        """Note how this process uses the queue."""
+    def _choose_side(self, *, puts: bool) -> None:
+        """Prepare for a ``put`` or a ``get``; for queues whose sides differ."""
 
 
 class SimpleP2PQueue(SimpleQueue):
-    """A queue with one process at each side, which learn when the other one is gone.
+    """A queue between two processes, of which each one notices when the other has ended.
 
-    The first `put` or `get` of a process takes that side, once another process may have the queue
-    too. `get` raises EOFError when the writing process has ended and nothing is left, `put`
-    BrokenPipeError when the reading one has.
+    If another process may have the queue too, the first ``put`` or ``get`` of a process decides
+    whether it is the writer or the reader. ``get`` raises ``EOFError`` if the writer has ended and
+    nothing is left; ``put`` raises ``BrokenPipeError`` if the reader has ended.
 
     Args:
-        copy_tensor: see `SimpleQueue`.
+        copy_tensor: see ``SimpleQueue``.
     """
 
     def __init__(self, *, copy_tensor: bool = False) -> None:
         super().__init__(copy_tensor=copy_tensor)
 
-    def _take_side(self, *, puts: bool) -> None:
+    def _choose_side(self, *, puts: bool) -> None:
         channel = self._channel
         mine, other = channel.reader, channel.writer
         if puts:
@@ -110,14 +110,14 @@ class SimpleP2PQueue(SimpleQueue):
 
 
 class MultiP2PQueue:
-    """Queues to several processes, or from several, each with a separate queue.
+    """Queues to several processes, or from several, one queue per process.
 
     Args:
-        queue_num: how many queues.
-        copy_tensor: see `SimpleQueue`.
+        queue_num: the number of queues.
+        copy_tensor: see ``SimpleQueue``.
 
     Raises:
-        ValueError: `queue_num` is less than 1.
+        ValueError: ``queue_num`` is less than 1.
     """
 
     def __init__(self, queue_num: int, *, copy_tensor: bool = False) -> None:
@@ -129,64 +129,62 @@ class MultiP2PQueue:
         self._last = queue_num - 1
 
     def get_sub_queue(self, index: int) -> SimpleP2PQueue:
-        """Return the queue that goes to one process."""
+        """Return the queue to one process."""
         return self._queues[index]
 
     def put(self, obj: object) -> None:
-        """Put an object into the queue in which least is waiting, in turn among equals.
+        """Put an object into the queue with the fewest waiting bytes, in turn among equal ones.
 
-        Waits while all are full. Queues whose process is gone are passed over.
+        Waits while all queues are full. Skips queues whose process has ended.
 
         Raises:
-            OSError: all queues are closed here, or all processes are gone (BrokenPipeError), or
-                the limit of open files is reached.
+            OSError: all queues are closed in this process, or all processes have ended
+                (``BrokenPipeError``), or the limit of open files is reached.
         """
         self._check_open()
-        packed = pack(obj, copy_tensor=self._copy_tensor)
-        try:
-            while not self._sent(packed):
+        with contextlib.closing(pack(obj, copy_tensor=self._copy_tensor)) as packed:
+            while not self._try_send(packed):
                 poller = select.poll()
-                for index in self._in_turn(puts=True):
+                for index in self._usable(puts=True):
                     poller.register(self._queues[index]._channel.writer, select.POLLOUT)
                 poller.poll()
-        finally:
-            release(packed)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Take an object out of any of the queues, which get their turns.
+        """Remove an object from any of the queues, in turn, and return it.
 
         Args:
-            timeout: seconds to wait; None waits as long as it takes.
+            timeout: the longest wait in seconds (default: no limit).
 
         Raises:
-            EOFError: all processes are gone and nothing is left.
-            TimeoutError: there was nothing in time.
-            OSError: all queues are closed here.
+            EOFError: all processes have ended and nothing is left.
+            TimeoutError: the queues stayed empty.
+            OSError: all queues are closed in this process.
         """
         self._check_open()
-        timeout = math.inf if timeout is None else _checked(timeout)
+        timeout = math.inf if timeout is None else timeout
+        _check_timeout(timeout)
         deadline = time.monotonic() + timeout
         while True:
             poller = select.poll()
-            places = {}
-            for index in self._in_turn(puts=False):
+            index_by_fd = {}
+            for index in self._usable(puts=False):
                 reader = self._queues[index]._channel.reader
-                places[reader.fileno()] = index
+                index_by_fd[reader.fileno()] = index
                 poller.register(reader, select.POLLIN)
-            if not places:
+            if not index_by_fd:
                 raise EOFError("the queues are empty, and no other process can put into them")
-            for number, _ in wait(poller, deadline, timeout):
-                message = self._received(places[number])
+            for fd, _ in wait(poller, deadline, timeout):
+                message = self._try_receive(index_by_fd[fd])
                 if message is not None:
                     return unpack(*message)
 
-    # The same: `put` and `get` take no lock either.
+    # Aliases: `put` and `get` take no lock either.
     quick_put, quick_get = put, get
 
     def empty(self) -> bool:
-        """Return whether there is nothing to get now."""
+        """Return whether there is currently nothing to get."""
         self._check_open()
-        return all(self._queues[index].empty() for index in self._in_turn(puts=False))
+        return all(self._queues[index].empty() for index in self._usable(puts=False))
 
     def close(self) -> None:
         """Close all queues in this process."""
@@ -197,22 +195,21 @@ class MultiP2PQueue:
         if all(queue._channel.is_closed for queue in self._queues):
             raise OSError(errno.EBADF, "the queues are closed in this process")
 
-    def _in_turn(self, *, puts: bool) -> list[int]:
-        """Return the queues that are of use, beginning after the last one used."""
+    def _usable(self, *, puts: bool) -> list[int]:
+        """Return the indices of the open queues, starting after the last one used."""
         count = len(self._queues)
-        order = [(self._last + 1 + step) % count for step in range(count)]
-        useful = []
-        for index in order:
+        usable = []
+        for index in ((self._last + 1 + step) % count for step in range(count)):
             queue = self._queues[index]
             if index not in self._gone and not queue._channel.is_closed:
-                queue._take_side(puts=puts)
-                useful.append(index)
-        return useful
+                queue._choose_side(puts=puts)
+                usable.append(index)
+        return usable
 
-    def _sent(self, packed: Packed) -> bool:
-        """Return whether a queue has taken the message."""
-        order = self._in_turn(puts=True)
-        for index in sorted(order, key=lambda index: self._queues[index]._channel.load):
+    def _try_send(self, packed: Packed) -> bool:
+        """Return whether the message was sent."""
+        usable = self._usable(puts=True)
+        for index in sorted(usable, key=lambda index: self._queues[index]._channel.load):
             try:
                 self._queues[index]._channel.send(packed, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -226,7 +223,7 @@ class MultiP2PQueue:
             raise BrokenPipeError(errno.EPIPE, "no process is left that gets from the queues")
         return False
 
-    def _received(self, index: int) -> tuple[bytes, list[int]] | None:
+    def _try_receive(self, index: int) -> tuple[bytes, list[int]] | None:
         try:
             message = self._queues[index]._channel.receive(0)
         except TimeoutError:
@@ -238,7 +235,6 @@ class MultiP2PQueue:
         return message
 
 
-def _checked(timeout: float) -> float:
+def _check_timeout(timeout: float) -> None:
     if not timeout >= 0:
-        raise ValueError(f"timeout must be None or seconds from 0 on, got {timeout}")
-    return timeout
+        raise ValueError(f"timeout must be None or at least 0 s, got {timeout}")

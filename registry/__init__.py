@@ -1,4 +1,4 @@
-"""Names to classes; config text to checked settings to objects."""
+"""Registries, which map names to classes, and configs: read, checked and built into objects."""
 
 from .catalog import (
     COMM_HOOKS,

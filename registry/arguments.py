@@ -1,4 +1,4 @@
-"""Are these the arguments of that class? Answered before it is called."""
+"""Checks of a class's or function's arguments, before it is called."""
 
 import inspect
 import re
@@ -12,22 +12,22 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 class ArgumentProblem(NamedTuple):
-    """A wrong or a missing argument and the sentence about it."""
+    """A wrong or missing argument, with a message."""
 
     name: str
     what: str
 
 
 def title(target: object) -> str:
-    """Return the name by which a user knows a class or function."""
+    """Return the name of a class or function for messages."""
     return str(getattr(target, "__name__", None) or repr(target))
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
-    """Return what `target` accepts from a config, None if Python does not know its signature.
+    """Return the signature of ``target`` for a config, None if Python cannot determine it.
 
-    A class that passes `**kwargs` on to something known may offer the class method
-    `config_signature() -> inspect.Signature`, so that those names are checked too.
+    A class that passes its ``**kwargs`` on may define the class method
+    ``config_signature() -> inspect.Signature``, so that these names are checked too.
     """
     declared = getattr(target, "config_signature", None)
     try:
@@ -37,10 +37,10 @@ def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def is_only_declared(target: Callable[..., Any]) -> bool:
-    """Whether the function that is called may take other arguments than the signature says.
+    """Whether the called function may accept arguments that are not in the signature.
 
-    Strict dataclasses of huggingface_hub, pydantic's models and functions under `functools.wraps`
-    declare a signature in front of a function of `**kwargs`.
+    Strict dataclasses of huggingface_hub, pydantic's models and functions with ``functools.wraps``
+    declare a signature, but call a function that accepts ``**kwargs``.
     """
     signature = signature_of(target)
     called = constructor(target)
@@ -56,21 +56,18 @@ def _takes_any(signature: inspect.Signature) -> bool:
 
 
 def constructor(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the `__init__` of a class, anything else as it is."""
+    """Return the ``__init__`` of a class, and any other object unchanged."""
     return getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
 
 
 def plain_names(target: Callable[..., Any]) -> Collection[str]:
-    """Return the arguments whose mappings `target` reads itself, even those with a `type`.
-
-    A class names them in its attribute `config_plain`.
-    """
+    """Return the arguments, listed in ``config_plain``, whose mappings are passed unbuilt."""
     names: Collection[str] = getattr(target, "config_plain", ())
     return names
 
 
 def signature_text(target: Callable[..., Any]) -> str:
-    """Return "AdamW(params, lr=0.001, ...)": names and defaults without the types."""
+    """Return the call with defaults and without types, "AdamW(params, lr=0.001, ...)"."""
     signature = signature_of(target)
     if signature is None:
         return f"{title(target)}(...)"
@@ -82,7 +79,7 @@ def signature_text(target: Callable[..., Any]) -> str:
 
 
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of `target` by name; none where Python does not know them."""
+    """Return the parameters of ``target`` by name; empty if Python does not know them."""
     signature = signature_of(target)
     return signature.parameters if signature is not None else {}
 
@@ -94,7 +91,7 @@ def required_names(target: Callable[..., Any]) -> set[str]:
 
 
 def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations by argument, without those that cannot be evaluated."""
+    """Return the annotations by argument, except those that cannot be evaluated."""
     parameters = parameters_of(target).values()
     found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
     try:
@@ -104,17 +101,17 @@ def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the hint alone."""
+    """Return the members of a union, or a tuple with the hint itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def is_tensor(hint: Any) -> bool:
-    """Whether a hint means a tensor and nothing else but None. Compares names: no torch here."""
+    """Whether a hint is ``Tensor`` or also None; compares names to avoid importing torch."""
     return {title(one) for one in options_of(hint)} - {"NoneType"} == {"Tensor"}
 
 
 def are_numbers(value: Any) -> bool:
-    """Whether `value` is a list of numbers, or of such lists."""
+    """Whether ``value`` is a nested or flat list of numbers."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -123,9 +120,9 @@ def are_numbers(value: Any) -> bool:
 
 
 def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tuple[str, str]:
-    """Return the argument that an error of `target` is about, and the name that was meant.
+    """Return the argument that an error of ``target`` is about, and the correct name.
 
-    Both are "" if the text names none of the arguments in `given`.
+    The correct name is "" if the argument exists. Both are "" if the text names no argument.
     """
     unknown = set(given) - parameters_of(target).keys()
     for word in re.findall(r"\w+", text):
@@ -139,10 +136,10 @@ def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tupl
 def argument_problems(
     target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
 ) -> list[ArgumentProblem]:
-    """Return what is wrong with calling `target` with the names `given`, the unknown ones first.
+    """Return the problems of a call of ``target`` with the names ``given``, unknown names first.
 
-    A missing one that an unknown one may be meant for is not reported again. Names in `runtime`
-    will be supplied by the caller if `target` wants them.
+    A missing name is not reported if an unknown name may be a misspelling of it. The caller
+    supplies the names in ``runtime`` if ``target`` requires them.
     """
     signature = signature_of(target)
     if signature is None or is_only_declared(target):
@@ -157,9 +154,9 @@ def argument_problems(
         free = [name for name in own if name not in given]
         problems = [ArgumentProblem(n, _unknown_text(target, n, free, own)) for n in unknown]
         missing -= meant_by(unknown, free)
-    told = sorted(missing, key=known.index)
-    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in told]
-    by_position = f"{title(target)} takes it by position only, a config cannot"
+    missing_in_order = sorted(missing, key=known.index)
+    problems += [ArgumentProblem(n, _missing_text(target, n, unknown)) for n in missing_in_order]
+    by_position = f"{title(target)} accepts it only by position, which a config cannot pass"
     return problems + [
         ArgumentProblem(p.name, by_position)
         for p in parameters.values()
@@ -174,7 +171,7 @@ def _unknown_text(target: Callable[..., Any], name: str, free: list[str], own: l
     return f"{title(target)} has no such argument{hint}"
 
 
-def _missing_text(target: Callable[..., Any], name: str, unexplained: list[str]) -> str:
-    close = nearest(name, unexplained, limit=1)
+def _missing_text(target: Callable[..., Any], name: str, unknown: list[str]) -> str:
+    close = nearest(name, unknown, limit=1)
     hint = f"; is {close[0]} meant for it?" if close else ""
     return f"is missing, {title(target)} needs it{hint}"

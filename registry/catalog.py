@@ -1,6 +1,6 @@
-"""The registries: one for every kind of part that a config can name.
+"""The registries: one for each kind of component that a config can name.
 
-They know where the parts live by module name only: nothing is imported before a look-up.
+They contain the names of modules only; nothing is imported before a look-up.
 """
 
 from .registry import Registry, build_model_from_cfg
@@ -18,7 +18,7 @@ MODELS = Registry(
 MODEL_WRAPPERS = Registry(
     "MODEL_WRAPPERS",
     locations=_WRAPPERS,
-    # Not with the others, since it imports much of torch.
+    # Imported separately, because it imports much of torch.
     namespaces=("stepwrap.wrappers.fsdp.fully_sharded",),
     aliases={
         "MMFullyShardedDataParallel": "StepFullyShardedDataParallel",
@@ -46,7 +46,7 @@ METRICS = Registry(
     "METRICS",
     locations=_LOOPS,
     namespaces=(
-        # Not with the others, since it imports torchmetrics.
+        # Imported separately, because it imports torchmetrics.
         "stepwrap.loops.metrics.mean_loss",
         "torchmetrics.classification",
         "torchmetrics.regression",

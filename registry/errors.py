@@ -1,4 +1,4 @@
-"""What is said about a wrong name or a wrong setting."""
+"""The errors about configs and names, and the texts of their messages."""
 
 import difflib
 import os
@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
-# The models and data sets of the shipped configs count as the user's.
-_OWN = [one.parent for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"]
+# The models and data sets of the shipped configs count as the user's code.
+_PACKAGES = [one.parent for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"]
 _LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-_NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_OWN, *map(Path, _LIBRARIES)))
-# Characters of a name or value that a message repeats.
+_NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_PACKAGES, *map(Path, _LIBRARIES)))
+# The most characters of a name or value in a message.
 MOST_SHOWN = 80
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a config.
+    """A problem in a config.
 
     Attributes:
         key: dotted path of the setting, "" for the file as a whole.
-        what: the sentence for the user, without file and key.
-        origin: "file:line" or "override a.b=1", "" where unknown.
-        cause: the error that revealed it, with its traceback.
+        what: the message, without file and key.
+        origin: "file:line" or "override a.b=1", "" if unknown.
+        cause: the error from which the problem was found, with its traceback.
     """
 
     key: str
@@ -43,7 +43,11 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A config that cannot be read or does not describe a run; holds every problem found."""
+    """A config cannot be read or is not valid.
+
+    Attributes:
+        problems: all problems found.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(list(problems))
@@ -56,24 +60,23 @@ class ConfigError(Exception):
 
 @contextmanager
 def under_key(key: str) -> Iterator[None]:
-    """Note on an error from inside that it concerns `key`, below the keys of outer blocks."""
+    """Store ``key``, below the keys of outer blocks, on an error that is raised in the block."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        # An attribute, because build_tree documents that errors keep their types.
+        # An attribute, because build_tree promises to keep the types of errors.
         note: Any = error
         note.config_key = ".".join(filter(None, (key, key_noted_on(error))))
         raise
 
 
 def key_noted_on(error: BaseException) -> str:
-    """Return the path that `under_key` noted on an error, "" if there is none."""
-    key: str = getattr(error, "config_key", "")
-    return key
+    """Return the path that ``under_key`` stored on an error, "" if it has none."""
+    return str(getattr(error, "config_key", ""))
 
 
 class RegistryKeyError(KeyError):
-    """A KeyError whose text is printed unchanged (KeyError itself prints its repr)."""
+    """A KeyError that prints its text; KeyError itself prints the text's repr."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -82,10 +85,10 @@ class RegistryKeyError(KeyError):
 def nearest(
     name: str, candidates: Iterable[str], limit: int = 3, *, cutoff: float = 0.6
 ) -> list[str]:
-    """Candidates that a user who wrote `name` may have meant, best first.
+    """Return the candidates that a user who wrote ``name`` may have meant, best first.
 
     Args:
-        cutoff: how alike they must be, from 0 to 1; 1 is equal.
+        cutoff: the least similarity, from 0 to 1 (equal).
     """
     by_lower: dict[str, str] = {}
     # Keys of a config may be numbers.
@@ -94,7 +97,7 @@ def nearest(
     wanted = str(name).lower()
     close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=cutoff)
     if len(wanted) >= 3:
-        # Of a longer name that does not begin with it so much must be what was written.
+        # A name that only contains what was written must not be much longer.
         longest = len(wanted) / (cutoff - 0.2)
         parts = (
             low
@@ -107,12 +110,12 @@ def nearest(
 
 
 def meant_by(names: Iterable[str], candidates: Sequence[str]) -> set[str]:
-    """Return the candidates that unknown names may be meant for."""
+    """Return the candidates of which the unknown names may be misspellings."""
     return {near for name in names for near in nearest(name, candidates)}
 
 
 def did_you_mean(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return "; did you mean A or B?", or "" when nothing is near."""
+    """Return "; did you mean A or B?", or "" if no candidate is similar."""
     close = nearest(name, candidates, cutoff=cutoff)
     return f"; did you mean {one_of(close)}?" if close else ""
 
@@ -124,14 +127,14 @@ def one_of(names: Sequence[str]) -> str:
 
 
 def shown_value(value: object) -> str:
-    """Return a setting as messages show it: null and true as in YAML, not too long."""
+    """Return a setting for messages: null and true as in YAML, long values shortened."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return shortened(repr(value))
 
 
 def shortened(text: str, most: int = MOST_SHOWN) -> str:
-    """Return a text of at most so many characters."""
+    """Return a text cut to at most ``most`` characters."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -142,7 +145,7 @@ def describe(error: BaseException) -> str:
 
 
 def describe_at(error: BaseException) -> str:
-    """Return "TypeError: text (my_file.py:3)" on one line, with the user's own file and line."""
+    """Return "TypeError: text (my_file.py:3)" on one line, with the user's file and line."""
     frame = user_frame(error)
     text = describe(error)
     if frame is None:
@@ -153,14 +156,14 @@ def describe_at(error: BaseException) -> str:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Return a path as a user would write it: relative when it is under the cwd."""
+    """Return a path for messages: relative if it is under the working directory."""
     absolute = Path(os.path.abspath(path))
     cwd = Path.cwd()
     return str(absolute.relative_to(cwd) if absolute.is_relative_to(cwd) else absolute)
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost place that led to `error` in the user's own files."""
+    """Return the innermost frame in the user's files that led to ``error``."""
     for frame in (frame for one in causes(error) for frame in reversed(_frames(one))):
         if is_users_file(frame.filename):
             return frame
@@ -168,27 +171,27 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def is_users_file(name: str) -> bool:
-    """Say whether a file of code is the user's own, neither of this package nor installed."""
+    """Whether a source file is the user's, neither a part of this package nor installed."""
     path = Path(name).resolve()
-    # The packages of another environment may be on the path as well.
+    # Packages of another environment may be on the path too.
     is_installed = "site-packages" in path.parts or str(path).startswith(_NOT_USERS)
     return not name.startswith("<") and not is_installed
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:
-    """Return where an error was raised, outermost first."""
+    """Return the frames of an error, outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, SyntaxError):
         place = (error.filename or "<unknown>", error.lineno or 0, "<module>")
         frames.append(traceback.FrameSummary(*place))
-    # An error of a data-loading worker carries its traceback as text.
+    # The text of a data-loading worker's error contains its traceback.
     for file, line, name in _FRAME.findall(str(error)):
         frames.append(traceback.FrameSummary(file, int(line), name))
     return frames
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and then its causes, in the order of a printed traceback."""
+    """Yield an error, then its causes, most recent first."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -1,4 +1,4 @@
-"""Modules and what is in them: by import path, behind a registry, named or written by the user."""
+"""Imports: of import paths, of the modules behind a registry, and of the user's modules."""
 
 import ast
 import importlib
@@ -17,23 +17,23 @@ from typing import Any
 
 from .errors import describe_at, did_you_mean, is_users_file, shortened, shown_value
 
-# An import runs foreign code, which may also call sys.exit().
+# An import runs other people's code, which may call sys.exit().
 IMPORT_FAILURES = (Exception, SystemExit)
 _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__pycache__"}
-# Bounds of the search for a definition: a working directory may hold anything.
+# Limits of the search for a definition, because a working directory may be large.
 _MAX_SECONDS, _MAX_DEPTH, _MAX_FILES = 1.0, 4, 1_000
 _MAX_PROPOSALS = 3
 
 
 def import_path(path: str) -> Any:
-    """Import "package.module.Name" and return what it names (any object can be named).
+    """Import "package.module.Name" and return the object, which may be of any type.
 
     Raises:
-        ImportError: it cannot be imported; the text says which part and why.
+        ImportError: the object cannot be imported; the text says which part and why.
     """
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
-        raise ImportError(f"{shown_value(path)} is no import path such as package.module.Name")
+        raise ImportError(f"{shown_value(path)} is not an import path such as package.module.Name")
     module, rest = _import_longest(parts)
     found: Any = module
     for at, part in enumerate(rest, start=len(parts) - len(rest)):
@@ -50,7 +50,7 @@ def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
     try:
         module = _import(parts[0], "cannot be imported")
     except _AbsentError as error:
-        hint = f"if it is your own, {_where_to_run(parts[:-1] or parts)}"
+        hint = f"if it is your code, {_where_to_run(parts[:-1] or parts)}"
         raise ImportError(f"package {shortened(parts[0])} is not installed; {hint}") from error
     for at, part in enumerate(parts[1:], start=1):
         present = getattr(module, part, None)
@@ -64,7 +64,7 @@ def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
 
 
 class _AbsentError(ImportError):
-    """There is no module of that name."""
+    """The module does not exist."""
 
 
 class FailedImportError(ImportError):
@@ -81,7 +81,7 @@ def _import(name: str, how: str) -> ModuleType:
 
 
 class ModuleSources:
-    """The modules behind a registry, imported when a name is first missed: see `Registry`."""
+    """The modules behind a ``Registry``, imported when a name is not registered."""
 
     def __init__(
         self, locations: Iterable[str], namespaces: Iterable[str], kind: str | None
@@ -93,12 +93,12 @@ class ModuleSources:
         self._modules: dict[str, ModuleType | None] = {}
 
     def load_locations(self) -> None:
-        """Import what has not been imported; failures are kept, not raised."""
+        """Import the locations that have not been imported; keep failures instead of raising."""
         for name in self.locations:
             self._load(name)
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """Return the class of that name from the first namespace that has it."""
+        """Return the class with that name from the first namespace that has one."""
         for namespace in self.namespaces:
             found = getattr(self._load(namespace), name, None)
             if inspect.isclass(found) and self._offers(namespace, name, found):
@@ -106,7 +106,7 @@ class ModuleSources:
         return None
 
     def names(self) -> list[str]:
-        """Return the names of the public classes of all namespaces that are of the kind."""
+        """Return the names of the public subclasses of ``kind`` in all namespaces."""
         base = object if self.kind is None else import_path(self.kind)
         return [
             name
@@ -116,7 +116,7 @@ class ModuleSources:
         ]
 
     def summaries(self, namespace: str) -> dict[str, str]:
-        """Return the public classes of a namespace with the first lines of their docstrings."""
+        """Return the first docstring lines of a namespace's public classes by name."""
         classes = self._classes(namespace).items()
         return {name: (one.__doc__ or "").strip().partition("\n")[0] for name, one in classes}
 
@@ -135,7 +135,7 @@ class ModuleSources:
 
     def _load(self, name: str) -> ModuleType | None:
         if name not in self._modules:
-            # Entered before the import: the module may look something up while it is imported.
+            # Set before the import: the module may look up names while it is imported.
             self._modules[name] = None
             try:
                 self._modules[name] = importlib.import_module(name)
@@ -147,49 +147,49 @@ class ModuleSources:
 
 
 def anchored(entry: str, folder: Path) -> str:
-    """Return an `imports` entry that means the same from anywhere.
+    """Return an ``imports`` entry that does not depend on the working directory.
 
-    A file is relative to the folder of the config that names it, and becomes absolute; so does a
-    module that lies in that folder. Other modules keep their names.
+    A file is relative to ``folder``, which contains the config, and becomes absolute; so does a
+    module in that folder. Other modules keep their names.
     """
     if entry.endswith(".py"):
         return os.path.abspath(folder / entry)
-    beside = folder / f"{entry}.py"
-    # os.path's: a name that no path can have is that of no file.
-    if folder.resolve() != Path.cwd().resolve() and os.path.isfile(beside):
+    file = folder / f"{entry}.py"
+    # os.path.isfile also accepts names that are not valid paths.
+    if folder.resolve() != Path.cwd().resolve() and os.path.isfile(file):
         in_cwd = [Path.cwd() / f"{entry}.py", Path.cwd() / entry]
         if not any(os.path.exists(path) for path in in_cwd):
-            return os.path.abspath(beside)
+            return os.path.abspath(file)
     return entry
 
 
 def find_entry(entry: str) -> None:
-    """Raise ImportError where the file of an entry, or its top module, is not there."""
+    """Raise ImportError if the file or the top-level module of an entry does not exist."""
     if entry.endswith(".py"):
         if not os.path.isfile(entry):
-            raise ImportError(f"there is no file {shortened(entry)}")
+            raise ImportError(f"the file {shortened(entry)} does not exist")
         return
     if not _is_importable(entry.partition(".")[0]):
         raise ImportError(_absent(entry))
 
 
 def _is_importable(top: str) -> bool:
-    """Whether there is a top-level module of that name; nothing is imported."""
+    """Whether a top-level module with that name exists; nothing is imported."""
     return top in sys.modules or (top.isidentifier() and find_spec(top) is not None)
 
 
 def _absent(name: str) -> str:
     hint = _where_to_run(name.split("."))
-    return f"there is no module {shortened(name)} in {Path.cwd()}; {hint}"
+    return f"the module {shortened(name)} was not found in {Path.cwd()}; {hint}"
 
 
 def _where_to_run(parts: Sequence[str]) -> str:
     top = f"{parts[0]}/" if len(parts) > 1 else f"{parts[0]}.py"
-    return f"run this from the folder that has {shortened(top)}"
+    return f"run this from the folder that contains {shortened(top)}"
 
 
 def import_entry(entry: str) -> None:
-    """Import a module by name, or a .py file under its name within its package."""
+    """Import a module by name, or a .py file by its name within its package."""
     if not entry.endswith(".py"):
         _import(entry, "failed to import")
         return
@@ -208,38 +208,38 @@ def import_entry(entry: str) -> None:
 
 
 def make_importable(folder: Path) -> None:
-    """Let modules in `folder` be imported, before others of the same name, as Python does."""
+    """Put ``folder`` first on the import path, unless it is already there."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def make_found_in(folder: Path, modules: Iterable[str]) -> None:
-    """Make `folder` importable if it has one of `modules` and no other place has it."""
+    """Make ``folder`` importable if it has one of ``modules`` that is not found elsewhere."""
     for top in {name.partition(".")[0] for name in modules}:
         if not _is_importable(top) and PathFinder.find_spec(top, [str(folder)]) is not None:
             make_importable(folder)
 
 
 def folders_of(modules: Iterable[str]) -> list[str]:
-    """Return the folders from which the user's own ones among `modules` were imported."""
+    """Return the folders from which the user's modules among ``modules`` were imported."""
     found: dict[str, None] = {}
     for top in {name.partition(".")[0]: None for name in modules}:
         spec = getattr(sys.modules.get(top), "__spec__", None)
         if spec is None or top == __package__.partition(".")[0]:
             continue
         places = spec.submodule_search_locations or [spec.origin or ""]
-        # Built-in modules, and packages that the hook of an editable install finds, have no file.
+        # Built-in modules and packages found by an editable install's hook have no file.
         files = [os.path.abspath(one) for one in places if one and os.path.exists(one)]
         found |= dict.fromkeys(os.path.dirname(one) for one in files if is_users_file(one))
     return [*found]
 
 
 def where_defined(name: str) -> list[str]:
-    """Return sentences on definitions of `name` under the working directory, with the remedy.
+    """Return sentences about definitions of ``name`` in the working directory, with advice.
 
-    Only those that can be imported from there, at most three, the nearest first. Nothing is
-    imported. Hidden folders, environments and build folders are left out, and the search is bounded
-    in time, depth and number of files.
+    At most three, nearest first, of modules that can be imported from there. Nothing is imported.
+    Hidden folders, environments and build folders are skipped, and the search is limited in time,
+    depth and number of files.
     """
     if not name.isidentifier():
         return []
@@ -253,13 +253,13 @@ def where_defined(name: str) -> list[str]:
             if name in text and wanted.search(text):
                 found += _definitions_in(ast.parse(text), name, path.relative_to(Path.cwd()))
         except (OSError, ValueError, SyntaxError, RecursionError):
-            # An unreadable file holds nothing that could be imported.
+            # A file that cannot be read or parsed cannot be imported either.
             continue
     return found[:_MAX_PROPOSALS]
 
 
 def _source_files(root: Path) -> Iterator[Path]:
-    """Yield the modules that can be imported from `root`, those in the fewest folders first."""
+    """Yield the modules that can be imported from ``root``, least nested first."""
     stop = time.monotonic() + _MAX_SECONDS
     folders = [root]
     for _ in range(_MAX_DEPTH):
@@ -286,7 +286,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_top(path: Path) -> bool:
-    """Whether an import of that name from its folder gets this file or folder."""
+    """Whether an import of that name in its folder would load this file or folder."""
     loaded = getattr(sys.modules.get(path.stem), "__spec__", None)
     spec = loaded or PathFinder.find_spec(path.stem, [str(path.parent), *sys.path])
     found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
@@ -295,7 +295,7 @@ def _is_top(path: Path) -> bool:
 
 def _definitions_in(tree: ast.Module, name: str, path: Path) -> Iterator[str]:
     module = ".".join(path.with_suffix("").parts)
-    # Not getattr: a lazy module may import something when it is asked for an attribute.
+    # Not getattr, with which a lazy module may import something.
     loaded = [getattr(one, "__dict__", {}).get("__file__") for one in list(sys.modules.values())]
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:

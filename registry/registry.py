@@ -1,4 +1,4 @@
-"""Names to classes to objects: a registry per kind of part, in families with scopes."""
+"""Registries, which map names to classes and build objects from them, in families with scopes."""
 
 import inspect
 import logging
@@ -15,14 +15,14 @@ from .imports import FailedImportError, ModuleSources, import_path, where_define
 
 T = TypeVar("T", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
-# A registry with at most so many names is told in full.
+# Messages list all names of a registry that has at most this many.
 _FEW = 20
-# Where the innermost `switch_scope_and_registry` has switched to.
+# The scope of the innermost `switch_scope_and_registry`.
 _switched_to: ContextVar[str | None] = ContextVar("stepwrap_registry_scope", default=None)
 
 
 def _calling_package() -> str:
-    """Return the top package of the module that calls: the scope of a registry made there."""
+    """Return the top-level package of the calling module, the default scope of a registry."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") == __name__:
         frame = frame.f_back
@@ -43,33 +43,34 @@ def _mmengine_scope(scope: str | None) -> Iterator[str | None]:
 
 
 class Registry:
-    """A table of classes and functions that a config names by `type`.
+    """A table of classes and functions that a config names by ``type``.
 
-    Names are looked up in the table itself, then in its `locations` and `namespaces`, then in
-    its ancestors. "scope.Name" is looked up only in this registry if that is its scope, else in the
-    child with that scope, else in the root or one of its children. A name that is not registered
-    is tried as an import path ("torch.optim.SGD").
+    Names are looked up in the table itself, then in its ``locations`` and ``namespaces``, then in
+    its ancestors. "scope.Name" is looked up only in this registry if it has that scope, otherwise
+    in the child with that scope, otherwise in the root or one of its children. A name that is not
+    registered is tried as an import path ("torch.optim.SGD").
 
     Args:
-        name: what the registry is called in messages.
-        build_func: `build_func(cfg, registry=self)`; default: the parent's, else `build_from_cfg`.
-        parent: where names that are not found here are looked up next.
-        scope: prefix of the names of this registry, without dots; default: the package that
-            creates it.
+        name: the name of the registry in messages.
+        build_func: called as ``build_func(cfg, registry=self)`` (default: the parent's, or
+            ``build_from_cfg``).
+        parent: the registry for names that are not found in this one.
+        scope: prefix of the names of this registry, without dots (default: the package that
+            creates the registry).
         locations: modules that register classes; imported when a name is first not found.
         namespaces: modules whose public classes are found by bare name, such as "torch.optim".
         aliases: other names, mapped to the registered ones.
-        kind: the import path of the base class of the classes of the namespaces that are suggested
-            if a name is not found.
+        kind: import path of a base class; only its subclasses in the namespaces are suggested if a
+            name is not found.
 
     Attributes:
-        children: the registries whose parent this is, by their scopes.
-        module_dict: what is registered, by name.
+        children: the registries whose parent this is, by scope.
+        module_dict: the registered classes and functions by name.
 
     Raises:
-        AssertionError: `scope` is not a str, `parent` is not a registry, or the parent has another
-            child with that scope.
-        ValueError: `scope` is empty or contains a dot.
+        AssertionError: ``scope`` is not a str, ``parent`` is not a registry, or the parent has
+            another child with that scope.
+        ValueError: ``scope`` is empty or contains a dot.
     """
 
     infer_scope = staticmethod(_calling_package)
@@ -115,7 +116,7 @@ class Registry:
 
     @staticmethod
     def split_scope_key(key: str) -> tuple[str | None, str]:
-        """Return the scope in front of the first dot, None where there is none, and the rest."""
+        """Return the scope before the first dot (None without a dot) and the rest of the key."""
         scope, dot, rest = key.partition(".")
         return (scope, rest) if dot else (None, key)
 
@@ -135,15 +136,19 @@ class Registry:
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """Register a class or function, as a decorator or directly by `module=`.
+        """Register a class or function, as a decorator or directly by ``module=``.
 
         Args:
-            name: the name, or several; default: the `__name__` of the module.
-            force: replace what already has the name instead of raising KeyError.
-            module: what to register; without it a decorator is returned.
+            name: a name or several names (default: the ``__name__`` of the class or function).
+            force: replace a class that already has the name instead of raising KeyError.
+            module: the class or function; without it a decorator is returned.
 
         Returns:
-            The registered object itself.
+            The class or function, unchanged, or the decorator.
+
+        Raises:
+            KeyError: the name is already registered.
+            TypeError: an argument has the wrong type.
         """
         if not isinstance(force, bool):
             raise TypeError(f"force must be a boolean, but got {_kind(force)}")
@@ -160,7 +165,11 @@ class Registry:
         return lambda target: _add(self, target, names, force)
 
     def get(self, key: str) -> Any:
-        """Return what `key` ("Name", "scope.Name" or an import path) names, None for nothing."""
+        """Return the class or function that ``key`` names, None if there is none.
+
+        Args:
+            key: "Name", "scope.Name" or an import path.
+        """
         if not isinstance(key, str):
             raise TypeError(f"The key argument of `Registry.get` must be a str, got {_kind(key)}")
         found = _find(self, key)
@@ -170,18 +179,18 @@ class Registry:
         return found if callable(found) else None
 
     def resolve(self, key: str) -> Any:
-        """Return what `key` names or raise a KeyError that says why there is nothing."""
+        """Return the class or function that ``key`` names, or raise a KeyError with the reason."""
         found = self.get(key)
         if found is None:
             raise missed(self, key)
         return found
 
     def build(self, cfg: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Build what `cfg` describes: `build_func(cfg, *args, **kwargs, registry=self)`."""
+        """Build an object from ``cfg`` by ``build_func(cfg, *args, **kwargs, registry=self)``."""
         return self.build_func(cfg, *args, **kwargs, registry=self)
 
     def at_scope(self, scope: str | None) -> "Registry":
-        """Return the member of the family with that scope, this one for None, or raise KeyError."""
+        """Return the family's registry with that scope (this one for None), or raise KeyError."""
         family = list(self.family())
         found = next((member for member in family if scope in (None, member.scope)), None)
         if found is None:
@@ -191,11 +200,11 @@ class Registry:
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator["Registry"]:
-        """Make a scope the default within `with` and yield the member of the family that has it.
+        """Make a scope the default within ``with``, and yield the family's registry that has it.
 
-        All registries of all families use the default scope when they build. It is the one of the
-        innermost `with`, otherwise mmengine's `DefaultScope` if that is in use; inside `with`
-        mmengine has the same one. A family without the scope stays at this registry.
+        All registries of all families use the default scope when they build: the one of the
+        innermost ``with``, otherwise mmengine's ``DefaultScope`` if it is in use. Inside ``with``
+        mmengine has the same default scope. If no registry has the scope, yield this one.
         """
         with _mmengine_scope(scope) as theirs:
             wanted = scope or _switched_to.get() or theirs
@@ -215,9 +224,9 @@ class Registry:
         yield from (member for member in _tree(above[-1]) if member not in above)
 
     def names(self) -> list[str]:
-        """Return the bare names that can be looked up here, aliases included, sorted.
+        """Return the sorted names that can be looked up here, with aliases.
 
-        Of the namespaces only those of the registry's kind.
+        From the namespaces only subclasses of the registry's kind are listed.
         """
         return sorted({*self, *self.aliases, *self.sources.names()})
 
@@ -247,7 +256,7 @@ class Registry:
 
 
 def _kind(value: object) -> str:
-    """Return a value's class and the value, as the errors show them."""
+    """Return a value's class and the value for messages."""
     return f"{type(value)}: {shortened(repr(value))}"
 
 
@@ -299,7 +308,7 @@ def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool
 
 
 def _is_stale(present: object, target: object) -> bool:
-    """Tell whether `present` is of an earlier, failed import of the module of `target`."""
+    """Whether ``present`` comes from an earlier, failed import of the module of ``target``."""
     (module, name), new = (
         (getattr(one, "__module__", ""), getattr(one, "__qualname__", ""))
         for one in (present, target)
@@ -309,10 +318,10 @@ def _is_stale(present: object, target: object) -> bool:
 
 
 def missed(registry: Registry, key: str) -> RegistryKeyError:
-    """Return the error that says on one line what was looked for and where.
+    """Return an error whose text names, on one line, the key and the searched registries.
 
-    A module that fails to import comes first, and is the cause: nothing else may be wrong. Else
-    near names follow, and where something of that name is defined.
+    Modules that fail to import come first: they may be the only reason. Otherwise the text has
+    similar names, and files that define the name.
     """
     first: list[ImportError] = []
     remarks: list[str] = []
@@ -335,9 +344,11 @@ def missed(registry: Registry, key: str) -> RegistryKeyError:
         what += _near_names(registry, key)
     for member in _lineage(registry):
         for name, failure in member.sources.failures.items():
-            # What is to register itself must be there; the packages behind a namespace may lack.
-            first += [failure] if name in member.sources.locations else []
-            remarks += [] if name in member.sources.locations else [str(failure)]
+            # Locations must be importable; the packages of namespaces may not be installed.
+            if name in member.sources.locations:
+                first.append(failure)
+            else:
+                remarks.append(str(failure))
     definitions = where_defined(key.rpartition(".")[2])
     missing = RegistryKeyError("; ".join([*map(str, first), what, *remarks, *definitions]))
     missing.__cause__ = first[0] if first else None
@@ -345,11 +356,11 @@ def missed(registry: Registry, key: str) -> RegistryKeyError:
 
 
 def _near_names(registry: Registry, key: str) -> str:
-    """Return "; did you mean A or B?", or all names where they are few, or ""."""
-    asked = _lineage(registry)
-    candidates = [name for member in asked for name in member.names()]
+    """Return "; did you mean A or B?", or all names if there are few, or ""."""
+    lineage = _lineage(registry)
+    candidates = [name for member in lineage for name in member.names()]
     for member in registry.family():
-        if member not in asked:
+        if member not in lineage:
             candidates += [f"{member.scope}.{name}" for name in member.names()]
     hint = did_you_mean(key, candidates) or did_you_mean(key.rpartition(".")[2], candidates)
     if not hint and 0 < len(candidates) <= _FEW:
@@ -360,18 +371,19 @@ def _near_names(registry: Registry, key: str) -> str:
 def build_from_cfg(
     cfg: Mapping[str, Any], registry: Registry, default_args: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build the object that `cfg` describes: its `type`, called with the other keys.
+    """Call the ``type`` of ``cfg`` with the other keys as arguments.
 
-    Nested dicts are passed as they are. Neither `cfg` nor `default_args` is changed; where both
-    have a key, `cfg` wins. Both may be any mapping, and mmengine's `Config` and `ConfigDict`.
-    With `_scope_` in `cfg` the type, and everything that the constructor builds, is looked up from
-    the registry of that scope; an unknown scope is logged and `registry` used.
+    Nested dicts are passed unchanged. If both ``cfg`` and ``default_args`` have a key, ``cfg``
+    takes precedence; neither is modified. Both may be any mapping, or mmengine's ``Config`` or
+    ``ConfigDict``. If ``cfg`` has ``_scope_``, the type and everything that the constructor builds
+    are looked up from the registry of that scope; for an unknown scope, a warning is logged and
+    ``registry`` is used.
 
     Raises:
-        TypeError: `cfg` is not a mapping, `type` is neither a name nor callable, or the arguments
-            are not those of the class (unknown names are reported first).
-        KeyError: there is no `type`, or its name is not registered.
-        Exception: whatever the constructor itself raises, unchanged.
+        TypeError: ``cfg`` is not a mapping, ``type`` is neither a name nor callable, or ``type``
+            does not accept the arguments (unknown names are reported first).
+        KeyError: ``type`` is missing, or its name is not registered.
+        Exception: any error of the constructor, unchanged.
     """
     args = merged(cfg, default_args)
     if not isinstance(registry, Registry):
@@ -380,7 +392,7 @@ def build_from_cfg(
     with registry.switch_scope_and_registry(scope) as table:
         target = find_type(args.pop("type"), table)
         check_arguments(target, [*args])
-        # mmengine's global objects are made, and then found, by name.
+        # mmengine's global objects are created once and then looked up by name.
         managed = getattr(sys.modules.get("mmengine.utils"), "ManagerMixin", ())
         is_managed = isinstance(target, type) and issubclass(target, managed)
         return (target.get_instance if is_managed else target)(**args)
@@ -391,16 +403,16 @@ def build_model_from_cfg(
     registry: Registry,
     default_args: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Build a model like `build_from_cfg`, or a `torch.nn.Sequential` from a list of configs."""
+    """Build a model like ``build_from_cfg``, or an ``nn.Sequential`` from a list of configs."""
     if not isinstance(cfg, list):
         return build_from_cfg(cfg, registry, default_args)
     parts = [build_from_cfg(part, registry, default_args) for part in cfg]
-    # Only now: this folder is imported where torch would take too long.
+    # Imported late: this module must be fast to import.
     return import_module("torch.nn").Sequential(*parts)
 
 
 def find_type(wanted: Any, table: Registry) -> Any:
-    """Return what a `type` names: a string is looked up, a class or function taken as it is."""
+    """Return the class or function of a ``type``; look it up if it is a string."""
     if isinstance(wanted, str):
         wanted = table.resolve(wanted)
     if not callable(wanted):
@@ -409,7 +421,7 @@ def find_type(wanted: Any, table: Registry) -> Any:
 
 
 def check_arguments(target: Any, args: Collection[str]) -> None:
-    """Raise TypeError when `target` cannot be called with the names in `args`."""
+    """Raise TypeError if ``target`` cannot be called with the names in ``args``."""
     problems = argument_problems(target, args)
     if problems:
         lines = [f"{problem.name}: {problem.what}" for problem in problems]
@@ -417,12 +429,12 @@ def check_arguments(target: Any, args: Collection[str]) -> None:
 
 
 def _is_dict_like(cfg: Any) -> bool:
-    """Whether `cfg` is a mapping or has what building needs of one, as mmengine's `Config`."""
+    """Whether ``cfg`` is a mapping, or similar enough, such as mmengine's ``Config``."""
     return hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
 
 
 def merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `cfg` over `default_args`, or raise TypeError or KeyError if there is no type."""
+    """Return ``cfg`` merged over ``default_args``, or raise TypeError or KeyError."""
     if not _is_dict_like(cfg):
         raise TypeError(f"cfg should be a dict, ConfigDict or Config, but got {_kind(cfg)}")
     if default_args is not None and not _is_dict_like(default_args):
@@ -430,7 +442,7 @@ def merged(cfg: Mapping[str, Any], default_args: Mapping[str, Any] | None) -> di
             "default_args should be a dict, ConfigDict, Config or None, "
             f"but got {_kind(default_args)}"
         )
-    # By items(): a config of mmengine that imports lazily imports its types there.
+    # items() makes mmengine's lazy configs import their types.
     args = {**dict((default_args or {}).items()), **dict(cfg.items())}
     if "type" not in args:
         given = ", ".join(str(key) for key in args) or "nothing"

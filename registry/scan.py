@@ -1,4 +1,4 @@
-"""What the registries hold: read from source files without importing them, and counted."""
+"""Lists and counts of the registered names, read from source files without importing them."""
 
 import ast
 import json
@@ -17,21 +17,21 @@ from .errors import RegistryKeyError, did_you_mean
 from .registry import Registry
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Run `python -c "from stepwrap.registry.scan import *; write_table()"` once with each release.
+# Update it with each release: `python -c "from stepwrap.registry.scan import *; write_table()"`
 _TABLE = Path(__file__).with_name("namespaces.json")
 _REGISTER = "register_module"
 _log = logging.getLogger(__name__)
 
 
 class Registration(NamedTuple):
-    """A name that a config can use as `type`.
+    """A name that a config can use as ``type``.
 
     Attributes:
-        summary: the first line of the docstring, "" when there is none.
-        aliases: further names of the same thing.
-        source: the module or namespace that it comes from.
-        arguments: of each argument its declaration, "patience: int = 3", and what the docstring
-            says about it. Empty for what comes from a namespace.
+        summary: the first line of the docstring, "" without one.
+        aliases: further names of the same class or function.
+        source: its module or namespace.
+        arguments: the declaration of each argument, such as "patience: int = 3", and its text in
+            the docstring. Empty for classes from a namespace.
     """
 
     name: str
@@ -42,23 +42,24 @@ class Registration(NamedTuple):
 
 
 def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
-    """Return what each registry offers, sorted by name.
+    """Return the names that each registry offers, sorted.
 
-    Read from our sources and, of torch and torchmetrics, from a table. They are imported if the
-    table does not cover their installed versions. Registrations in user modules are not seen.
+    They are read from our source files and, for torch and torchmetrics, from a table. If the table
+    does not cover their installed versions, these are imported. Registrations in the user's
+    modules are not included.
 
     Args:
-        registry_name: only this one, in any case ("hooks").
+        registry_name: only list this registry; case does not matter ("hooks").
 
     Raises:
-        KeyError: there is no registry of that name.
+        KeyError: the registry does not exist.
     """
     wanted = REGISTRIES
     if registry_name is not None:
         name = registry_name.upper()
         if name not in REGISTRIES:
             hint = did_you_mean(name, REGISTRIES) or f"; they are {', '.join(REGISTRIES)}"
-            raise RegistryKeyError(f"there is no registry {registry_name}{hint}")
+            raise RegistryKeyError(f"unknown registry {registry_name}{hint}")
         wanted = {name: REGISTRIES[name]}
     locations = {place for registry in wanted.values() for place in registry.sources.locations}
     found = [pair for place in sorted(locations) for pair in _registered_in(place)]
@@ -66,16 +67,17 @@ def list_registrations(registry_name: str | None = None) -> dict[str, list[Regis
 
 
 def traverse_registry_tree(registry: Registry, verbose: bool = True) -> list[dict[str, Any]]:
-    """Return what is registered in each member of a family, parents before their children.
+    """Return the registered names of each registry of a family, parents before their children.
+
+    Imports the locations. Classes in a namespace, such as torch.optim, are not registered.
 
     Args:
-        registry: any member; its root is where the list begins.
-        verbose: log a line for each member.
+        registry: any registry of the family; the list starts at the root.
+        verbose: log a line for each registry.
 
     Returns:
-        `scope`, `num_modules`, and the names by the folder of their classes' modules
-        ("my_package/models"). The locations are imported for that; classes that are found in a
-        namespace, such as those of torch.optim, are registered nowhere.
+        Dicts with ``scope``, ``num_modules``, and the names by the folder of their modules
+        ("my_package/models").
     """
     counted: list[dict[str, Any]] = []
     for member in registry.root.family():
@@ -92,14 +94,14 @@ def traverse_registry_tree(registry: Registry, verbose: bool = True) -> list[dic
 def count_registered_modules(
     save_path: str | os.PathLike[str] | None = None, verbose: bool = True
 ) -> dict[str, Any]:
-    """Return what is registered in each registry and its family, as `traverse_registry_tree` does.
+    """Return the result of ``traverse_registry_tree`` for every registry.
 
     Args:
-        save_path: a folder to write it to, as modules_statistic_results.json; None writes nothing.
+        save_path: a folder in which to also save it as modules_statistic_results.json.
         verbose: log a line for each registry.
 
     Returns:
-        `scan_date`, and in `registries` the list of each by its name.
+        ``scan_date``, and as ``registries`` the lists by the registries' names.
     """
     found = {name: traverse_registry_tree(one, verbose) for name, one in REGISTRIES.items()}
     counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": found}
@@ -136,7 +138,7 @@ def _offered_by(namespace: str) -> Iterator[Registration]:
 def _classes() -> dict[str, dict[str, str]]:
     """Return the classes of torch and torchmetrics by namespace, each with its summary."""
     table = read_table()
-    # Other releases may have other classes. Importing them is slow but always right.
+    # Other releases may have other classes. Importing them is slow but always correct.
     return table.classes if table.covers_installed else make_classes()
 
 
@@ -157,7 +159,7 @@ def read_table() -> _Table:
 
 
 def make_classes() -> dict[str, dict[str, str]]:
-    """Import torch and torchmetrics, and return the content of `_Table.classes`."""
+    """Import torch and torchmetrics, and return the content of ``_Table.classes``."""
     return {
         namespace: registry.sources.summaries(namespace)
         for registry in REGISTRIES.values()
@@ -183,7 +185,7 @@ def _registered_in(location: str) -> Iterator[tuple[str, Registration]]:
 
 
 def _registered_by(tree: ast.Module, module: str) -> Iterator[tuple[str, Registration]]:
-    """Yield the registrations that decorators `@REGISTRY.register_module(name=[...])` make."""
+    """Yield the registrations that decorators ``@REGISTRY.register_module(name=[...])`` make."""
     definitions = [one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef)]
     for node, call in [(one, call) for one in definitions for call in one.decorator_list]:
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
@@ -210,7 +212,7 @@ def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registratio
 
 
 def _declarations(arguments: ast.arguments) -> Iterator[str]:
-    """Yield `name: type = default` of each argument but `self`."""
+    """Yield ``name: type = default`` of each argument but ``self``."""
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(positional) - len(arguments.defaults))
     defaults = [*missing, *arguments.defaults, *arguments.kw_defaults]
@@ -220,7 +222,7 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
 
 
 def _documented_arguments(docstring: str) -> dict[str, str]:
-    """Return the text about each argument in the section `Args:`."""
+    """Return the text about each argument in the section ``Args:``."""
     section = docstring.partition("\nArgs:\n")[2]
     items = re.findall(
         r"^    (\w+): (.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE
@@ -229,7 +231,7 @@ def _documented_arguments(docstring: str) -> dict[str, str]:
 
 
 def write_table() -> None:
-    """Write namespaces.json for the installed versions, and keep the others with equal classes."""
+    """Write namespaces.json for the installed versions; keep other versions with equal classes."""
     known, classes = read_table(), make_classes()
     others = known.versions if known.classes == classes else {}
     versions = {

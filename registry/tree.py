@@ -1,4 +1,4 @@
-"""Whole trees of parts: nested dicts with a `type` are built before what contains them."""
+"""Builds nested configs: dicts with a ``type`` are built before the objects that contain them."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -25,18 +25,20 @@ from .registry import Registry, check_arguments, find_type, merged, missed
 def build_tree(
     cfg: Mapping[str, Any], registry: Registry, default_args: Mapping[str, Any] | None = None
 ) -> Any:
-    """Build `cfg` like `build_from_cfg`, its nested dicts with a `type` first.
+    """Build ``cfg`` like ``build_from_cfg``, after its nested dicts with a ``type``.
 
-    A nested type is looked up in the same registry, as an import path, then in MODELS and
-    DATASETS, for a model wrapper in COMM_HOOKS before these. One from the same registry gets
-    those of `default_args` that it requires (schedulers in a SequentialLR get the optimizer).
-    A list of numbers for an argument annotated as a Tensor, optional or not, becomes one (float32).
-    `{_ref_: torch.nn.ReLU}` is the object itself, not called; a dict with `_raw_: true` is passed
-    as a plain dict, and so is every dict for an argument that the class lists in `config_plain`.
+    A nested type is looked up in the same registry, as an import path, then in MODELS and DATASETS
+    (for a model wrapper, first in COMM_HOOKS). If it is from the same registry, it gets the
+    arguments in ``default_args`` that it requires: schedulers in a SequentialLR get the optimizer.
+    A list of numbers becomes a float32 tensor if the argument is annotated as Tensor, optional or
+    not. ``{_ref_: torch.nn.ReLU}`` is the object itself, not called. A dict with ``_raw_: true`` is
+    passed as a plain dict, and so are the dicts of arguments that the class lists in
+    ``config_plain``.
 
     Raises:
-        TypeError, KeyError: as `build_from_cfg`.
-        Exception: whatever a constructor raises, with notes.
+        TypeError: see ``build_from_cfg``.
+        KeyError: see ``build_from_cfg``.
+        Exception: any error of a constructor, with notes.
     """
     wanted = merged(cfg, default_args)["type"]
     own = dict(cfg.items())
@@ -45,9 +47,10 @@ def build_tree(
 
 
 def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
-    """Return what a nested `type` names and whether it is of the same registry, or raise KeyError.
+    """Return the object of a nested ``type`` and whether it is from the same registry.
 
-    The text tells about each registry that was asked.
+    Raises:
+        KeyError: the type is not found; the text lists the registries that were searched.
     """
     if not isinstance(wanted, str):
         return find_type(wanted, registry), False
@@ -61,14 +64,14 @@ def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
         if scope not in {None, *(member.scope for member in other.family())}:
             # An import path means the same in every registry.
             continue
-        # Of a kind that need not be the one that is wanted, only what is very near.
+        # Only suggest very similar names of another registry.
         near = "" if missing.__cause__ else did_you_mean(wanted, other.names(), cutoff=0.8)
         text += f"; nor is it in {other.name}{near}"
     raise RegistryKeyError(text) from missing.__cause__
 
 
 def look_up_nested(wanted: str, registry: Registry) -> tuple[Any, bool] | None:
-    """Return what `find_nested` does of a name, or None."""
+    """Return the result of ``find_nested`` for a name, None if it is not found."""
     for table in (registry, *_looked_in_next(registry)):
         found = table.get(wanted)
         if found is not None:
@@ -77,12 +80,12 @@ def look_up_nested(wanted: str, registry: Registry) -> tuple[Any, bool] | None:
 
 
 def _looked_in_next(registry: Registry) -> list[Registry]:
-    around = (COMM_HOOKS,) if registry is MODEL_WRAPPERS else ()
-    return [other for other in (*around, MODELS, DATASETS) if other is not registry]
+    first = (COMM_HOOKS,) if registry is MODEL_WRAPPERS else ()
+    return [other for other in (*first, MODELS, DATASETS) if other is not registry]
 
 
 def find_reference(wanted: Any, registry: Registry) -> Any:
-    """Return what `_ref_` names, a registered name or any import path; else raise KeyError."""
+    """Return the object of a ``_ref_``, a registered name or an import path, or raise KeyError."""
     if isinstance(wanted, str) and "." in wanted:
         with suppress(ImportError):
             return import_path(wanted)
@@ -90,15 +93,15 @@ def find_reference(wanted: Any, registry: Registry) -> Any:
 
 
 def nested_runtime(target: Any, supplied: Mapping[str, Any], same: bool) -> dict[str, Any]:
-    """Return those of the supplied arguments that a nested part cannot be built without."""
+    """Return the supplied arguments that a nested ``target`` of the same registry requires."""
     needed = required_names(target) if same else set()
     return {name: value for name, value in supplied.items() if name in needed}
 
 
 def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> Any:
-    """Return `cfg` with the argument `name` in every part of it that takes one and has none.
+    """Return ``cfg`` with the argument ``name`` added wherever it is accepted and missing.
 
-    Parts are those that `build_tree` would build.
+    It is added to the dicts that ``build_tree`` would build.
     """
     if isinstance(cfg, list | tuple):
         return [supply_where_taken(item, registry, name, value) for item in cfg]
@@ -129,7 +132,8 @@ def _call(
             if key in plain:
                 built[key] = _unmarked(value)
             elif are_numbers(value) and is_tensor(hints.get(key)):
-                built[key] = _float_tensor(value)
+                torch: Any = import_module("torch")
+                built[key] = torch.tensor(value, dtype=torch.float32)
             else:
                 built[key] = _built(value, registry, runtime)
     with registry.switch_scope_and_registry(cfg.get("_scope_")), _blaming(target, own):
@@ -138,21 +142,16 @@ def _call(
 
 @contextmanager
 def _blaming(target: Any, given: Mapping[str, Any]) -> Iterator[None]:
-    """Note on an error of `target` the argument that its text names."""
+    """Add the argument that an error of ``target`` names, and a suggestion, to the error."""
     try:
         yield
     except Exception as error:
         name, meant = blame(target, given.keys(), str(error))
         if meant:
-            # As `add_note` does from Python 3.11 on.
+            # The same as `add_note`, which Python 3.10 does not have.
             vars(error).setdefault("__notes__", []).append(f"did you mean {meant}?")
         with under_key(name):
             raise
-
-
-def _float_tensor(values: list[Any]) -> Any:
-    torch: Any = import_module("torch")
-    return torch.tensor(values, dtype=torch.float32)
 
 
 def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
@@ -183,15 +182,16 @@ def _unmarked(value: Any) -> Any:
 
 
 def find_train_step(setting: Any) -> Callable[..., Any] | None:
-    """Return the function that `train_step` of a config means; None where it is not set.
+    """Return the function of the setting ``train_step``, None if it is not set.
 
     Args:
-        setting: an import path, or a mapping with it as `type`; the other keys are arguments
-            beside (wrapper, data, optim_wrapper).
+        setting: an import path, or a mapping with the path as ``type``; the other keys are further
+            keyword arguments.
 
     Raises:
-        ImportError: there is no such function.
-        TypeError: it is not a function of these arguments.
+        ImportError: the function cannot be imported.
+        TypeError: the object is not a function, or does not accept the arguments (wrapper, data,
+            optim_wrapper) and the further ones.
     """
     if setting is None:
         return None
@@ -203,12 +203,12 @@ def find_train_step(setting: Any) -> Callable[..., Any] | None:
     found = import_path(path)
     if isinstance(found, type) or not callable(found):
         raise TypeError(
-            f"{path} is no function; a class with a train_step of its own is named as the wrapper"
+            f"{path} is not a function; set a class that defines train_step as the wrapper's type"
         )
     try:
         inspect.signature(found).bind(None, None, None, **options)
     except TypeError as error:
         raise TypeError(
-            f"{path} is called with (wrapper, data, optim_wrapper) and the options beside: {error}"
+            f"{path} is called with (wrapper, data, optim_wrapper) and the further options: {error}"
         ) from error
     return partial(found, **options) if options else found

@@ -1,6 +1,6 @@
-"""Parts of an object that stand outside of its pickle, in the order of their marks in it.
+"""Out-of-band parts of a pickle, listed in the order of their placeholders.
 
-Imports no torch: many processes handle no tensor.
+Imports no torch, because many processes handle no tensors.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-# Stands where a part is put in at loading: pickle gives the next of its `buffers`, whatever that
-# is. Writable, because pickle makes a view of what is not.
+# A placeholder in a pickle. On loading, pickle replaces it with the next item of its `buffers`,
+# of whatever type. It must be writable, because pickle wraps read-only buffers in a view.
 MARK = pickle.PickleBuffer(bytearray())
-# Buffers of this many bytes are worth a separate place.
+# Buffers of at least this many bytes are kept out of the pickle.
 APART_FROM = 16 * 1024
 
 
 def take(part: Any) -> Any:
-    """Return the part; pickled with MARK, it is the next one."""
+    """Return the argument. Pickled with ``MARK``, it stands for the next out-of-band part."""
     return part
 
 
 def divider(parts: list[Any], apart_from: int) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a buffer callback for a pickler.
+    """Return a buffer callback that appends buffers of at least ``apart_from`` bytes to ``parts``.
 
-    It leaves out marks, whose parts are in the list already, and buffers of `apart_from` bytes and
-    more, which it adds to the list.
+    Placeholders stay out of the pickle too, but are not appended: ``parts`` already has their
+    value.
     """
 
     def is_inside(buffer: pickle.PickleBuffer) -> bool:

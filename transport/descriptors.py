@@ -1,4 +1,4 @@
-"""Descriptors between processes."""
+"""File descriptors sent between processes over Unix sockets."""
 
 from __future__ import annotations
 
@@ -10,51 +10,49 @@ import resource
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 
-# What Linux takes with a message.
-_MOST_OF_A_MESSAGE = 253
-# Of a value: a task of a pool is a message with two, a function and its arguments.
-MOST = _MOST_OF_A_MESSAGE // 2
+# The most descriptors that Linux sends with one message.
+_MAX_PER_MESSAGE = 253
+# The most descriptors of one value: a pool's task message carries a function and its arguments.
+MAX_PER_VALUE = _MAX_PER_MESSAGE // 2
 _SIZE = array.array("i").itemsize
-_ROOM = socket.CMSG_SPACE(_MOST_OF_A_MESSAGE * _SIZE)
-# Plain numbers: operations on enums take longer than the call itself.
-_CLOSE_ON_EXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_PER_MESSAGE * _SIZE)
 
 
 class Received:
-    """A descriptor from another process, to be closed by the caller of `detach`."""
+    """A descriptor from another process. Whoever calls ``detach`` must close it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
     def detach(self) -> int:
-        """Return the number and leave the closing to the caller."""
+        """Return the number; the caller must close it."""
         number, self.number = self.number, -1
         return number
 
     def close(self) -> None:
-        """Close the descriptor, unless it has been detached."""
+        """Close the descriptor unless it has been detached."""
         if self.number >= 0:
             os.close(self.detach())
 
 
 def close(numbers: Iterable[int]) -> None:
-    """Close descriptors, among which may be some that are not open."""
+    """Close descriptors; ignore those that are not open."""
     for number in numbers:
         with contextlib.suppress(OSError):
             os.close(number)
 
 
-def bundled(numbers: Sequence[int]) -> int:
-    """Return one descriptor that carries others, and close those.
+def bundle(numbers: Sequence[int]) -> int:
+    """Close the given descriptors and return one that carries all of them.
 
     Raises:
-        OSError: the system takes no more of them.
+        OSError: a limit of the system is reached.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with ours:
-            for first in range(0, len(numbers), _MOST_OF_A_MESSAGE):
-                some = numbers[first : first + _MOST_OF_A_MESSAGE]
+            for first in range(0, len(numbers), _MAX_PER_MESSAGE):
+                some = numbers[first : first + _MAX_PER_MESSAGE]
                 send(ours, b"-", some, socket.MSG_DONTWAIT)
         close(numbers)
         return theirs.detach()
@@ -62,8 +60,8 @@ def bundled(numbers: Sequence[int]) -> int:
         theirs.close()
 
 
-def unbundled(descriptor: int) -> list[int]:
-    """Return the descriptors that one carries, and close that one."""
+def unbundle(descriptor: int) -> list[int]:
+    """Close a descriptor from ``bundle`` and return those that it carries."""
     numbers: list[int] = []
     try:
         with socket.socket(fileno=descriptor) as carrier:
@@ -77,18 +75,18 @@ def unbundled(descriptor: int) -> list[int]:
         raise
 
 
-def send(to: socket.socket, data: bytes, numbers: Sequence[int], flags: int = 0) -> None:
-    """Send one message with descriptors, which stay open here."""
+def send(to: socket.socket, data: bytes, numbers: Sequence[int] = (), flags: int = 0) -> None:
+    """Send one message, with descriptors if there are any; they stay open in this process."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))
     with explaining():
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))]
-        to.sendmsg([data], rights, flags)
+        to.sendmsg([data], [rights] if numbers else [], flags)
 
 
 def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:
-    """Return one message of at most `size` bytes and its descriptors; b"" when none will come.
+    """Return one message of at most ``size`` bytes and its descriptors; b"" at the end.
 
     Raises:
-        OSError: this process has no room for the descriptors; the message is lost.
+        OSError: this process cannot open the descriptors; the message is lost.
     """
     data, numbers = try_receive(source, size, flags)
     if isinstance(numbers, OSError):
@@ -99,39 +97,38 @@ def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, li
 def try_receive(
     source: socket.socket, size: int, flags: int = 0
 ) -> tuple[bytes, list[int] | OSError]:
-    """As `receive`, but return the error in place of descriptors that there is no room for."""
-    data, extra, state, _ = source.recvmsg(size, _ROOM, flags | _CLOSE_ON_EXEC)
-    if not extra and not state & _TRUNCATED:
-        return data, []
+    """Call ``receive``, but return the error if this process cannot open the descriptors."""
+    flags |= socket.MSG_CMSG_CLOEXEC
+    data, extra, state, _ = source.recvmsg(size, _ANCILLARY_BYTES, flags)
     numbers = array.array("i")
     for level, kind, content in extra:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(content[: len(content) - len(content) % _SIZE])
-    if state & _TRUNCATED:
+    if state & socket.MSG_CTRUNC:
         close(numbers)
-        return data, _advice(errno.EMFILE)
+        return data, _limit_error(errno.EMFILE)
     return data, list(numbers)
 
 
 @contextlib.contextmanager
 def explaining() -> Iterator[None]:
-    """Give errors advice where descriptors have run out; also torch's own RuntimeError."""
+    """Replace errors about too many descriptors, torch's included, with one that gives advice."""
     try:
         yield
     except (OSError, RuntimeError) as error:
         code = getattr(error, "errno", None)
-        # torch has the number in its text.
+        # torch raises a RuntimeError that has the number in its text.
         if code not in (errno.EMFILE, errno.ETOOMANYREFS) and "(24)" not in str(error):
             raise
-        raise _advice(code or errno.EMFILE) from error
+        raise _limit_error(code or errno.EMFILE) from error
 
 
-def _advice(code: int) -> OSError:
+def _limit_error(code: int) -> OSError:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    what = "on their way to other processes" if code == errno.ETOOMANYREFS else "open"
+    state = "on their way to other processes" if code == errno.ETOOMANYREFS else "open"
     return OSError(
         code,
         f"too many open files: all {limit} descriptors that this process may have (`ulimit -n`) "
-        f"are {what}, and each tensor in shared memory takes one; raise the limit, pass tensors "
+        f"are {state}, and each tensor in shared memory takes one; raise the limit, pass tensors "
         'by copy, or call torch.multiprocessing.set_sharing_strategy("file_system") first',
     )

@@ -1,10 +1,10 @@
-"""Errors that stand for errors of other processes."""
+"""Errors that represent errors of other processes."""
 
 from __future__ import annotations
 
 
 class RemoteTraceback(Exception):
-    """The traceback in the other process or thread, as the `__cause__` of an error of a task."""
+    """The traceback from another process or thread, as the ``__cause__`` of a task's error."""
 
 
 class RemoteError(RuntimeError):
@@ -12,8 +12,8 @@ class RemoteError(RuntimeError):
 
     Attributes:
         type_name: the full name of the error's class.
-        message: its text.
-        traceback: the traceback in the other process.
+        message: the error's text.
+        traceback: the traceback from the other process.
     """
 
     def __init__(self, type_name: str, message: str, traceback: str = "") -> None:

@@ -1,7 +1,7 @@
 """Objects as bytes: functions and classes of any origin, tensors by copy or by reference.
 
-Objects of plain data take the C pickler's path; torch is needed only where a tensor is at hand.
-Loading runs what the bytes say: only for bytes from one's own processes.
+Plain data is pickled in C; torch is imported only when an object contains tensors. Unpickling runs
+code, so ``loads`` must only get bytes from the user's own processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections import ChainMap
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
@@ -24,75 +24,65 @@ import cloudpickle
 
 from .buffers import APART_FROM, divider
 
-_LARGE = 64 * 1024
-
 _static_modules: set[str] = set()
 
 
 def dumps(obj: object, recurse: bool = False, copy_tensor: bool = True) -> bytes:
-    """Return the object as bytes, for `loads`; see `Pickler` for the arguments."""
-    pickler = _take(Pickler, recurse, copy_tensor)
-    data = pickler.message(obj)
-    _give_back(pickler, len(data))
-    return data
+    """Return the object as bytes for ``loads``; see ``Pickler`` for the arguments."""
+    return Pickler(io.BytesIO(), recurse, copy_tensor).message(obj)
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
-    """Return the object of bytes from `dumps` or of a file written by `Pickler`.
+    """Return the object from the bytes of ``dumps`` or of a file that ``Pickler`` wrote.
 
     Raises:
-        OSError: a tensor passed by reference has left shared memory.
+        OSError: a tensor that was passed by reference has left shared memory.
     """
     return pickle.loads(data)
 
 
 def mark_static_module(module: ModuleType) -> None:
-    """From now on pickle the module as its name, whatever it holds and wherever it came from.
+    """Pickle a module by name from now on, and also the functions and classes found in it.
 
-    So are the functions and classes that are found in it. The receiver must be able to import it,
-    or have put it into `sys.modules`.
+    The receiver must be able to import the module, or have put it into ``sys.modules``.
 
     Raises:
-        TypeError: `module` is not a module.
+        TypeError: ``module`` is not a module.
     """
     if not isinstance(module, ModuleType):
         raise TypeError(f"mark_static_module() takes a module, got {type(module).__name__}")
     _static_modules.add(module.__name__)
 
 
-class _Reducers(dict[type, Callable[[Any], Any]]):
-    """How to pickle single types; those that copyreg has got to know later are found too."""
-
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        return copyreg.dispatch_table[kind]
-
-
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes objects to a file, each `dump` as a separate message.
+    """Writes objects to a file, each ``dump`` as a separate message.
 
-    Functions and classes that cannot be imported elsewhere (lambdas, local ones) go by value with
-    exactly the globals that they refer to. Those of the script are found by name in a process that
-    has loaded the script, as multiprocessing's spawned workers do, else they go by value.
+    Functions and classes that other processes cannot import (lambdas, local ones) are sent by
+    value, with only the globals that they use. Functions and classes of the script are looked up
+    by name if the receiver has loaded the script, as multiprocessing's spawned workers do, and
+    sent by value otherwise.
 
     Args:
-        file: has `write(bytes)`.
-        recurse: send the script's functions by value too, so that globals travel that the
-            receiver does not have (those set under `if __name__ == "__main__"`).
-        copy_tensor: True writes the tensors' bytes, as far as they are viewed; the receiver owns a
-            tensor on the same device. False moves CPU tensors into shared memory, where sender and
-            receiver see the same numbers, and passes CUDA tensors as handles; a process must keep
-            the tensors until they are loaded. Either way those that overlap still do afterwards.
+        file: has ``write(bytes)``.
+        recurse: send the script's functions by value too, with the globals that they use, so that
+            the receiver gets globals that are set under ``if __name__ == "__main__"``.
+        copy_tensor: True writes the elements that each tensor views; the receiver gets a tensor on
+            the same device. False moves CPU tensors into shared memory, where sender and receiver
+            see the same numbers, and sends handles of CUDA tensors; a process must keep the
+            tensors until they are loaded. Overlapping tensors overlap afterwards in both cases.
 
     Raises:
-        RuntimeError: from `dump` without `copy_tensor`: a tensor is the result of a computation
-            that autograd records.
+        RuntimeError: from ``dump`` without ``copy_tensor``, for a tensor that is the result of a
+            computation recorded by autograd.
     """
 
-    # With what multiprocessing can send besides: connections, sockets.
-    dispatch_table = _Reducers(
-        {**ForkingPickler._extra_reducers, **cloudpickle.Pickler._dispatch_table}  # type: ignore[attr-defined]
+    # multiprocessing's table can send connections and sockets.
+    dispatch_table = ChainMap(
+        cloudpickle.Pickler._dispatch_table,
+        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+        copyreg.dispatch_table,
     )
-    # Buffers of arrays from this size on stand outside of the pickle.
+    # Keep buffers of arrays inside the pickle, whatever their size.
     _apart_from = sys.maxsize
 
     def __init__(self, file: IO[bytes], recurse: bool = False, copy_tensor: bool = False) -> None:
@@ -101,19 +91,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._recurse = recurse
         self._copy_tensor = copy_tensor
         self._parts: list[Any] = []
-        # Not a method of this object: that cycle would keep all tensors until it is collected.
+        # Not a method: a reference cycle would keep all tensors until garbage collection.
         super().__init__(self._stream, 5, divider(self._parts, self._apart_from))
 
     def dump(self, obj: object) -> None:
-        """Write the object; raises whatever pickling it raises."""
+        """Write the object. Raises whatever pickling the object raises."""
         self._file.write(self.message(obj))
 
     def message(self, obj: object) -> bytes:
-        """Return what `dump` writes."""
+        """Return the bytes that ``dump`` writes."""
         stream, parts = self.split(obj)
         if not parts:
             return stream
-        # Imports torch, which only an object with tensors needs.
+        # Imported here: it imports torch, which only objects with tensors need.
         from . import tensors as _tensors
 
         return _tensors.message(stream, parts, self._copy_tensor)
@@ -127,7 +117,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._stream.seek(0)
             self._stream.truncate()
             self._parts.clear()
-            # The next message may not refer to what this one holds.
+            # The next message must not refer to objects of this one.
             self.clear_memo()
             self.globals_ref.clear()
 
@@ -147,13 +137,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduced_definition(self, obj: Any) -> Any:
         module = obj.__module__
-        found = None
         if module in _static_modules and _attribute(module, obj.__qualname__) is obj:
-            # By name, which is what pickle itself does.
-            found = NotImplemented
-        elif module == _MAIN:
-            found = _reduced_of_script(obj, by_value=self._recurse)
-        return super().reducer_override(obj) if found is None else found
+            # pickle itself writes the name.
+            return NotImplemented
+        reduced = _reduced_of_script(obj, recurse=self._recurse) if module == _MAIN else None
+        return super().reducer_override(obj) if reduced is None else reduced
 
 
 class _ApartPickler(Pickler):
@@ -164,89 +152,62 @@ class _ApartPickler(Pickler):
 
 def split(obj: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:
     """Return a pickle of the object, and its tensors, storages and large buffers in order."""
-    pickler = _take(_ApartPickler, recurse, copy_tensor)
-    parted = pickler.split(obj)
-    _give_back(pickler, len(parted[0]))
-    return parted
-
-
-# Making one takes longer than pickling a small object.
-_idle: dict[tuple[type[Pickler], bool, bool], list[Pickler]] = {}
-
-
-def _take(kind: type[Pickler], recurse: bool, copy_tensor: bool) -> Pickler:
-    """Return a pickler that no other thread, and no caller further up, is using."""
-    try:
-        return _idle[kind, recurse, copy_tensor].pop()
-    except (KeyError, IndexError):
-        return kind(io.BytesIO(), recurse, copy_tensor)
-
-
-def _give_back(pickler: Pickler, size: int) -> None:
-    # One that has seen many objects keeps a large memo, which takes time to clear.
-    if size < _LARGE:
-        _idle.setdefault((type(pickler), pickler._recurse, pickler._copy_tensor), []).append(
-            pickler
-        )
+    return _ApartPickler(io.BytesIO(), recurse, copy_tensor).split(obj)
 
 
 _MAIN = "__main__"
-# A process that multiprocessing has spawned has the script under the second name.
-_NAMES = (_MAIN, "__mp_main__")
+# In processes that multiprocessing has spawned, the script has the second name.
+_MAIN_NAMES = (_MAIN, "__mp_main__")
 
-# By value, for workers that lack them; a class may be sent with each of its instances.
-_values: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
+# Pickles of the script's classes: a class may be sent with each of its instances.
+_pickled_classes: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
 
 
-def _reduced_of_script(obj: FunctionType | type, *, by_value: bool) -> Any:
-    """Return how an object of the script is to be pickled, None where pickle does well itself.
-
-    Args:
-        by_value: functions take along the globals that they use, as they are now.
-    """
+def _reduced_of_script(obj: FunctionType | type, *, recurse: bool) -> Any:
+    """Return how to pickle an object of the script, None to leave it to cloudpickle."""
     path = _script_of(obj)
-    if path is None or (by_value and isinstance(obj, FunctionType)):
+    if path is None or (recurse and isinstance(obj, FunctionType)):
         return None
-    is_there = obj.__qualname__.split(".")[0] in _names_when_imported(path)
-    return _found, (path, obj.__qualname__, None if is_there else _value(obj))
+    is_importable = obj.__qualname__.split(".")[0] in _names_when_imported(path)
+    return _load_from_script, (path, obj.__qualname__, None if is_importable else _pickled(obj))
 
 
 def reduce_for_any_script(obj: Any) -> Any:
-    """Reduce an object of the script for a receiver that may run another one: by value if possible.
+    """Reduce an object of the script for a receiver that may run a different script.
 
-    None for any other object. A receiver that runs this script takes its own of that name.
+    The object is sent by value if possible; a receiver that runs the same script uses its own
+    object of that name. Return None for objects that are not the script's.
     """
     path = _script_of(obj) if isinstance(obj, FunctionType | type) else None
     if path is None:
         return None
     name = obj.__module__
     if name != _MAIN and name not in cloudpickle.list_registry_pickle_by_value():
-        # Only the processes of this script have a module of that name.
+        # Only processes of this script have a module with that name.
         cloudpickle.register_pickle_by_value(sys.modules[name])
     try:
-        return _found, (path, obj.__qualname__, cloudpickle.dumps(obj))
+        return _load_from_script, (path, obj.__qualname__, cloudpickle.dumps(obj))
     except Exception as error:
-        # It need not be sent where the script is the same.
-        return _found, (path, obj.__qualname__, None, str(error))
+        # A receiver that runs the same script does not need the value.
+        return _load_from_script, (path, obj.__qualname__, None, str(error))
 
 
-def _value(obj: FunctionType | type) -> bytes:
-    data: bytes | None = None if isinstance(obj, FunctionType) else _values.get(obj)
-    if data is None:
-        data = cloudpickle.dumps(obj)
-        if isinstance(obj, type):
-            _values[obj] = data
-    return data
+def _pickled(obj: FunctionType | type) -> bytes:
+    if isinstance(obj, FunctionType):
+        return bytes(cloudpickle.dumps(obj))
+    if obj not in _pickled_classes:
+        _pickled_classes[obj] = cloudpickle.dumps(obj)
+    return _pickled_classes[obj]
 
 
 @cache
 def _names_when_imported(path: str) -> frozenset[str]:
-    """Return the names that the script surely defines in a worker, which imports it.
+    """Return the names that the script always defines when a worker imports it.
 
-    Not what stands under a condition, such as `if __name__ == "__main__"`.
+    Names defined under a condition, such as ``if __name__ == "__main__"``, are left out.
     """
     spec = getattr(sys.modules[_MAIN], "__spec__", None)
-    # multiprocessing imports no package's __main__ in its workers, since that would run it.
+    # multiprocessing does not import a package's __main__ in its workers: that would run it.
     if os.path.basename(path) == "__main__.py" or getattr(spec, "name", "") == "__main__":
         return frozenset()
     try:
@@ -258,11 +219,11 @@ def _names_when_imported(path: str) -> frozenset[str]:
     return frozenset(statement.name for statement in body if isinstance(statement, kinds))
 
 
-def _found(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
-    for module in _NAMES:
-        own = _attribute(module, name) if _path(module) == path else None
-        if own is not None:
-            return own
+def _load_from_script(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
+    for module in _MAIN_NAMES:
+        found = _attribute(module, name) if _path(module) == path else None
+        if found is not None:
+            return found
     if reason:
         raise TypeError(f"{name} of {path} cannot be sent to another script: {reason}")
     if value is None:
@@ -271,20 +232,15 @@ def _found(path: str, name: str, value: bytes | None, reason: str = "") -> Any:
 
 
 def _script_of(obj: FunctionType | type) -> str | None:
-    """Return the path of the script, if the object is found in it by its name."""
+    """Return the path of the script if it has the object under the object's name."""
     name = obj.__module__
-    is_found = name in _NAMES and _attribute(name, obj.__qualname__) is obj
+    is_found = name in _MAIN_NAMES and _attribute(name, obj.__qualname__) is obj
     return _path(name) if is_found else None
 
 
 def _path(module: str) -> str | None:
     file = getattr(sys.modules.get(module), "__file__", None)
-    return None if file is None else _real(file)
-
-
-@cache
-def _real(file: str) -> str:
-    return os.path.realpath(file)
+    return None if file is None else os.path.realpath(file)
 
 
 def _attribute(module: str, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Exceptions on their way to another process: described where raised, rebuilt where awaited."""
+"""Exceptions sent to another process: the sender describes them, the receiver rebuilds them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from typing import Any, cast
 from .errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
 
-# Of a text, in characters. The first quarter is kept, and the end, the best part of a traceback.
+# The most characters of a text. Of longer texts the first quarter and the end are kept.
 TEXT_LIMIT = 64 * 1024
-# Of a pickled exception, in bytes: one that holds a whole data set travels as its text.
+# The most bytes of a pickled exception; larger ones are sent as text.
 PICKLE_LIMIT = 16 * 1024 * 1024
-# Python 3.10 has no groups.
+# Python 3.10 has no exception groups.
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
 
 
 class ExceptionWithTraceback:
-    """Carries an exception through a pickle, which gives the exception itself, with its traceback.
+    """Wraps an exception so that pickling keeps its traceback.
 
-    In the receiving process the traceback is a text: the `__cause__` of the exception, a
-    `RemoteTraceback`. An exception that cannot be pickled becomes a `RemoteError`.
+    Unpickling returns the exception itself, with a ``RemoteTraceback`` that contains the text of
+    the traceback as its ``__cause__``. An exception that cannot be pickled becomes a
+    ``RemoteError``.
 
     Args:
-        tb: the traceback (default: the one that the exception has).
+        tb: the traceback (default: the exception's own).
 
     Attributes:
         exc: the exception.
@@ -44,13 +45,13 @@ class ExceptionWithTraceback:
 
 
 def describe(error: BaseException, text: str | None = None) -> bytes:
-    """Return the bytes from which `rebuild` makes the exception in another process. Never raises.
+    """Return the bytes from which ``rebuild`` makes the exception in another process. Never raises.
 
     Args:
-        text: its traceback (default: the one that it has).
+        text: the formatted traceback (default: the text of ``format_error``).
     """
     text = format_error(error) if text is None else text
-    pickled, reason = _pickled(error)
+    pickled, reason = _pickle_checked(error)
     if pickled is None:
         text = f"{text}\n(it could not be pickled: {reason})"
     notes = getattr(error, "__notes__", None)
@@ -59,15 +60,16 @@ def describe(error: BaseException, text: str | None = None) -> bytes:
 
 
 def rebuild(data: bytes) -> BaseException:
-    """Return a described exception, its traceback as its `__cause__`. Never raises.
+    """Return the exception from the bytes of ``describe``. Never raises.
 
-    It has the original type, or is a `RemoteError` if this process cannot make one.
+    The ``__cause__`` is a ``RemoteTraceback``. The exception has its original type, or is a
+    ``RemoteError`` if this process cannot create one.
     """
     type_name, message, text, notes, pickled = pickle.loads(data)
     if pickled is not None:
-        # The code of a class may raise anything at all while an instance is made.
+        # The user's class may raise any exception while it is unpickled.
         try:
-            error = _made_from(pickled)
+            error = _load_exception(pickled)
             if notes and not hasattr(error, "__notes__"):
                 error.__dict__["__notes__"] = notes
             error.__cause__ = remote_traceback(text)
@@ -80,28 +82,28 @@ def rebuild(data: bytes) -> BaseException:
 
 
 def remote_traceback(report: str) -> RemoteTraceback:
-    """Return the cause of an exception that came from another process with this report."""
+    """Return the ``__cause__`` for an exception from another process with this traceback."""
     return RemoteTraceback(_quoted(report))
 
 
 def remote_report(error: BaseException) -> str | None:
-    """Return the traceback with which an exception came from another process, None without one."""
+    """Return the traceback of an exception from another process, None if it has none."""
     cause = error.__cause__
     return str(cause).strip('\n"') if isinstance(cause, RemoteTraceback) else None
 
 
 def format_error(error: BaseException, tb: TracebackType | None = None) -> str:
-    """Return the traceback of an exception and of what led to it, of at most TEXT_LIMIT."""
+    """Return the traceback of an exception and its causes, at most TEXT_LIMIT characters."""
     tb = error.__traceback__ if tb is None else tb
     try:
         text = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
     except BaseException as reason:
-        text = f"{_summary(error)}\n(its traceback could not be made: {_summary(reason)})"
+        text = f"{_summary(error)}\n(its traceback could not be formatted: {_summary(reason)})"
     return shorten(text)
 
 
 def shorten(text: str) -> str:
-    """Cut the middle out of a text that is longer than TEXT_LIMIT, and say so there."""
+    """Replace the middle of a text that is longer than TEXT_LIMIT by a note."""
     if len(text) <= TEXT_LIMIT:
         return text
     head = text[: TEXT_LIMIT // 4]
@@ -130,19 +132,20 @@ def _summary(error: BaseException) -> str:
     return f"{_type_name(error)}: {_message(error)}"
 
 
-def _pickled(error: BaseException) -> tuple[bytes | None, str]:
-    """Return a pickle that was seen to give this type, and the same message if one does.
+def _pickle_checked(error: BaseException) -> tuple[bytes | None, str]:
+    """Return a pickle that loads as the same type, if possible with the same message.
 
-    Or None and the reason, as a text: exceptions kept here would keep the frames of the task.
+    Return None and the reason as a text if there is none. The reason is not kept as an exception,
+    which would keep the frames of the task alive.
     """
     second_best = None
     reason = ""
-    for form in (error, _Parts(error)):
+    for form in (error, _BaseState(error)):
         try:
             data = dumps(form)
             if len(data) > PICKLE_LIMIT:
                 raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
-            copy = _made_from(data)
+            copy = _load_exception(data)
             if type(copy) is not type(error):
                 raise TypeError(f"it comes back as {_summary(copy)}")
             if _message(copy) == _message(error):
@@ -153,15 +156,15 @@ def _pickled(error: BaseException) -> tuple[bytes | None, str]:
     return second_best, reason
 
 
-def _made_from(pickled: bytes) -> BaseException:
+def _load_exception(pickled: bytes) -> BaseException:
     error = loads(pickled)
     if not isinstance(error, BaseException):
-        raise TypeError(f"an object of type {type(error).__qualname__} came out of its pickle")
+        raise TypeError(f"its pickle loads as an object of type {type(error).__qualname__}")
     return error
 
 
-class _Parts:
-    """Pickles an exception past its class's `__init__` and `__reduce__`, which often disagree."""
+class _BaseState:
+    """Pickles an exception without the ``__init__`` and ``__reduce__`` of its class."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -172,10 +175,10 @@ class _Parts:
         if isinstance(self._error, _GROUP):
             message, members = args
             args = (message, [ExceptionWithTraceback(member) for member in members])
-        return _from_parts, (kind, args, *state)
+        return _from_base_state, (kind, args, *state)
 
 
-def _from_parts(
+def _from_base_state(
     kind: type[BaseException], args: tuple[Any, ...], state: Any = None
 ) -> BaseException:
     base = cast(Any, _built_in_base(kind))

@@ -1,4 +1,4 @@
-"""Tensors next to a pickle: the place of each in its storage, and the storages' contents."""
+"""Tensors outside of a pickle: the view of each into its storage, and the storages' contents."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from torch.utils.hooks import warn_if_has_hooks
 from .buffers import MARK, take
 from .descriptors import Received, explaining
 
-# No element is larger, so that all views still begin at a multiple of theirs.
+# The size of the largest element: a multiple of it is aligned for elements of every type.
 _ALIGNMENT = 16
 
-# (its number, offset in elements, stride, or None if unchanged)
+# The index of a view, its offset in elements, and its stride (None if unchanged).
 Place = tuple[int, int, tuple[int, ...] | None]
-# A storage's rebuilding function and its arguments.
+# The function that rebuilds a storage, and its arguments.
 Content = tuple[Any, ...]
 
 
 def _viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Content, list[Place]]]:
-    """Give storages for views of one: those that may overlap stay together, gaps are left out.
+    """Yield new storages that contain only what the views of one storage need.
 
-    Where other views lie in the gaps of one, the gaps are written too.
+    Views that may overlap share a storage. Gaps between elements are left out, unless other views
+    have elements there.
     """
     for start, stop, numbers in _ranges(views):
         compact = _compact(storage, [views[number] for number in numbers])
@@ -53,12 +54,12 @@ def _viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Cont
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
-    """Return the storage as a tensor uint8 (bytes,) on its device."""
+    """Return the storage as a uint8 tensor of shape ``(bytes,)`` on its device."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def rebuild(data: Any, device: torch.device | None) -> UntypedStorage:
-    """Return a storage that uses the buffer, or on another device a copy."""
+    """Return a storage that uses the buffer, or a copy if it is on another device."""
     if not memoryview(data).nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device or "cpu").untyped_storage()
     tensor = torch.frombuffer(data, dtype=torch.uint8)
@@ -79,7 +80,7 @@ def _range(view: Tensor) -> tuple[int, int]:
 
 
 def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
-    """Return the ranges of bytes that views span, those that overlap as one, with their numbers."""
+    """Return (start, stop, indices of views) for each range of bytes; merge overlapping ranges."""
     merged: list[tuple[int, int, list[int]]] = []
     for start, stop, number in sorted((*_range(view), number) for number, view in enumerate(views)):
         if merged and start < merged[-1][1]:
@@ -91,7 +92,10 @@ def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
 
 
 def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return a copy without gaps and the views' stride in it; None if that does not help."""
+    """Return a copy without gaps and the stride of the views in it, None without gaps.
+
+    The views must be the same; None if they differ.
+    """
     view = views[0]
     stride = view.stride()
     if any(
@@ -100,7 +104,7 @@ def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tupl
         for other in views[1:]
     ):
         return None
-    # Along the others all elements are the same one.
+    # Along the other dimensions all elements are the same.
     order = [dim for dim in range(view.dim()) if view.shape[dim] > 1 and stride[dim] > 0]
     order.sort(key=lambda dim: stride[dim])
     reach = 1
@@ -120,9 +124,9 @@ def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tupl
 
 
 def by_name(storage: UntypedStorage) -> Content:
-    """Return the shared memory of a storage by the name of a file: good also without the sender.
+    """Return the shared memory of a storage by file name, which does not depend on the sender.
 
-    Only of a storage that is shared by descriptor already, the sender must keep it until then.
+    If the storage is already shared by descriptor, the sender must keep it until it is loaded.
     """
     if not storage.nbytes():
         return (_empty,)
@@ -131,21 +135,21 @@ def by_name(storage: UntypedStorage) -> Content:
         inode, device = reductions.fd_id(descriptor)  # type: ignore[no-untyped-call]
         return _of_process, os.getpid(), descriptor, inode, device, size
     manager, name, size = storage._share_filename_cpu_()
-    # The file stays for the receiver, who takes this back.
+    # Keeps the file for the receiver, which decrements the count again.
     storage._shared_incref()  # type: ignore[no-untyped-call]
     _remember(name, storage)
     return _of_file, manager, name, size
 
 
 def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
-    """Return the shared memory of a storage; a descriptor of it, to be closed, joins the list.
+    """Return the shared memory of a storage, and append a new descriptor of it to the list.
 
-    By name if it has one, or if the user has chosen torch's strategy "file_system".
+    Uses ``by_name`` if the storage has a file name or the sharing strategy is "file_system".
     """
     if not storage.nbytes():
         return (_empty,)
-    has_name = get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
-    if _has_name(storage) if storage.is_shared() else has_name:
+    uses_names = get_sharing_strategy() == "file_system"  # type: ignore[no-untyped-call]
+    if _has_name(storage) if storage.is_shared() else uses_names:
         return by_name(storage)
     descriptor, size = _shared(storage)
     _remember(reductions.fd_id(descriptor), storage)  # type: ignore[no-untyped-call]
@@ -154,7 +158,7 @@ def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
 
 
 def _has_name(storage: UntypedStorage) -> bool:
-    # torch counts the users of a file with a name at its beginning, before the numbers.
+    # In a file with a name, torch stores the number of users before the elements.
     return storage.data_ptr() % mmap.PAGESIZE != 0
 
 
@@ -200,7 +204,7 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
     known: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
     if known is not None:
         return known
-    # The sender may have ended, and this process may be the one that it had the memory from.
+    # If the sender has ended, this process may still have the memory: it may have created it.
     own = (f"/proc/self/fd/{own}" for own in os.listdir("/proc/self/fd"))
     for path in (f"/proc/{process}/fd/{number}", *own):
         with contextlib.suppress(FileNotFoundError), explaining():
@@ -218,7 +222,7 @@ def _gone(place: str) -> OSError:
     )
 
 
-# The types that `reduced` takes.
+# The types that `reduced` accepts.
 KINDS = (Tensor, TypedStorage, UntypedStorage, torch.cuda.Event)
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -226,10 +230,11 @@ Share = Callable[[UntypedStorage], Content]
 
 
 def reduced(obj: Any, parts: list[Any], *, copy_tensor: bool) -> Any:
-    """Return how to pickle a tensor, storage or CUDA event; `parts` gets the rest.
+    """Return how to pickle a tensor, storage or CUDA event; append out-of-band parts to ``parts``.
 
     Raises:
-        RuntimeError: by reference: a tensor that autograd has recorded.
+        RuntimeError: a tensor to be passed by reference is the result of a computation that
+            autograd recorded.
     """
     if isinstance(obj, Tensor):
         return _reduced_tensor(obj, parts, copy_tensor=copy_tensor)
@@ -243,32 +248,32 @@ def reduced(obj: Any, parts: list[Any], *, copy_tensor: bool) -> Any:
 
 
 def message(stream: bytes, parts: list[Any], copy_tensor: bool) -> bytes:
-    """Return a pickle that holds another one and its parts."""
+    """Return a pickle that contains another pickle and its parts."""
     return pickle.dumps(_Message(stream, parts, copy_tensor), 5)
 
 
 class _Message:
     def __init__(self, stream: bytes, parts: list[Any], copy_tensor: bool) -> None:
         self._stream = stream
-        self._layout = lay_out(parts, None if copy_tensor else by_name)
+        self._encoded = encode_parts(parts, None if copy_tensor else by_name)
 
     def __reduce__(self) -> Any:
-        return load, (self._stream, *self._layout)
+        return load, (self._stream, *self._encoded)
 
 
-def load(stream: bytes | memoryview, slots: Iterable[Any], contents: Iterable[Content]) -> Any:
-    """Return the object of a pickle and its parts as `lay_out` wrote them."""
+def load(stream: bytes | memoryview, encoded: Iterable[Any], contents: Iterable[Content]) -> Any:
+    """Return the object of a pickle and of the parts that ``encode_parts`` encoded."""
     storages = [rebuild(*arguments) for rebuild, *arguments in contents]
-    return pickle.loads(stream, buffers=[_part(slot, storages) for slot in slots])
+    return pickle.loads(stream, buffers=[_decode_part(part, storages) for part in encoded])
 
 
-def lay_out(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Content]]:
-    """Return the place of each part, and the contents of the storages.
+def encode_parts(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Content]]:
+    """Return the parts, with tensors as views of numbered storages, and the storages' contents.
 
     Args:
         share: puts a storage into shared memory; None writes the bytes that are viewed.
     """
-    slots, contents = list(parts), list[Content]()
+    encoded, contents = list(parts), list[Content]()
     owners: dict[int, tuple[UntypedStorage, list[int]]] = {}
     for index, part in enumerate(parts):
         if not isinstance(part, pickle.PickleBuffer):
@@ -279,17 +284,18 @@ def lay_out(parts: list[Any], share: Share | None) -> tuple[list[Any], list[Cont
         if share is not None or len(views) < len(indices):
             written = share(storage) if share else _content(as_bytes(storage))
             for index in indices:
-                slots[index] = _slot(parts[index], len(contents))
+                encoded[index] = _encode_part(parts[index], len(contents))
             contents.append(written)
             continue
         for content, places in _viewed(storage, views):
             for number, offset, stride in places:
-                slots[indices[number]] = _slot(views[number], len(contents), offset, stride)
+                view = _encode_part(views[number], len(contents), offset, stride)
+                encoded[indices[number]] = view
             contents.append(content)
-    return slots, contents
+    return encoded, contents
 
 
-def _slot(part: Any, number: int, offset: int | None = None, stride: Any = None) -> Any:
+def _encode_part(part: Any, number: int, offset: int | None = None, stride: Any = None) -> Any:
     if not isinstance(part, Tensor):
         return number
     return (
@@ -304,12 +310,12 @@ def _slot(part: Any, number: int, offset: int | None = None, stride: Any = None)
     )
 
 
-def _part(slot: Any, storages: list[UntypedStorage]) -> Any:
-    if isinstance(slot, int):
-        return storages[slot]
-    if not isinstance(slot, tuple):
-        return slot
-    number, dtype, offset, size, stride, requires_grad, is_conj, is_neg = slot
+def _decode_part(part: Any, storages: list[UntypedStorage]) -> Any:
+    if isinstance(part, int):
+        return storages[part]
+    if not isinstance(part, tuple):
+        return part
+    number, dtype, offset, size, stride, requires_grad, is_conj, is_neg = part
     storage = storages[number]
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
@@ -323,9 +329,9 @@ def _part(slot: Any, storages: list[UntypedStorage]) -> Any:
 def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> Any:
     if not copy_tensor and tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} cannot be passed by reference: autograd has "
-            f"recorded it ({type(tensor.grad_fn).__name__}), which ends at the process; "
-            "detach() it, or pass it with copy_tensor=True"
+            f"a tensor of shape {tuple(tensor.shape)} cannot be passed by reference: autograd "
+            f"recorded it ({type(tensor.grad_fn).__name__}), and its graph cannot leave the "
+            "process; detach() it, or pass it with copy_tensor=True"
         )
     is_bare = type(tensor) is Tensor and not tensor.__dict__ and not tensor.is_nested
     if is_bare and tensor.layout in _SPARSE:
@@ -335,7 +341,7 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
     is_plain = is_strided and tensor.device.type in ("cpu", "cuda")
     is_handle = tensor.is_cuda and not copy_tensor
     if not is_plain or (is_handle and (tensor.is_conj() or tensor.is_neg())):
-        # Not left to pickle: it would find what torch registers for multiprocessing.
+        # Not left to pickle, which would use the reducers that torch registers.
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if is_handle:
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
@@ -367,7 +373,7 @@ def _sparse(
     requires_grad: bool,
     parts: tuple[Tensor, Tensor | None, Tensor, bool],
 ) -> Tensor:
-    """Return a sparse tensor; torch's own function keeps each one in a list for ever."""
+    """Return a sparse tensor. torch's own function would keep every tensor in a global list."""
     first, second, values, is_coalesced = parts
     if second is None:
         tensor = torch.sparse_coo_tensor(

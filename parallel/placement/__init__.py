@@ -1,1 +1,1 @@
-"""Which model goes to which device. Start with assigner.py."""
+"""Placement of models on devices. Start with assigner.py."""

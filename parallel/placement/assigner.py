@@ -1,4 +1,4 @@
-"""Which model goes to which device."""
+"""The assigner of models to devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .estimators import ModelComplexityEstimator, ModelSizeEstimator, OptimizerO
 from .inputs import (
     PerModel,
     connection_matrix,
-    held_mib,
     move,
     name_models,
     number,
     per_model,
-    sharing,
+    resident_mib,
+    sharing_groups,
 )
 from .search import Problem, search
 
@@ -29,48 +29,51 @@ if TYPE_CHECKING:
 
 
 class ModelAssigner:
-    """Places models on devices: they fit, and what four terms count is small.
+    """Places models on devices so that they fit and a weighted cost is small.
 
-    The terms: connected models are near each other; no device is overfull; devices compute in
-    proportion to their compute capacity; a soft placement (`optimize_placement`) gets hard.
-    docs/placement.md has the formulas. Models that share parameters stay together. A placement
-    that does not fit is never returned. The same arguments give the same placement, whatever the
-    global random state, which stays as it is.
+    The cost has four terms: connected models are close to each other; no device is overfull;
+    devices compute in proportion to their compute capacity; a soft placement
+    (``optimize_placement``) becomes hard. docs/placement.md has the formulas. Models that share
+    parameters stay together. A placement that does not fit is never returned. The same arguments
+    give the same placement; the global random state is neither used nor changed.
 
     Args:
-        models: a list or dict of modules (or of anything with `to`, if `sizes_mib` is given).
-        model_connection: {(model, model): strength}, models by index or by name; strengths in any
-            one unit, such as bytes per step.
-        devices: None is every GPU, else the CPU. A GPU that is not there is left out, with a line
-            in the log, unless `free_mib` has it.
-        model_size_multiplier: of parameters and buffers; 2 is weights and gradients.
-        max_mem_ratio: the part of a device's free memory that the models may take.
+        models: a list or dict of modules (or of any objects with ``to``, if ``sizes_mib`` is
+            given).
+        model_connection: {(model, model): strength}, with models by index or by name; strengths
+            in any unit, such as bytes per step.
+        devices: the devices to use (default: all GPUs, or the CPU if there are none). A GPU that
+            does not exist is skipped with a warning in the log, unless it is in ``free_mib``.
+        model_size_multiplier: factor for parameters and buffers; 2 is weights and gradients.
+        max_mem_ratio: the part of a device's free memory that the models may use.
         cpu_weight: compute capacity of the CPU; an idle GPU has 1.
-        connection_weight: of the connection term; the three others likewise.
-        iterations: rounds of the local search at most.
-        update_rate: accepted and checked, without effect: the local search has no rate.
-        gpu_gpu_distance: between any two devices that are not the CPU.
-        cpu_gpu_distance: between the CPU and any other device.
-        move_models: move the models to their devices, or only say where to.
-        free_mib: free memory by device, or in the order of `devices`. What is not given is
-            measured: `torch.cuda.mem_get_info`; RAM by psutil, if installed, or /proc/meminfo.
-        compute: compute capacity by device, or in the order of `devices`. For a GPU it is 1 less
-            its load, which is known where pynvml is installed.
-        sizes_mib: sizes of the models, taken as they are; otherwise they are estimated.
-        complexities: of the models, in any one unit; otherwise their sizes, as documented.
-        example_inputs: of the models: complexities are then the operations of one forward.
-        optimizer: its state counts as size: see `ModelSizeEstimator`.
-        seed: of the search.
+        connection_weight: weight of the connection term; the other three likewise.
+        iterations: the most rounds of the local search.
+        update_rate: checked, but without effect: the local search has no rate.
+        gpu_gpu_distance: distance between any two devices other than the CPU.
+        cpu_gpu_distance: distance between the CPU and any other device.
+        move_models: whether to move the models to their devices.
+        free_mib: free memory in MiB by device, or in the order of ``devices``. Missing values are
+            measured with ``torch.cuda.mem_get_info``, for RAM with psutil or /proc/meminfo.
+        compute: compute capacity by device, or in the order of ``devices``. The default for a GPU
+            is 1 minus its load, if pynvml is installed.
+        sizes_mib: sizes of the models in MiB (default: estimated).
+        complexities: complexities of the models, in any unit (default: their sizes).
+        example_inputs: inputs of the models; the complexities are then the operations of one
+            forward pass.
+        optimizer: an optimizer whose state counts as size; see ``ModelSizeEstimator``.
+        seed: the seed of the search.
 
     Raises:
-        RuntimeError: nothing that fits was found; the text has needed and free bytes of each
-            device.
-        TypeError, ValueError: a setting cannot be; the text says what is allowed.
+        RuntimeError: no placement that fits was found; the text has the needed and free bytes of
+            each device.
+        TypeError: a setting has the wrong type.
+        ValueError: a setting has a value that is not allowed; the text says what is allowed.
 
     Attributes:
-        names: of the models: the keys of a dict; "0", "1", ... for a list.
-        sizes_mib: sizes of the models.
-        rooms: the devices considered, each with `device`, `free_mib` and `compute`.
+        names: the names of the models: the keys of a dict; "0", "1", ... for a list.
+        sizes_mib: the sizes of the models in MiB.
+        rooms: the devices considered, each with ``device``, ``free_mib`` and ``compute``.
     """
 
     def __init__(  # noqa: PLR0913 - the documented signature
@@ -102,8 +105,8 @@ class ModelAssigner:
         self._models = name_models(models)
         self.names = list(self._models)
         self._max_mem_ratio = number("max_mem_ratio", max_mem_ratio, most=1)
-        self.rooms = find_rooms(devices, free_mib, compute, cpu_weight, held_mib(self._models))
-        groups = sharing(self._models)
+        self.rooms = find_rooms(devices, free_mib, compute, cpu_weight, resident_mib(self._models))
+        groups = sharing_groups(self._models)
         self.sizes_mib = self._sizes(sizes_mib, groups, model_size_multiplier, optimizer)
         weights = (connection_weight, size_match_weight, complexity_match_weight, entropy_weight)
         self._problem = Problem(
@@ -131,7 +134,7 @@ class ModelAssigner:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The terms of the objective, unweighted, and "total", their weighted sum."""
+        """The unweighted terms of the cost, and their weighted sum as "total"."""
         shares = self._problem.one_hot(self._placed)
         named = {name: float(value) for name, value in self._problem.terms(shares).items()}
         return {**named, "total": float(self._problem.cost(shares))}
@@ -148,17 +151,17 @@ class ModelAssigner:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def report(self) -> str:
-        """Return a table: who sits where, how full it is, and what crosses."""
+        """Return a table of the devices with their models, sizes and shares of the work."""
         return placement_table(self._problem, self.rooms, self.names, self._placed)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw who sits where and what crosses, as a map; needs the extra `plots`.
+        """Draw the connections between all models as a map, with a frame for each device.
 
         Args:
-            path: where to write the picture too; its suffix says in which format.
+            path: also save the figure to this file; the suffix selects the format.
 
         Raises:
-            ImportError: matplotlib is missing; the text names the extra.
+            ImportError: matplotlib is missing (extra ``plots``).
         """
         figure = draw(self._problem, self.rooms, self.names, self._placed)
         if path is not None:
@@ -180,18 +183,21 @@ class ModelAssigner:
         complexity_match_weight: float,
         entropy_weight: float,
     ) -> Tensor:
-        """Do one step on a soft placement, in place; return its cost before the step.
+        """Do one optimizer step on a soft placement, in place.
 
         Args:
-            optimizer: holds `placement`.
-            placement: logits, `(models, devices)`; requires grad.
-            model_size: MiB, `(1, models)`.
-            size_capacity: MiB, `(1, devices)`.
-            model_complexity: in any unit, `(1, models)`.
-            complexity_capacity: in any unit, `(1, devices)`.
-            model_connection: `(models, models)`.
-            device_distance: `(devices, devices)`, zero diagonal.
-            connection_weight: of the connection term; the three others likewise.
+            optimizer: an optimizer of ``placement``.
+            placement: logits that require grad, ``(models, devices)``.
+            model_size: MiB, ``(1, models)``.
+            size_capacity: MiB, ``(1, devices)``.
+            model_complexity: in any unit, ``(1, models)``.
+            complexity_capacity: in any unit, ``(1, devices)``.
+            model_connection: ``(models, models)``.
+            device_distance: ``(devices, devices)``, zero diagonal.
+            connection_weight: weight of the connection term; the other three likewise.
+
+        Returns:
+            The cost before the step, a scalar tensor.
         """
         problem = Problem(
             model_size.flatten(),
@@ -215,7 +221,7 @@ class ModelAssigner:
         multiplier: float,
         optimizer: OptimizerOf | None,
     ) -> list[float]:
-        """Return MiB of each model; shared parameters count with the first model that has them."""
+        """Return the MiB of each model; shared parameters count for the first model only."""
         if given is not None:
             return self._numbers("sizes_mib", given)
         number("model_size_multiplier", multiplier)

@@ -1,4 +1,4 @@
-"""The devices that models may go to: what is free there, and how much they compute."""
+"""The devices for models, with their free memory and compute capacity."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ def find_rooms(
     cpu_weight: float,
     resident: Mapping[torch.device, float],
 ) -> list[Room]:
-    """Return the devices to be used; what is not given of them is measured.
+    """Return the devices to use; measure the values that are not given.
 
     Args:
-        devices: None takes those of `free_mib`, where it is a dict, else every GPU, else the CPU.
-        free_mib: a dict, or a list as long as `devices`.
-        compute: likewise.
-        cpu_weight: compute of the CPU where not given.
-        resident: MiB that may be counted as free where free memory is measured.
+        devices: the devices (default: the keys of ``free_mib`` if it is a dict, otherwise all GPUs,
+            otherwise the CPU).
+        free_mib: free MiB as a dict, or a list as long as ``devices``.
+        compute: compute capacity as a dict, or a list as long as ``devices``.
+        cpu_weight: the default compute capacity of the CPU.
+        resident: MiB by device that are added to measured free memory.
     """
     if devices is None:
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -59,7 +60,7 @@ def find_rooms(
     named = [_one_device(name, "devices") for name in names]
     for device in named:
         if named.count(device) > 1:
-            raise ValueError(f"devices: {device} is there more than once")
+            raise ValueError(f"devices: {device} is listed more than once")
     free = _per_device("free_mib", free_mib, named)
     computing = _per_device("compute", compute, named)
     weight = number("cpu_weight", cpu_weight)
@@ -77,11 +78,11 @@ def find_rooms(
 def _one_device(name: object, setting: str) -> torch.device:
     allowed = f'allowed are "cpu" and "cuda:<index>" (GPUs here: {torch.cuda.device_count()})'
     if not isinstance(name, str | torch.device):
-        raise TypeError(f"{setting}: {name!r} is no device; {allowed}")
+        raise TypeError(f"{setting}: {name!r} is not a device; {allowed}")
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{setting}: {name!r} is no device; {allowed}") from error
+        raise ValueError(f"{setting}: {name!r} is not a device; {allowed}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
@@ -107,8 +108,8 @@ def _per_device(
         )
     for device, value in values.items():
         if device not in devices:
-            held = ", ".join(map(str, devices))
-            raise ValueError(f"{setting}: {device} is none of the devices ({held})")
+            listed = ", ".join(map(str, devices))
+            raise ValueError(f"{setting}: {device} is not one of the devices ({listed})")
         number(f"{setting} of {device}", value)
     return values
 
@@ -125,12 +126,12 @@ def _is_present(device: torch.device) -> bool:
 
 
 def free_memory(device: DeviceName) -> float:
-    """Return the bytes that this process could take of a GPU's memory or, for "cpu", of the RAM."""
+    """Return the bytes of a GPU's memory, or of RAM for "cpu", that this process can still use."""
     device = torch.device(device)
     if device.type == "cpu":
         return _free_ram()
     free, _ = torch.cuda.mem_get_info(device)
-    # What the allocator of this process keeps but does not use is free to us.
+    # Memory that torch's allocator has cached is free for this process.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
@@ -142,7 +143,7 @@ def _compute(device: torch.device, cpu_weight: float) -> float:
     try:
         return 1.0 - torch.cuda.utilization(device) / 100
     except Exception as error:
-        # Without pynvml, or where the driver does not tell: taken as idle.
+        # pynvml is missing, or the driver does not report the load: assume an idle GPU.
         _log.debug("the load of %s is not known: %r", device, error)
         return 1.0
 
@@ -155,13 +156,13 @@ def _free_ram() -> float:
         if meminfo.exists():
             free = 1024 * float(meminfo.read_text().partition("MemAvailable:")[2].split()[0])
         else:
-            # As on macOS: all of it.
+            # On macOS, for example, only the total is known.
             free = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(free, _room_of_container())
+    return min(free, _free_in_container())
 
 
-def _room_of_container() -> float:
-    """Return what the limit of the container leaves; MemAvailable is that of the whole host."""
+def _free_in_container() -> float:
+    """Return the bytes left below the container's limit; MemAvailable is about the whole host."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
@@ -171,6 +172,6 @@ def _room_of_container() -> float:
         return math.inf
     if limit == "max":
         return math.inf
-    # Cached files are given back when memory is wanted.
+    # The system drops cached files when memory is needed.
     cached = float(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0.0
     return max(0.0, float(limit) - used + cached)

@@ -1,4 +1,4 @@
-"""Placements shown: the table, the picture, and why nothing fits."""
+"""Placements as a table and as a figure, and the error text if no placement fits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .devices import Room
-from .search import Found, Problem, beyond, share
+from .search import Found, Problem, excess, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,11 +27,11 @@ def does_not_fit(
     found: Found,
     max_mem_ratio: float,
 ) -> str:
-    """Return how much each device lacks in `found`, the placement that lacks least."""
-    lines = [_headline(problem, units, certain=found.certain), "What comes nearest:"]
+    """Return the error text with the memory that each device lacks in the closest placement."""
+    lines = [_headline(problem, units, certain=found.certain), "The closest placement:"]
     assignment = found.assignment
     used = problem.used(assignment)
-    over = beyond(used, problem.capacities).tolist()
+    over = excess(used, problem.capacities).tolist()
     for index, room in enumerate(rooms):
         here = [units[unit] for unit in (assignment == index).nonzero().flatten().tolist()]
         lines.append(
@@ -52,7 +52,7 @@ def _headline(problem: Problem, units: Sequence[str], *, certain: bool) -> str:
     sizes, capacities = problem.sizes, problem.capacities
     total, allowed = _in_bytes(float(sizes.sum())), _in_bytes(float(capacities.sum()))
     largest = int(sizes.argmax())
-    if beyond(sizes.sum(), capacities.sum()) > 0:
+    if excess(sizes.sum(), capacities.sum()) > 0:
         how = f"{total}, but only have {allowed} allowed memory in total"
     elif sizes[largest] > capacities.max():
         size = _in_bytes(float(sizes[largest]))
@@ -66,14 +66,14 @@ def _headline(problem: Problem, units: Sequence[str], *, certain: bool) -> str:
 def placement_table(
     problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: Tensor
 ) -> str:
-    """Return who sits where, how full each device is, and what crosses."""
+    """Return a table of the devices with their models, sizes and shares of the work."""
     used, work = problem.used(placed), share(problem.complexities) @ problem.one_hot(placed)
-    wanted = share(problem.compute)
-    rows: list[Sequence[str]] = [("device", "size", "allowed", "computes", "should", "models")]
+    target = share(problem.compute)
+    rows: list[Sequence[str]] = [("device", "size", "allowed", "computes", "target", "models")]
     for index, room in enumerate(rooms):
         here = (placed == index).nonzero().flatten().tolist()
-        sizes = [_in_mib(float(mib[index])) for mib in (used, problem.capacities)]
-        parts = [_percent(float(part[index])) for part in (work, wanted)]
+        sizes = [_with_unit(float(mib[index])) for mib in (used, problem.capacities)]
+        parts = [_percent(float(part[index])) for part in (work, target)]
         models = ", ".join(names[model] for model in here) or "-"
         rows.append((str(room.device), *sizes, *parts, models))
     apart = placed[:, None] != placed[None, :]
@@ -90,8 +90,8 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _in_mib(mib: float) -> str:
-    """Return a size in the unit that suits it."""
+def _with_unit(mib: float) -> str:
+    """Return a size with a suitable unit."""
     value, unit = mib * 1024, "KiB"
     for larger in ("MiB", "GiB", "TiB"):
         if value < 1024:
@@ -101,13 +101,13 @@ def _in_mib(mib: float) -> str:
 
 
 def _percent(part: float) -> str:
-    """Return a part of one as whole percents; a little is not nothing."""
+    """Return a fraction as whole percents; small values other than 0 are "<1%"."""
     return "<1%" if 0 < part < 0.005 else f"{part:.0%}"
 
 
 def _in_bytes(mib: float) -> str:
     exact = f"{mib * _MIB:,.0f} bytes"
-    return exact if mib * 1024 < 1 else f"{exact} ({_in_mib(mib)})"
+    return exact if mib * 1024 < 1 else f"{exact} ({_with_unit(mib)})"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -117,9 +117,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: Tensor) -> Figure:
-    """Draw how strongly each two models are connected, those of a device beside each other.
+    """Draw the strength of the connection between each pair of models, sorted by device.
 
-    Each device is a frame on the diagonal: what is outside of the frames crosses.
+    Each device is a frame on the diagonal; connections outside of the frames cross devices.
     """
     try:
         from matplotlib.figure import Figure
@@ -135,22 +135,22 @@ def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: 
     top = float(both.fill_diagonal_(0.0).max()) or 1.0
     for chosen, colors in ((apart, "Reds"), (~apart, "Greys")):
         shown = both.masked_fill(~chosen | (both == 0), torch.nan)
-        # Also the weakest one is to be seen.
+        # vmin is negative so that weak connections are visible too.
         axes.imshow(shown.tolist(), cmap=colors, vmin=-top / 3, vmax=top)
-    sizes = [f"{_short(names[one])} · {_in_mib(float(problem.sizes[one]))}" for one in order]
+    sizes = [f"{_short(names[one])} · {_with_unit(float(problem.sizes[one]))}" for one in order]
     axes.set_yticks(range(len(names)), sizes, size=8)
     axes.set_xticks(range(len(names)), [_short(names[one]) for one in order], rotation=90, size=8)
     counts = torch.bincount(placed, minlength=len(rooms)).tolist()
-    # Devices without models may have one place.
+    # Devices without models may have the same position.
     labels: dict[float, list[str]] = {}
     for index, (room, used) in enumerate(zip(rooms, problem.used(placed).tolist(), strict=True)):
         start, count = sum(counts[:index]) - 0.5, counts[index]
         axes.add_patch(Rectangle((start, start), count, count, fill=False, ec=_FRAME, lw=1.5))
-        told = f"{room.device}: {_in_mib(used)} of {_in_mib(float(problem.capacities[index]))}"
-        labels.setdefault(start + count / 2, []).append(told)
+        size = f"{_with_unit(used)} of {_with_unit(float(problem.capacities[index]))}"
+        labels.setdefault(start + count / 2, []).append(f"{room.device}: {size}")
     axes.secondary_yaxis("right").set_yticks(list(labels), map("\n".join, labels.values()), size=8)
     crossing = _percent(float(both[apart].sum()))
-    axes.set_title(f"who sits where: {crossing} of all connections cross (red)", size=10)
+    axes.set_title(f"placement: {crossing} of all connections cross (red)", size=10)
     return figure
 
 

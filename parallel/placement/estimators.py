@@ -1,4 +1,4 @@
-"""How much memory a model takes, and how much computing."""
+"""Estimates of a model's memory and of its operations."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ OptimizerOf: TypeAlias = "Optimizer | Callable[[list[nn.Parameter]], Optimizer]"
 class ModelSizeEstimator:
     """Estimates the memory of a model from its parameters and buffers; all sizes are in MiB.
 
-    A tensor counts with the bytes of its elements, once however often it is used, also on the meta
-    device. Activations are not counted.
+    Each tensor counts once, with the bytes of its elements, even on the meta device. Activations
+    are not counted.
     """
 
     def __init__(
         self, model: nn.Module, size_multiplier: float = 2, *, optimizer: OptimizerOf | None = None
     ) -> None:
-        """Take `model` as it is now.
+        """Create an estimator.
 
         Args:
-            size_multiplier: what the sum of parameters and buffers is multiplied by; 2 stands for
-                weights and their gradients.
-            optimizer: count its state too: an optimizer that has stepped, or what makes one from a
-                list of parameters (`torch.optim.Adam`).
+            size_multiplier: factor for the sum of parameters and buffers; 2 is weights and
+                gradients.
+            optimizer: an optimizer whose state counts too: one that has stepped, or a function or
+                class that creates one from a list of parameters (``torch.optim.Adam``).
 
         Raises:
-            TypeError: `model` is not a module.
+            TypeError: ``model`` is not a module.
             ValueError: a parameter has no shape yet (a lazy module), or the multiplier is negative.
         """
         if not isinstance(model, nn.Module):
@@ -67,8 +67,8 @@ class ModelSizeEstimator:
         """Return the MiB of the optimizer's state for this model; 0 without an optimizer.
 
         Raises:
-            ValueError: the optimizer has no state for this model yet, or it cannot be tried on
-                tensors without values (then step it once, and give the optimizer itself).
+            ValueError: the optimizer has no state for this model yet, or it cannot step on the
+                meta device (then step it once, and pass the optimizer itself).
         """
         trained = [one for one in self.model.parameters() if one.requires_grad]
         if self.optimizer is None or not trained:
@@ -77,7 +77,7 @@ class ModelSizeEstimator:
             _check_stepped(self.optimizer, trained)
             return _state_bytes(self.optimizer, trained) / _MIB
         shapes = [nn.Parameter(torch.empty_like(one, device="meta")) for one in trained]
-        return _state_bytes(_tried(self.optimizer, shapes), shapes) / _MIB
+        return _state_bytes(_step_on_meta(self.optimizer, shapes), shapes) / _MIB
 
     def estimate_size(self) -> float:
         """Return the MiB of parameters and buffers times the multiplier, plus optimizer state."""
@@ -86,18 +86,21 @@ class ModelSizeEstimator:
 
 
 class ModelComplexityEstimator:
-    """Estimates the computing of a model: floating point operations of one forward pass.
+    """Estimates the floating-point operations of one forward pass of a model.
 
-    They are counted by `torch.utils.flop_counter`: matrix products, convolutions, attention and
+    They are counted by ``torch.utils.flop_counter``: matrix products, convolutions, attention and
     recurrent layers count, element-wise operations do not.
     """
 
     def __init__(self, model: nn.Module, example_inputs: Any) -> None:
-        """Take `model` with inputs that its forward accepts, on the model's device.
+        """Create an estimator.
 
         Args:
-            example_inputs: the one input, a list or tuple of positional arguments, or a dict of
-                keyword arguments.
+            example_inputs: inputs of the forward on the model's device: a single input, a list or
+                tuple of positional arguments, or a dict of keyword arguments.
+
+        Raises:
+            TypeError: ``model`` is not a module.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -107,7 +110,7 @@ class ModelComplexityEstimator:
         if isinstance(example_inputs, Mapping):
             self.kwargs = dict(example_inputs)
         elif type(example_inputs) in (list, tuple):
-            # Exactly these: a packed sequence is a named tuple, and one input.
+            # Not subclasses: a packed sequence is a named tuple, but a single input.
             self.args = tuple(example_inputs)
         else:
             self.args = (example_inputs,)
@@ -115,12 +118,12 @@ class ModelComplexityEstimator:
     def estimate_complexity(self) -> int:
         """Run the model once, without gradients and in evaluation mode, and return its operations.
 
-        Buffers, modes and random numbers are afterwards what they were.
+        Buffers, modes and the random state are restored afterwards.
 
         Raises:
-            RuntimeError: the forward failed; the text says with which inputs.
+            RuntimeError: the forward failed; the text describes the inputs.
         """
-        # LSTMs run as one operation, which the counter of torch does not know.
+        # LSTMs run as a single operation, which torch's counter does not know.
         recurrent = {
             torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,
             torch.ops.aten._cudnn_rnn: _recurrent_flops,
@@ -130,7 +133,7 @@ class ModelComplexityEstimator:
         tensors = (*self.model.parameters(), *buffers.values())
         gpus = sorted({one.device.index for one in tensors if one.is_cuda})
         try:
-            with torch.random.fork_rng(gpus), torch.no_grad(), _plain(self.model), counter:
+            with torch.random.fork_rng(gpus), torch.no_grad(), _countable(self.model), counter:
                 torch.func.functional_call(self.model, buffers, self.args, self.kwargs)
         except Exception as error:
             given = [_described(one) for one in self.args]
@@ -144,7 +147,7 @@ class ModelComplexityEstimator:
 
 def _bytes(tensor: Tensor) -> int:
     if hasattr(tensor, "__tensor_flatten__"):
-        # Quantized weights and the like: what they hold, not what they stand for.
+        # A wrapper such as a quantized weight: count the tensors inside.
         return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     if tensor.layout is torch.sparse_coo:
         return _bytes(tensor._indices()) + _bytes(tensor._values())
@@ -159,20 +162,20 @@ def _state_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
 
 
 def _check_stepped(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
-    held = {one for group in optimizer.param_groups for one in group["params"]}
-    if held.isdisjoint(parameters):
+    optimized = {one for group in optimizer.param_groups for one in group["params"]}
+    if optimized.isdisjoint(parameters):
         raise ValueError(f"{type(optimizer).__name__} holds no parameter of this model")
     if not optimizer.state:
         raise ValueError(
-            f"{type(optimizer).__name__} has not stepped, so its state is not known: give what "
-            "makes it from a list of parameters, such as torch.optim.Adam"
+            f"{type(optimizer).__name__} has not stepped, so its state is not known: pass a class "
+            "or function that creates it from a list of parameters, such as torch.optim.Adam"
         )
 
 
-def _tried(
+def _step_on_meta(
     build: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]
 ) -> Optimizer:
-    """Return an optimizer that has stepped on `parameters`, which are on the meta device."""
+    """Return an optimizer that has stepped on ``parameters``, which are on the meta device."""
     for one in parameters:
         one.grad = torch.empty_like(one)
     name = getattr(build, "__name__", repr(build))
@@ -181,22 +184,22 @@ def _tried(
         optimizer.step()
     except Exception as error:
         raise ValueError(
-            f"the state of optimizer={name} could not be found by a step without values "
-            f"({type(error).__name__}: {error}); step it once and give the optimizer itself"
+            f"the state of optimizer={name} could not be determined by a step on the meta device "
+            f"({type(error).__name__}: {error}); step it once and pass the optimizer itself"
         ) from error
     return optimizer
 
 
 def _recurrent_flops(inputs: Any, *others: Any, **_: Any) -> int:
-    """Count each weight matrix once per step and sample; `others` has shapes of weights."""
+    """Count each weight matrix once per step and sample; ``others`` has the weights' shapes."""
     steps = math.prod(inputs[:-1])
     shapes = others[0] if others and isinstance(others[0], list) else others[:4]
     return sum(2 * steps * math.prod(shape) for shape in shapes if len(shape) == 2)
 
 
 @contextmanager
-def _plain(model: nn.Module) -> Iterator[None]:
-    """Make `model` evaluate, its attention by operations that the counter knows."""
+def _countable(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode, and attention that consists of operations that the counter knows."""
     training = [module for module in model.modules() if module.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -1,4 +1,4 @@
-"""The models to place and what is said of them: checked, grouped by what they share, moved."""
+"""The arguments of a placement: checks them, groups models that share parameters, moves models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PerModel: TypeAlias = "Mapping[str, T] | Sequence[T]"
 
 
 def number(setting: str, value: object, *, most: float = math.inf) -> float:
-    """Return `value` as a float."""
-    # NumPy's too.
+    """Return ``value`` as a float, or raise an error that names the setting."""
+    # NumPy's numbers are Real too.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{setting} must be a number, got {value!r}")
     result = float(value)
@@ -31,7 +31,7 @@ def number(setting: str, value: object, *, most: float = math.inf) -> float:
 
 
 def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Return models by name; those of a list are named by their index."""
+    """Return the models by name; the names of a list's models are their indices."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList | nn.ModuleDict):
         raise TypeError("models must be a list or dict of models, got one model")
     if isinstance(models, Mapping | nn.ModuleDict):
@@ -41,7 +41,7 @@ def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
     if not named:
         raise ValueError("models must hold at least one model, got none")
     if len(named) < len(models):
-        raise ValueError(f"models: two of them have the same name as a text ({', '.join(named)})")
+        raise ValueError(f"models: their names must differ as text, got {[*models]}")
     for name, model in named.items():
         if not callable(getattr(model, "to", None)):
             raise TypeError(f"model {name} is a {type(model).__name__} and has no method `to`")
@@ -49,7 +49,7 @@ def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
 
 
 def per_model(setting: str, given: PerModel[T], names: list[str]) -> list[T]:
-    """Return one value per model, in the order of `names`."""
+    """Return one value per model, in the order of ``names``."""
     if isinstance(given, Mapping):
         for name in given:
             _index(setting, name, names)
@@ -66,7 +66,7 @@ def per_model(setting: str, given: PerModel[T], names: list[str]) -> list[T]:
 
 
 def connection_matrix(connection: Mapping[Any, float], names: list[str]) -> Tensor:
-    """Return how strongly model i is connected with model j, `(models, models)`."""
+    """Return the strengths of the connections from model i to model j, ``(models, models)``."""
     matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
     if not isinstance(connection, Mapping):
         raise TypeError(
@@ -96,12 +96,12 @@ def _index(setting: str, model: object, names: list[str]) -> int:
     return model
 
 
-def sharing(models: Mapping[str, Any]) -> list[list[int]]:
-    """Return groups of models that share parameters, directly or by others; most have one model."""
+def sharing_groups(models: Mapping[str, Any]) -> list[list[int]]:
+    """Return groups of the models that share parameters directly or through other models."""
     groups: list[tuple[set[int], list[int]]] = []
     for index, model in enumerate(models.values()):
-        held = model.parameters() if isinstance(model, nn.Module) else ()
-        parts, members = {id(one) for one in held}, [index]
+        parameters = model.parameters() if isinstance(model, nn.Module) else ()
+        parts, members = {id(one) for one in parameters}, [index]
         joined = [group for group in groups if not parts.isdisjoint(group[0])]
         groups = [group for group in groups if parts.isdisjoint(group[0])]
         for their_parts, others in joined:
@@ -111,10 +111,10 @@ def sharing(models: Mapping[str, Any]) -> list[list[int]]:
     return sorted(members for _, members in groups)
 
 
-def held_mib(models: Mapping[str, Any]) -> dict[torch.device, float]:
-    """Return what the modules among `models` take now, by device, in MiB.
+def resident_mib(models: Mapping[str, Any]) -> dict[torch.device, float]:
+    """Return the MiB that the modules among ``models`` currently use, by device.
 
-    They will leave that place or stay in it, so for them it is free.
+    The models either leave this memory or stay in it, so it counts as free.
     """
     modules = [model for model in models.values() if isinstance(model, nn.Module)]
     tensors = (one for model in modules for one in (*model.parameters(), *model.buffers()))
@@ -130,7 +130,7 @@ def move(models: Mapping[str, Any], devices: Sequence[torch.device]) -> None:
     """Move each model to its device."""
     gpus = torch.cuda.device_count()
     pairs = list(zip(models.items(), devices, strict=True))
-    remedy = "move_models=False makes the placement alone"
+    remedy = "move_models=False only computes the placement"
     for (name, model), device in pairs:
         if isinstance(model, nn.Module) and device.type == "cuda" and device.index >= gpus:
             problem = f"cannot be moved to {device}: {gpus} GPUs are available here"

@@ -1,4 +1,4 @@
-"""What a placement costs, and the search for the best: all of them, or local search with kicks."""
+"""The cost of a placement, and the search for the best one: exhaustive, or a local search."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Up to here every placement is looked at.
+# If there are at most this many placements, all of them are evaluated.
 EXHAUSTIVE_PLACEMENTS = 100_000
 _CHUNK = 20_000
 _STARTS = 20
-# The best starts go on and are kicked. A round costs what its rows times pairs of models cost, so
-# few models have many rows and few rounds, many models the reverse.
+# The best starts are perturbed in rounds. The cost of a round grows with its rows times the pairs
+# of models, so few models have many rows and few rounds, and many models the reverse.
 _ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
 _PAIRS_IN_ALL = 300_000
-# Rows are improved in parts, so that the pairs of all models stay in the cache.
+# Rows are improved in parts whose pairs of models fit into the CPU's cache.
 _PAIRS = 50_000
-# Costs that differ by less are equal but for rounding.
+# Smaller differences between costs are rounding errors.
 _SAME = 1e-12
-# Sums of rounded sizes may exceed a capacity that they just fill by this fraction of it.
+# Sums of rounded sizes may exceed a capacity that they exactly fill by this fraction.
 _ROUNDING = 1e-9
-# Where something overflows, this much of the total size outweighs any cost.
+# The cost of an overflow by the total size; it outweighs all other costs.
 _OVERFLOW = 1e6
-# Steps of the packing, forward and back: about a third of a second.
+# Steps of the packing, forward and back; about a third of a second.
 _TRIES = 100_000
-# In MiB: a tenth of a byte.
+# A tenth of a byte, in MiB.
 _NOTHING = 1e-7
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Models, devices and what counts. In the search all tensors are float64 on the CPU.
+    """The models, the devices and the cost. In the search all tensors are float64 on the CPU.
 
-    The formulas are those of machin's `ModelAssigner`; only the connection term is summed over the
-    pairs of models, not averaged: averaged, it fades with the square of the number of models.
+    The cost has the formulas of machin's ``ModelAssigner``, but sums the connection term over the
+    pairs of models: an average would shrink with the square of the number of models.
 
     Attributes:
-        sizes: MiB, `(models,)`.
-        capacities: MiB that may be used, `(devices,)`.
-        complexities: in any one unit, `(models,)`.
-        compute: in any one unit, `(devices,)`.
-        connection: `(models, models)`.
-        distance: symmetric, zero diagonal, `(devices, devices)`.
-        weights: of the four terms, in the order of `terms`.
+        sizes: MiB, ``(models,)``.
+        capacities: MiB that may be used, ``(devices,)``.
+        complexities: in any one unit, ``(models,)``.
+        compute: in any one unit, ``(devices,)``.
+        connection: ``(models, models)``.
+        distance: symmetric, zero diagonal, ``(devices, devices)``.
+        weights: weights of the four terms, in the order of ``terms``.
     """
 
     sizes: Tensor
@@ -59,13 +59,15 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many models and how many devices there are."""
+        """The numbers of models and of devices."""
         return len(self.sizes), len(self.capacities)
 
     def terms(self, shares: Tensor) -> dict[str, Tensor]:
-        """Return the terms, each `(...)`, of placements `(..., models, devices)`.
+        """Return the terms of the cost, each of shape ``(...)``.
 
-        Each row of `shares` says how much of a model is on each device, and sums to one.
+        Args:
+            shares: how much of each model is on each device, ``(..., models, devices)``; each row
+                sums to one.
         """
         between = share(self.connection)
         between = between - torch.diag(between.diagonal())
@@ -78,27 +80,27 @@ class Problem:
         }
 
     def cost(self, shares: Tensor) -> Tensor:
-        """Return the weighted sum of the terms, `(...)`."""
+        """Return the weighted sum of the terms, ``(...)``."""
         terms = self.terms(shares).values()
-        weighed = [weight * term for weight, term in zip(self.weights, terms, strict=True)]
-        return torch.stack(weighed).sum(0)
+        weighted = [weight * term for weight, term in zip(self.weights, terms, strict=True)]
+        return torch.stack(weighted).sum(0)
 
     def one_hot(self, assignment: Tensor) -> Tensor:
-        """Return device indices `(..., models)` as shares."""
+        """Return device indices ``(..., models)`` as shares."""
         return torch.nn.functional.one_hot(assignment, len(self.capacities)).double()
 
     def used(self, assignment: Tensor) -> Tensor:
-        """Return the MiB that each device holds, `(..., devices)`."""
+        """Return the MiB that each device holds, ``(..., devices)``."""
         return self.sizes @ self.one_hot(assignment)
 
     def overflow(self, assignment: Tensor) -> Tensor:
-        """Return the MiB by which devices are too small, `(...)`; 0 where all fits."""
-        return beyond(self.used(assignment), self.capacities).sum(-1)
+        """Return the MiB missing on all devices together, ``(...)``; 0 if all models fit."""
+        return excess(self.used(assignment), self.capacities).sum(-1)
 
     def merged(self, groups: list[list[int]]) -> Problem:
-        """Return the problem whose models are `groups` of these, which stay together.
+        """Return the problem in which each of ``groups`` is one model.
 
-        Nothing crosses within a group, so every placement costs what it costs here.
+        The costs are the same: models of a group are on the same device in both problems.
         """
         member = torch.zeros(self.shape[0], len(groups), dtype=torch.float64)
         for column, group in enumerate(groups):
@@ -111,14 +113,14 @@ class Problem:
         )
 
 
-def beyond(used: Tensor, capacities: Tensor) -> Tensor:
-    """Return by how much `used` exceeds `capacities`, rounding aside."""
+def excess(used: Tensor, capacities: Tensor) -> Tensor:
+    """Return by how much ``used`` exceeds ``capacities``, without rounding errors."""
     over = used - capacities
     return torch.where(over > capacities * _ROUNDING, over, 0.0)
 
 
 def share(values: Tensor) -> Tensor:
-    """Return `values` divided by their sum; zeros where that is zero."""
+    """Return ``values`` divided by their sum, or zeros if the sum is zero."""
     total = values.sum()
     return values / total if total > 0 else torch.zeros_like(values)
 
@@ -128,8 +130,8 @@ class Found(NamedTuple):
 
     Attributes:
         assignment: index of the device of each model.
-        fits: whether no device overflows; if not, it is the placement that lacks least.
-        certain: whether there is nothing better (or, where it does not fit, nothing that fits).
+        fits: whether no device overflows; if False, the least memory is missing.
+        certain: whether there is no better placement, or, if it does not fit, no fitting one.
     """
 
     assignment: Tensor
@@ -138,11 +140,10 @@ class Found(NamedTuple):
 
 
 def search(problem: Problem, iterations: int, seed: int) -> Found:
-    """Return the best placement found, after at most `iterations` rounds of kicks."""
+    """Return the best placement found, after at most ``iterations`` rounds of perturbation."""
     models, devices = problem.shape
     if devices**models <= EXHAUSTIVE_PLACEMENTS:
-        number = torch.arange(devices**models)[:, None]
-        every = number // devices ** torch.arange(models - 1, -1, -1) % devices
+        every = torch.cartesian_prod(*[torch.arange(devices)] * models).reshape(-1, models)
         return _best(problem, every, certain=True)
     generator = torch.Generator().manual_seed(seed)
     packed, certain = pack(problem.sizes.tolist(), problem.capacities.tolist())
@@ -153,13 +154,15 @@ def search(problem: Problem, iterations: int, seed: int) -> Found:
     ]
     moves = _Moves(problem)
     tried = moves.improve(torch.cat(starts))
-    rows = max(4, min(_STARTS, _PAIRS_IN_ROUND // models**2))
-    elite = tried[_ranking(problem, tried)[:rows]]
+    # Sorted by overflow, then by cost.
+    tried = tried[problem.cost(problem.one_hot(tried)).argsort(stable=True)]
+    tried = tried[problem.overflow(tried).argsort(stable=True)]
+    elite = tried[: max(4, min(_STARTS, _PAIRS_IN_ROUND // models**2))]
     hopeless = packed is None and certain
     rounds = max(_ROUNDS, min(2 * models, _PAIRS_IN_ALL // models**2))
     for _ in range(0 if hopeless else min(iterations, rounds)):
-        kicked = moves.improve(_kick(elite, devices, generator))
-        elite = _better(problem, elite, kicked)
+        perturbed = moves.improve(_perturb(elite, devices, generator))
+        elite = _better(problem, elite, perturbed)
     return _best(problem, elite, certain=hopeless)
 
 
@@ -169,28 +172,22 @@ def _best(problem: Problem, every: Tensor, *, certain: bool) -> Found:
     lacking = torch.cat([problem.overflow(part) for part in parts])
     least = lacking.min()
     costs = costs.masked_fill(lacking > least, torch.inf)
-    # The first of equals, so that rounding does not choose among them.
+    # The first of equal ones, so that rounding errors do not decide.
     first = int((costs <= costs.min() + _SAME).nonzero()[0])
     return Found(every[first], bool(least == 0), certain)
 
 
-def _ranking(problem: Problem, assignments: Tensor) -> Tensor:
-    """Return the rows of `assignments`, best first."""
-    by_cost = problem.cost(problem.one_hot(assignments)).argsort(stable=True)
-    return by_cost[problem.overflow(assignments)[by_cost].argsort(stable=True)]
-
-
-def _kick(assignments: Tensor, devices: int, generator: torch.Generator) -> Tensor:
-    """Return `assignments` with some models on random devices."""
+def _perturb(assignments: Tensor, devices: int, generator: torch.Generator) -> Tensor:
+    """Return ``assignments`` with some models on random devices."""
     rows, models = assignments.shape
     part = torch.rand(rows, 1, generator=generator) * 0.15 + 1.5 / models
-    kicked = torch.rand(rows, models, generator=generator) < part
+    chosen = torch.rand(rows, models, generator=generator) < part
     anywhere = torch.randint(devices, (rows, models), generator=generator)
-    return torch.where(kicked, anywhere, assignments)
+    return torch.where(chosen, anywhere, assignments)
 
 
 def _better(problem: Problem, old: Tensor, new: Tensor) -> Tensor:
-    """Return row by row the better one of `old` and `new`."""
+    """Return the better one of ``old`` and ``new`` for each row."""
     both = torch.stack([old, new])
     old_cost, new_cost = problem.cost(problem.one_hot(both))
     old_lacks, new_lacks = problem.overflow(both)
@@ -199,10 +196,10 @@ def _better(problem: Problem, old: Tensor, new: Tensor) -> Tensor:
 
 
 class _Moves:
-    """Local search on hard placements: one model moves, or two are exchanged."""
+    """Local search on hard placements: a step moves one model, or exchanges two."""
 
     def __init__(self, problem: Problem) -> None:
-        # The parts of the problem as the changes of cost need them, weights worked in.
+        # The parts of the problem that determine changes of the cost, multiplied by the weights.
         self._shape = problem.shape
         connection, _, complexity, _ = problem.weights
         between = share(problem.connection)
@@ -215,9 +212,9 @@ class _Moves:
         self._unit = _OVERFLOW / max(float(problem.sizes.sum()), 1e-12)
 
     def improve(self, assignments: Tensor) -> Tensor:
-        """Return `assignments`, `(rows, models)`, each improved until no step helps.
+        """Return ``assignments``, ``(rows, models)``, each row improved until no step helps.
 
-        A row that fits keeps fitting.
+        Rows that fit still fit afterwards.
         """
         rows = max(1, _PAIRS // self._shape[0] ** 2)
         return torch.cat([self._descend(part) for part in torch.split(assignments, rows)])
@@ -235,7 +232,7 @@ class _Moves:
         return done
 
     def _best_step(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how the best step of each row changes its cost, and the row after it."""
+        """Return the change of cost by the best step of each row, and the rows after it."""
         models, devices = self._shape
         moves, swaps = self._changes(rows)
         move_gain, move = moves.flatten(1).min(1)
@@ -249,9 +246,9 @@ class _Moves:
         return torch.minimum(move_gain, swap_gain), torch.where(swap_wins[:, None], swapped, moved)
 
     def _changes(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of cost of moves `(rows, models, devices)` and of swaps.
+        """Return the changes of cost by moves and by swaps.
 
-        Swaps are `(rows, models, models)`.
+        Their shapes are ``(rows, models, devices)`` and ``(rows, models, models)``.
         """
         shares = torch.nn.functional.one_hot(rows, self._shape[1]).double()
         uneven = self._loads @ shares - self._compute
@@ -266,21 +263,21 @@ class _Moves:
         moves += 2 * loads[:, None] * (gap + loads[:, None])
         more = loads[None, :] - loads[:, None]
         swaps += 2 * more * (uneven_here[:, :, None] - uneven_here[:, None, :] + more)
-        moves, swaps = self._weighed(moves, swaps, rows, self._sizes @ shares)
+        moves, swaps = self._with_overflow(moves, swaps, rows, self._sizes @ shares)
         moves.scatter_(2, rows[:, :, None], torch.inf)
         swaps.masked_fill_(rows[:, :, None] == rows[:, None, :], torch.inf)
         return moves, swaps
 
-    def _weighed(
+    def _with_overflow(
         self, moves: Tensor, swaps: Tensor, rows: Tensor, used: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the changes with what they add in overflow; a row that fits may not overflow."""
+        """Return the changes plus the cost of overflow, infinite if a row that fits overflows."""
         sizes, room = self._sizes, self._capacities[rows]
-        over = beyond(used, self._capacities)
+        over = excess(used, self._capacities)
         over_here, used_here = over.gather(1, rows), used.gather(1, rows)
-        leaves = beyond(used_here - sizes, room) - over_here
-        enters = beyond(used[:, None, :] + sizes[:, None], self._capacities) - over[:, None, :]
-        there = beyond(used_here[:, :, None] + sizes[None, :] - sizes[:, None], room[:, :, None])
+        leaves = excess(used_here - sizes, room) - over_here
+        enters = excess(used[:, None, :] + sizes[:, None], self._capacities) - over[:, None, :]
+        there = excess(used_here[:, :, None] + sizes[None, :] - sizes[:, None], room[:, :, None])
         there = there - over_here[:, :, None]
         lacks = (over.sum(1) > 0)[:, None, None]
         added = (leaves[:, :, None] + enters, there + there.mT)
@@ -294,8 +291,9 @@ class _Moves:
 def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None, bool]:
     """Return the device of each model in some placement that fits, and whether that is certain.
 
-    Largest first, each into the fullest device that takes it; at a dead end the last choices are
-    undone. None with True means that nothing fits; None with False that the search was given up.
+    Places the largest models first, each on the fullest device with enough space, and backtracks
+    at dead ends. The result (None, True) means that no placement fits, (None, False) that the
+    search was given up.
     """
     order = sorted(range(len(sizes)), key=lambda model: -sizes[model])
     wanted = [sizes[model] for model in order]
@@ -324,15 +322,15 @@ def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None,
 
 
 def _choices(wanted: list[float], model: int, free: list[float], spare: float) -> Iterator[int]:
-    """Yield the devices that take a model, fullest first, one of those that are equally full."""
+    """Return the devices with space for a model, fullest first, one of equally full ones."""
     size, least = wanted[model], wanted[-1] - _NOTHING
-    # Space that no remaining model fits into is lost, and no more than the spare may be lost.
+    # Space that is too small for all remaining models is lost; at most `spare` may be lost.
     lost = sum(room for room in free if room < least)
     fitting = {}
     for device, room in enumerate(free):
         rest = room - size
         gone = rest if rest < least and model < len(wanted) - 1 else 0.0
         if rest >= -_NOTHING and lost + gone <= spare + _NOTHING:
-            # Undoing leaves rounding errors.
+            # Backtracking leaves rounding errors.
             fitting[round(room, 7)] = device
     return iter([fitting[room] for room in sorted(fitting)])

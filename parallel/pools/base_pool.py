@@ -1,4 +1,4 @@
-"""The base of all pools: their calls, and what subclasses may override."""
+"""The base of all pools: their calls, and the methods that subclasses may override."""
 
 from __future__ import annotations
 
@@ -25,29 +25,33 @@ Items = Iterable[Any]
 class BasePool:
     """A pool of processes; the base of all pools.
 
-    Subclasses may override `setup_queues`, `pool_inqueue_put`, `pool_outqueue_get`,
-    `repopulate_pool`, `maintain_pool`, `terminate_workers`, `join_workers` and the static `worker`.
-    A task is (job, chunk, function, arguments, keyword arguments), a result (job, chunk, (True,
-    value) or (False, error)). The methods that look after workers are called in the pool's thread.
+    Subclasses may override ``setup_queues``, ``pool_inqueue_put``, ``pool_outqueue_get``,
+    ``repopulate_pool``, ``maintain_pool``, ``terminate_workers``, ``join_workers`` and the static
+    ``worker``. A task is (job, chunk, function, arguments, keyword arguments), a result is (job,
+    chunk, (True, value) or (False, error)). The methods that manage workers are called in the
+    pool's thread.
 
-    A worker that dies loses the task it was running and nothing else. With queues of a subclass it
-    is not known which worker has which task: there a worker that dies breaks the pool.
+    If a worker dies, only the task that it was running is lost. If a subclass overrides
+    ``setup_queues``, the pool does not know which worker has which task, and a worker that dies
+    breaks the pool.
 
     Args:
-        processes: workers (default: as many as the machine has cores).
-        initializer: called in each worker first, with `initargs`; if it fails the pool is broken.
-        maxtasksperchild: tasks after which a worker is replaced; None: never.
-        context: of multiprocessing (default: its default one, or "spawn" in place of "fork").
+        processes: the number of workers (default: the number of cores).
+        initializer: called first in each worker, with ``initargs``; if it fails, the pool is
+            broken.
+        maxtasksperchild: the number of tasks after which a worker is replaced (default: never).
+        context: a multiprocessing context (default: multiprocessing's default context, or "spawn"
+            if the default is "fork").
 
     Raises:
         ValueError: a number is below 1.
-        TypeError: the initializer is not callable, or `processes` is no whole number.
+        TypeError: the initializer is not callable, or ``processes`` is not a whole number.
     """
 
-    # Of `Options`, what a subclass has set.
+    # Fields of `Options` that a subclass sets.
     _options: Mapping[str, Any] = {}
     # Whether the end of the program waits for the workers.
-    _is_waited = True
+    _joins_at_exit = True
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class BasePool:
         self._ctx = default_context() if context is None else context
         self._jobs = itertools.count()
         self._cache: dict[int, Any] = {}
-        # Iterators whose input is not read to its end, and their jobs.
+        # Iterators that have not read all of their input, and their jobs.
         self._open_inputs: set[IMapIterator] = set()
         self._open_jobs: set[int] = set()
         self._engine = self._make_engine()
@@ -84,26 +88,26 @@ class BasePool:
         self._monitor.start()
 
     def setup_queues(self) -> tuple[Any, Any]:
-        """Return the queue of tasks and the queue of results, each with `put` and `get`."""
+        """Return the queue of tasks and the queue of results, each with ``put`` and ``get``."""
         return self._engine, self._engine
 
     def pool_inqueue_put(self, obj: Any) -> None:
-        """Hand a task to the workers; None ends one of them."""
+        """Send a task to the workers; None ends one worker."""
         self._inqueue.put(obj)
 
     def pool_outqueue_get(self, timeout: float | None) -> Any:
         """Return the next result.
 
         Raises:
-            TimeoutError: there is none within `timeout` seconds.
+            TimeoutError: no result arrives within ``timeout`` seconds.
         """
         return self._outqueue.get(timeout=timeout)
 
     def repopulate_pool(self) -> None:
-        """Start the workers that are missing.
+        """Start the missing workers.
 
         Raises:
-            BrokenPoolError: they do not come up.
+            BrokenPoolError: the workers fail to start.
         """
         self._engine.repopulate()
 
@@ -112,7 +116,7 @@ class BasePool:
         self.repopulate_pool()
 
     def terminate_workers(self) -> None:
-        """Make the workers end now: SIGTERM, and SIGKILL a second later."""
+        """End the workers: SIGTERM, and SIGKILL a second later."""
         self._engine.terminate()
 
     def join_workers(self) -> None:
@@ -122,7 +126,7 @@ class BasePool:
     worker = staticmethod(run_tasks)
 
     def apply(self, func: Function, args: Items = (), kwds: Mapping[str, Any] | None = None) -> Any:
-        """Run a function in a worker; return its value or raise its error."""
+        """Call a function in a worker; return its value or raise its error."""
         return self.apply_async(func, args, kwds).get()
 
     def apply_async(
@@ -133,10 +137,10 @@ class BasePool:
         callback: Callback = None,
         error_callback: Callback = None,
     ) -> AsyncResult:
-        """Run a function in a worker, and return at once.
+        """Call a function in a worker without waiting for its value.
 
         Args:
-            callback: called with the value, in the pool's thread: it should be brief.
+            callback: called with the value in the pool's thread, which it should not block.
             error_callback: called with the error instead.
 
         Raises:
@@ -144,7 +148,7 @@ class BasePool:
         """
         self._monitor.check()
         job = next(self._jobs)
-        task = (job, 0, self._prepared(func), tuple(args), dict(kwds or {}))
+        task = (job, 0, self._bind_context(func), tuple(args), dict(kwds or {}))
         call = Call(f"apply({_name_of(func)})", self)
         result = AsyncResult(job, self._cache, callback, error_callback, call)
         _submit(self, result, (task,))
@@ -158,11 +162,11 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> list[Any]:
-        """Return the values of a function for all items, in their order.
+        """Return the values of a function for all items, in the order of the items.
 
         Args:
             chunksize: items per task (default: about four tasks per worker).
-            progress: show a bar.
+            progress: show a progress bar.
         """
         values: list[Any] = self.map_async(func, iterable, chunksize, progress=progress).get()
         return values
@@ -177,7 +181,7 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> MapResult:
-        """As `map`, but return at once; a callback takes the whole list."""
+        """Call ``map`` without waiting for its values; callbacks get the whole list."""
         calls = (callback, error_callback)
         return _submit_items(self, map_caller, func, iterable, chunksize, calls, progress)
 
@@ -189,7 +193,7 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> list[Any]:
-        """As `map`, each item being the arguments of a call."""
+        """Return the values of a function whose arguments are the items, as in ``map``."""
         values: list[Any] = self.starmap_async(func, iterable, chunksize, progress=progress).get()
         return values
 
@@ -203,7 +207,7 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> MapResult:
-        """As `starmap`, but return at once; a callback takes the whole list."""
+        """Call ``starmap`` without waiting for its values; callbacks get the whole list."""
         calls = (callback, error_callback)
         return _submit_items(self, starmap_caller, func, iterable, chunksize, calls, progress)
 
@@ -216,14 +220,14 @@ class BasePool:
         lookahead: int | None = None,
         progress: bool = False,
     ) -> IMapIterator:
-        """Return an iterator over the values of a function for all items, in their order.
+        """Return an iterator over the values of a function, in the order of the items.
 
-        The input is read as values are taken, in the thread that takes them; `join` reads the rest.
+        The thread that takes values also reads the input as it takes them; ``join`` reads the rest.
 
         Args:
             chunksize: items per task.
-            lookahead: items read ahead (default: 32 per worker).
-            progress: show a bar.
+            lookahead: items to read in advance (default: 32 per worker).
+            progress: show a progress bar.
         """
         return _submit_lazily(self, IMapIterator, func, iterable, chunksize, lookahead, progress)
 
@@ -236,27 +240,27 @@ class BasePool:
         lookahead: int | None = None,
         progress: bool = False,
     ) -> IMapIterator:
-        """As `imap`, but values come as they are ready."""
+        """Call ``imap``, but return values in the order in which they are ready."""
         kind = IMapUnorderedIterator
         return _submit_lazily(self, kind, func, iterable, chunksize, lookahead, progress)
 
     def close(self) -> None:
-        """Take no more calls; the workers end when all that was taken is done."""
+        """Accept no more calls; the workers end when the accepted ones are finished."""
         if self._monitor.phase is PoolStates.RUN:
             self._monitor.phase = PoolStates.CLOSE
             self._monitor.wake()
 
     def terminate(self) -> None:
-        """End the workers now; results that are not there fail with `PoolTerminatedError`."""
+        """End the workers; unfinished calls fail with ``PoolTerminatedError``."""
         self._monitor.stop()
         self._monitor.join()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the workers have ended, after `close` or `terminate`.
+        """Wait until the workers have ended, after ``close`` or ``terminate``.
 
         Raises:
-            ValueError: the pool still takes calls.
-            TimeoutError: they have not ended within `timeout` seconds.
+            ValueError: the pool still accepts calls.
+            TimeoutError: the workers have not ended within ``timeout`` seconds.
         """
         if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
@@ -266,9 +270,8 @@ class BasePool:
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")
 
     def size(self) -> int:
-        """Return how many workers there are."""
-        size: int = self._engine.size()
-        return size
+        """Return the number of workers."""
+        return int(self._engine.size())
 
     def __enter__(self) -> Any:
         self._monitor.check()
@@ -281,22 +284,22 @@ class BasePool:
         raise NotImplementedError("pool objects cannot be passed between processes or pickled")
 
     def _make_engine(self) -> Any:
-        """Return what runs the workers: a `Dispatcher`, or an object with the same methods."""
+        """Return a ``Dispatcher``, or an object with the same methods."""
         options = Options(
-            self._ctx, self._beginnings(), self.worker, self._maxtasksperchild, **self._options
+            self._ctx, self._initializers(), self.worker, self._maxtasksperchild, **self._options
         )
         return Dispatcher(options, self._cache, self._open_jobs)
 
-    def _beginnings(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
-        """Return, for each worker, the function it begins with, and its arguments."""
+    def _initializers(self) -> list[tuple[Callable[..., object] | None, Sequence[Any]]]:
+        """Return the initializer and its arguments for each worker."""
         return [(self._initializer, self._initargs)] * self._processes
 
-    def _prepared(self, func: Function) -> Function:
-        """Return what workers are to call for a function."""
+    def _bind_context(self, func: Function) -> Function:
+        """Return the function that workers call instead of ``func``."""
         return func
 
 
-# Items that an iterator reads ahead, per worker.
+# The default number of items that an iterator reads in advance, per worker.
 _LOOKAHEAD = 32
 
 
@@ -309,7 +312,7 @@ def _submit_items(
     callbacks: tuple[Callback, Callback],
     progress: bool,
 ) -> MapResult:
-    """Submit a call for each item, in chunks that `caller` runs."""
+    """Submit a call for each item, in chunks that ``caller`` runs."""
     pool._monitor.check()
     items: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
     if chunksize is None:
@@ -317,11 +320,11 @@ def _submit_items(
     _check_chunksize(chunksize)
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
     job = next(pool._jobs)
-    prepared = pool._prepared(func)
+    bound = pool._bind_context(func)
     call = Call(name, pool, len(items), chunksize=chunksize, progress=progress)
     result = MapResult(job, pool._cache, len(items), *callbacks, call)
     tasks: Iterator[tuple[Any, ...]] = (
-        (job, chunk, caller, ((prepared, items[begin : begin + chunksize]),), {})
+        (job, chunk, caller, ((bound, items[begin : begin + chunksize]),), {})
         for chunk, begin in enumerate(range(0, len(items), chunksize))
     )
     _submit(pool, result, tasks)
@@ -337,21 +340,21 @@ def _submit_lazily(
     lookahead: int | None,
     progress: bool,
 ) -> IMapIterator:
-    """Return an iterator that submits a call for each item when it reads the item."""
+    """Return an iterator that submits a call for each chunk when it reads the chunk."""
     pool._monitor.check()
     _check_chunksize(chunksize)
-    ahead = _ahead(lookahead, chunksize, pool._processes)
+    ahead = _chunks_ahead(lookahead, chunksize, pool._processes)
     total = len(iterable) if isinstance(iterable, Sized) else None
     job = next(pool._jobs)
-    prepared = pool._prepared(func)
+    bound = pool._bind_context(func)
 
     def submit(chunk: int, items: list[Any]) -> None:
-        _put(pool, iterator, (job, chunk, map_caller, ((prepared, items),), {}))
+        _put(pool, iterator, (job, chunk, map_caller, ((bound, items),), {}))
 
     def end() -> None:
         pool._open_inputs.discard(iterator)
         pool._open_jobs.discard(job)
-        # A closed pool may have waited for just this.
+        # A closed pool ends when no input is open.
         if pool._monitor.phase is not PoolStates.RUN:
             pool._monitor.wake()
 
@@ -364,10 +367,10 @@ def _submit_lazily(
     return iterator
 
 
-def _ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
-    """Return how many chunks of an input may be out or not yet taken."""
+def _chunks_ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
+    """Return how many chunks of an input may be in flight or not yet taken."""
     if lookahead is None:
-        # Of large chunks still one for each worker, and one to follow.
+        # At least two chunks per worker, however large they are.
         return max(-(-_LOOKAHEAD * workers // chunksize), 2 * workers)
     if lookahead < 1:
         raise ValueError(f"lookahead must be at least 1, got {lookahead}")
@@ -388,7 +391,7 @@ def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
         pool.pool_inqueue_put(task)
     except Exception as error:
         call.set(task[1], (False, error))
-    # The pool may have ended since the call was let in.
+    # The pool may have ended since the call was accepted.
     if pool._monitor.is_ended:
         call.fail(pool._monitor.end_error())
 

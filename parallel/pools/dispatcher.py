@@ -1,8 +1,8 @@
-"""The parent's side of a pool: its one thread, and which worker gets which task.
+"""The pool's thread in the parent process, and the assignment of tasks to workers.
 
-Workers share nothing, so one that dies takes nothing with it but the task it was running. Each is
-sent two tasks ahead. If it dies, or another worker has nothing to do, the tasks that it has not
-begun go elsewhere.
+Workers share nothing, so a worker that dies only loses the task that it was running. Each worker
+is sent two further tasks in advance. If it dies, or another worker is idle, the tasks that it has
+not started go to other workers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .map_functions import MapFunctions
 from .worker_handle import Task, WorkerHandle
 from .workers import Options, Workers, death_error
 
-# Where results come from a queue that nobody wakes, how often the pool is looked after.
+# How often to maintain a pool whose queue of results cannot be woken.
 _CHECK_S = 0.1
 _EXIT_S = 5.0
-# All that queues raise when there is nothing.
-_NOTHING = (builtins.TimeoutError, multiprocessing.TimeoutError, queue.Empty)
+# All errors that queues raise when they are empty.
+_EMPTY = (builtins.TimeoutError, multiprocessing.TimeoutError, queue.Empty)
 
 _log = logging.getLogger(__name__)
 Result = tuple[int, int, tuple[bool, Any]]
 
 
 class PoolStates(enum.Enum):
-    """What a pool is doing: it takes calls, it ends what it has, or it has been stopped."""
+    """The state of a pool: it accepts calls, finishes the accepted ones, or has been terminated."""
 
     RUN = 0
     CLOSE = 1
@@ -47,29 +47,29 @@ class PoolStates(enum.Enum):
 
 
 class Monitor:
-    """The one thread of a pool: brings results to their calls, and looks after the workers.
+    """The thread of a pool: it delivers results to their calls and maintains the workers.
 
-    It does not hold the pool, which may be collected; then the workers end.
+    It only has a weak reference to the pool. If the pool is collected, the workers end.
     """
 
     def __init__(self, pool: Any, *, is_plain: bool) -> None:
         self.phase = PoolStates.RUN
         self.broken: BaseException | None = None
         self.is_ended = False
-        self.is_waited = pool._is_waited
+        self.joins_at_exit = pool._joins_at_exit
         self.wake = pool._engine.wake
         self._pool = weakref.ref(pool)
         self._engine = pool._engine
         self._cache = pool._cache
         self._process = os.getpid()
         self._get = pool._outqueue.get if is_plain else self._get_of_pool
-        # Only the engine is woken when the pool needs care.
+        # `wake` only reaches the engine.
         is_woken = is_plain and pool._outqueue is pool._engine
-        self._patience_s = None if is_woken else _CHECK_S
+        self._poll_s = None if is_woken else _CHECK_S
         self._started: Future[None] = Future()
         self._failed, self._finished = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="stepwrap-pool", daemon=True)
-        # Also at the end of the program: before multiprocessing waits for its children.
+        # At the end of the program this runs before multiprocessing waits for its children.
         util.Finalize(pool, _stop_at_exit, args=(self,), exitpriority=15)
 
     def start(self) -> None:
@@ -77,10 +77,10 @@ class Monitor:
         self._started.result()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the pool, unless called by its own thread; return whether it came."""
+        """Wait until the pool has ended; return whether it has. The pool's thread does not wait."""
         if threading.current_thread() is self._thread:
             return False
-        # First: Python 3.11 takes a thread whose join was interrupted for one that has ended.
+        # Not only `join`: in Python 3.11 a thread counts as ended if its join was interrupted.
         if not self._finished.wait(timeout):
             return False
         self._thread.join()
@@ -91,16 +91,16 @@ class Monitor:
         self.wake()
 
     def wait_failed(self) -> None:
-        """Wait until what a stopped pool did not get to has failed."""
+        """Wait until the unfinished calls of a stopped pool have failed."""
         if threading.current_thread() is not self._thread:
             self._failed.wait()
 
     def check(self) -> None:
-        """Raise if the pool takes no calls."""
+        """Raise if the pool does not accept calls."""
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"the pool is of process {self._process}, this is {os.getpid()}, forked from it: "
-                "make the pool where it is used"
+                "a pool can only be used in the process that created it: it was created in process "
+                f"{self._process}, this is {os.getpid()}, forked from it; create the pool here"
             )
         if self.broken is not None:
             raise BrokenPoolError(str(self.broken)) from self.broken
@@ -108,14 +108,14 @@ class Monitor:
             raise ValueError("Pool not running")
 
     def end_error(self) -> BaseException:
-        """Return what calls end with that the pool did not get to."""
-        text = "the pool was terminated before the result was there"
+        """Return the error of calls that the pool did not finish."""
+        text = "the pool was terminated before the result was ready"
         return self.broken or PoolTerminatedError(text)
 
     def _get_of_pool(self, timeout: float | None) -> Any:
         pool = self._pool()
         if pool is None:
-            raise TimeoutError("the pool is gone")
+            raise TimeoutError("the pool has been collected")
         return pool.pool_outqueue_get(timeout)
 
     def _run(self) -> None:
@@ -134,7 +134,7 @@ class Monitor:
         self._started.set_result(None)
         try:
             while self._maintain():
-                self._bring_results()
+                self._deliver_results()
         except BaseException as error:
             self.broken = error
             if not isinstance(error, BrokenPoolError):
@@ -143,28 +143,27 @@ class Monitor:
                 self.broken.__cause__ = error
             self._end()
 
-    def _bring_results(self) -> None:
-        """Bring results to their calls until the pool needs care."""
-        get, cache, patience = self._get, self._cache, self._patience_s
-        until = math.inf if patience is None else time.monotonic() + _CHECK_S
+    def _deliver_results(self) -> None:
+        """Deliver results to their calls until the pool needs maintenance."""
+        until = math.inf if self._poll_s is None else time.monotonic() + _CHECK_S
         is_over = False
         while not is_over:
             try:
-                job, chunk, outcome = get(timeout=patience)
-            except _NOTHING:
+                job, chunk, outcome = self._get(timeout=self._poll_s)
+            except _EMPTY:
                 return
-            call = cache.get(job)
+            call = self._cache.get(job)
             if call is not None:
                 call.set(chunk, outcome)
-            # Not kept while waiting for the next one.
+            # Do not keep these objects alive while waiting for the next result.
             del call, outcome
-            if self.phase is not PoolStates.RUN:
-                is_over = not cache or self.phase is PoolStates.TERMINATE
-            elif patience is not None:
+            if self.phase is PoolStates.RUN:
                 is_over = time.monotonic() > until
+            else:
+                is_over = not self._cache or self.phase is PoolStates.TERMINATE
 
     def _maintain(self) -> bool:
-        """Look after the workers; return whether the pool goes on."""
+        """Maintain the workers; return whether the pool continues."""
         pool = self._pool()
         if pool is None or self.phase is PoolStates.TERMINATE:
             del pool
@@ -180,7 +179,7 @@ class Monitor:
         return True
 
     def _end(self) -> None:
-        """Stop the workers; what is not done fails."""
+        """Stop the workers and fail the unfinished calls."""
         self.phase = PoolStates.TERMINATE
         self._fail_all()
         for step in ("terminate_workers", "join_workers"):
@@ -191,14 +190,14 @@ class Monitor:
                 _log.exception("%s of a pool failed", step)
 
     def _step(self, method: str) -> bool:
-        """Call a method of the pool; return whether it is still there."""
+        """Call a method of the pool; return False if the pool has been collected."""
         pool = self._pool()
         if pool is not None:
             getattr(pool, method)()
         return pool is not None
 
     def _fail_all(self) -> None:
-        # Calls that come later see it and fail by themselves.
+        # Later calls check this flag and fail.
         self.is_ended = True
         for call in list(self._cache.values()):
             call.fail(self.end_error())
@@ -207,15 +206,16 @@ class Monitor:
 
 def _stop_at_exit(monitor: Monitor) -> None:
     monitor.stop()
-    # Not where a pool is collected: that may be in the middle of anything.
-    if monitor.is_waited and util.is_exiting():
+    # A collected pool is not waited for: garbage collection may run in any code.
+    if monitor.joins_at_exit and util.is_exiting():
         monitor.join(_EXIT_S)
 
 
 class Dispatcher:
-    """Takes tasks (`put`) and gives results (`get`), both as the pools' queues do.
+    """Sends tasks (``put``) to workers and returns results (``get``), like the queues of a pool.
 
-    `put`, `wake`, `terminate` and `size` are for any thread, all else for the pool's one thread.
+    ``put``, ``wake``, ``terminate`` and ``size`` may be called by any thread, the other methods
+    only by the pool's thread.
     """
 
     def __init__(
@@ -227,16 +227,16 @@ class Dispatcher:
         self._workers = Workers(options)
         self._backlog: deque[Task] = deque()
         self._done: deque[Result] = deque()
-        # How often a task was lost that is run again.
+        # How often a task was lost and run again.
         self._tries: dict[tuple[int, int], int] = {}
-        # Whether a worker may have room: otherwise `put` need not wake the pool's thread.
+        # `put` only wakes the pool's thread if a worker may have room.
         self._may_have_room = False
         self._needs_maintenance = self._is_closing = self._is_terminating = False
-        # Of a pool that has its own: of tasks and of results.
+        # The queues of tasks and results of a pool that overrides `setup_queues`.
         self.queues: tuple[Any, Any] | None = None
 
     def put(self, task: Task | None) -> None:
-        """Take a task. None: the workers end when they have done what they have."""
+        """Accept a task. None makes the workers end after their remaining tasks."""
         if task is None:
             self._is_closing = True
             self.wake()
@@ -253,11 +253,11 @@ class Dispatcher:
                 raise self._workers.broken
             if self._needs_maintenance:
                 self._needs_maintenance = False
-                raise TimeoutError("the pool's workers need care")
+                raise TimeoutError("the pool's workers need maintenance")
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no result within {timeout} s")
-            self._turn(left)
+            self._process_events(left)
         return self._done.popleft()
 
     def size(self) -> int:
@@ -268,61 +268,61 @@ class Dispatcher:
         self._workers.wake()
 
     def terminate(self) -> None:
-        """Have all workers end now: SIGTERM, and SIGKILL a second later."""
+        """End all workers: SIGTERM, and SIGKILL a second later."""
         self._is_terminating = True
         self.wake()
 
     def repopulate(self) -> None:
-        """Start the workers that are missing, now or, after failures, a little later."""
+        """Start the missing workers, unless the start is delayed after failures."""
         if self.queues is not None:
-            # Nobody calls `get`.
-            self._turn(0.0)
+            # `get` is not called for such a pool.
+            self._process_events(0.0)
             if self._workers.broken is not None:
                 raise self._workers.broken
         if not self._is_closing and not self._is_terminating:
             self._workers.start_missing(self.queues)
 
     def join(self) -> None:
-        """Wait until the workers have ended, and let go of all that the pool has open."""
+        """Wait until the workers have ended, then release their resources."""
         while self._workers.by_slot:
-            self._turn(math.inf)
+            self._process_events(math.inf)
         self._may_have_room = False
         self._backlog.clear()
         self._functions.clear()
         self._workers.close()
 
-    def _turn(self, patience: float) -> None:
-        """Wait for something to happen, and see to it."""
+    def _process_events(self, timeout: float) -> None:
+        """Wait for events of the workers and process them."""
         workers = self._workers
         if self._is_terminating:
             workers.terminate()
         elif self._is_closing:
             workers.stop()
-        written, ended = workers.wait(min(patience, workers.tick_s))
+        written, ended = workers.wait(min(timeout, workers.tick_s))
         for worker in written:
             self._receive(worker)
         for worker in ended:
-            self._settle(worker)
-        if workers.tick_s < math.inf and workers.check_clocks():
+            self._remove(worker)
+        if workers.check_deadlines():
             self._needs_maintenance = True
         self._send_waiting()
 
     def _receive(self, worker: WorkerHandle) -> None:
-        """Read what a worker has sent."""
+        """Read the messages of a worker."""
         was_ready = worker.is_ready
         for (job, chunk, *_), outcome in worker.receive():
             self._tries.pop((job, chunk), None)
             self._done.append((job, chunk, outcome))
         if worker.is_ready and not was_ready:
             self._workers.forget_failures()
-            # For starts that were put off.
+            # Delayed starts are possible now.
             self._needs_maintenance = True
 
-    def _settle(self, worker: WorkerHandle) -> None:
-        """Settle what a worker that has ended leaves behind."""
+    def _remove(self, worker: WorkerHandle) -> None:
+        """Remove a worker that has ended, and reassign its tasks."""
         del self._workers.by_slot[worker.slot]
         self._receive(worker)
-        lost = worker.inflight.pop(worker.begun, None)
+        lost = worker.inflight.pop(worker.started_task, None)
         waiting = list(worker.inflight.values())
         exitcode = worker.close()
         if lost is not None:
@@ -342,30 +342,30 @@ class Dispatcher:
         self._needs_maintenance = True
 
     def _send_waiting(self) -> None:
-        """Send tasks to workers with room, those with the least to do first."""
+        """Send tasks to workers with room, those with the fewest tasks first."""
         self._may_have_room = True
-        while worker := self._best():
+        while worker := self._least_busy():
             if not self._backlog:
-                self._share()
+                self._recall_for_idle()
             if not self._backlog:
                 return
             task = self._backlog.popleft()
             try:
                 worker.send(task, self._functions)
-            # Pickling runs the code of classes, which must not end this thread.
+            # Pickling runs the user's code, which must not end this thread.
             except BaseException as error:
                 self._done.append((task[0], task[1], (False, error)))
         self._may_have_room = False
 
-    def _best(self) -> WorkerHandle | None:
-        """Return the worker with room that has the least to do."""
+    def _least_busy(self) -> WorkerHandle | None:
+        """Return the worker with room that has the fewest tasks."""
         with_room = (worker for worker in self._workers.by_slot.values() if worker.has_room)
         return min(with_room, key=lambda worker: len(worker.inflight), default=None)
 
-    def _share(self) -> None:
-        """Take back the tasks that wait behind another, if a worker has nothing to do."""
+    def _recall_for_idle(self) -> None:
+        """Recall the waiting tasks of one busy worker if another worker is idle."""
         workers = self._workers.by_slot.values()
         if any(worker.has_room and not worker.inflight for worker in workers):
             busy = (worker for worker in workers if len(worker.inflight) > 1)
-            taken = (tasks for worker in busy if (tasks := worker.take_back()))
-            self._backlog.extend(next(taken, ()))
+            recalled = (tasks for worker in busy if (tasks := worker.recall_tasks()))
+            self._backlog.extend(next(recalled, ()))

@@ -16,7 +16,7 @@ class MapFunctions:
     Args:
         calls: the calls that have not ended, by job.
         open_jobs: the jobs of iterators, which are not in ``calls`` while they wait for input.
-        packing: whether tensors are copied, and `recurse`.
+        packing: whether tensors are copied, and ``recurse``.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class SentFunction:
     """A map's function at a worker.
 
     Attributes:
-        place: where the worker keeps it.
+        slot: its slot in the worker.
         since: the number of the first task that it was sent with.
         has_arrived: whether a task that used it has succeeded; it need not be sent any more.
     """
 
-    place: int
+    slot: int
     since: int
     has_arrived: bool = False
 
@@ -71,8 +71,8 @@ class SentFunctions:
 
     @property
     def needed(self) -> int:
-        """The places that the worker must keep, one bit for each."""
-        return sum(1 << one.place for one in self._by_job.values())
+        """The slots that the worker must keep, one bit for each."""
+        return sum(1 << one.slot for one in self._by_job.values())
 
     def drop_ended(self, functions: MapFunctions) -> None:
         """Forget the functions of jobs that have no further tasks."""
@@ -82,11 +82,11 @@ class SentFunctions:
         """Return the function of a job for task ``number``; the oldest makes room for a new one."""
         function = self._by_job.pop(job, None)
         if function is None:
-            taken = {one.place for one in self._by_job.values()}
-            if len(taken) == protocol.PLACES:
-                taken.remove(self._by_job.pop(next(iter(self._by_job))).place)
-            place = next(one for one in range(protocol.PLACES) if one not in taken)
-            function = SentFunction(place, since=number)
+            taken = {one.slot for one in self._by_job.values()}
+            if len(taken) == protocol.FUNCTION_SLOTS:
+                taken.remove(self._by_job.pop(next(iter(self._by_job))).slot)
+            slot = next(one for one in range(protocol.FUNCTION_SLOTS) if one not in taken)
+            function = SentFunction(slot, since=number)
         self._by_job[job] = function
         return function
 

@@ -1,4 +1,4 @@
-"""The pools of processes and of threads: `BasePool` with options, contexts, or threads."""
+"""Pools of processes and of threads: ``BasePool`` with options, contexts, or threads."""
 
 from __future__ import annotations
 
@@ -16,35 +16,38 @@ from .worker import CtxPoolStorage, WithContext, enter
 
 __all__ = ["CtxPool", "CtxThreadPool", "P2PPool", "Pool", "ThreadPool"]
 
-Beginnings = list[tuple[Callable[..., object] | None, Sequence[Any]]]
+Initializers = list[tuple[Callable[..., object] | None, Sequence[Any]]]
 
 
 class Pool(BasePool):
-    """A pool of processes. A worker that dies loses the task it was running and nothing else.
+    """A pool of processes. If a worker dies, only the task that it was running is lost.
 
-    Tasks go to whichever worker is free. Functions and arguments may be anything that
-    `pickling.dumps` takes, lambdas and local functions among them.
+    Each task goes to the next free worker. Functions and arguments may be anything that ``dumps``
+    can pickle, including lambdas and local functions.
+
+    ``BasePool`` describes the first four arguments.
 
     Args:
-        processes: this, `initializer`, `initargs` and `maxtasksperchild` are those of `BasePool`.
-        is_recursive: see `pickling.Pickler`.
-        is_daemon: False lets tasks start processes of their own.
-        is_copy_tensor: whether workers get copies of tensors, in functions, arguments and results,
-            or the same memory.
-        share_method: "cpu" or "cuda", where tensors are not copied.
-        retries: how often a task is run again whose worker has died.
-        task_timeout: seconds that a task may run; then its worker is killed and replaced.
-        start_method: "spawn" (default), "forkserver" or "fork". In forked workers torch, where it
-            is loaded, keeps to one thread.
+        is_recursive: the argument ``recurse`` of ``Pickler``.
+        is_daemon: whether workers are daemons; False lets tasks start further processes.
+        is_copy_tensor: whether tensors in functions, arguments and results are copied; False
+            shares their memory.
+        share_method: "cpu" or "cuda", required if tensors are not copied.
+        retries: how often a task is run again if its worker has died.
+        task_timeout: the longest run of a task in seconds; then its worker is killed and replaced.
+        start_method: "spawn" (default), "forkserver" or "fork". In forked workers torch, if it is
+            imported, uses one thread.
 
     Attributes:
-        start_patience_s: seconds in which a worker has to become ready where others are killed, or
-            cannot be started, before they are; then the pool is broken. A subclass may set it.
+        start_patience_s: how long workers may be killed, or fail to start, before they are ready,
+            in seconds; then the pool is broken. A subclass may set it.
 
     Raises:
-        RuntimeError: tensors are not copied and `share_method` is neither of the two.
-        BrokenPoolError: (by calls) the initializer fails, or workers die before they are ready.
-        WorkerDiedError: (by results) the task's worker died, or took too long (`TaskTimeoutError`).
+        RuntimeError: tensors are not copied and ``share_method`` is not "cpu" or "cuda".
+        BrokenPoolError: raised by calls if the initializer fails or workers die before they are
+            ready.
+        WorkerDiedError: raised by results if the task's worker died, or the task took too long
+            (``TaskTimeoutError``).
     """
 
     start_patience_s = 60.0
@@ -86,46 +89,45 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """`Pool` under another name: there, too, each worker has a pipe, and so a queue, of its own."""
+    """An alias of ``Pool``, in which every worker has a separate socket."""
 
 
 class _InContexts(BasePool):
-    """Workers begin with a context each, and call functions with it."""
+    """A pool whose workers have a context each, and call functions with it."""
 
     _holder: Any = CtxPoolStorage
     _contexts: Sequence[Any] | None
 
-    def _beginnings(self) -> Beginnings:
-        beginnings = super()._beginnings()
-        contexts = [None] * len(beginnings) if self._contexts is None else self._contexts
-        if len(contexts) != len(beginnings):
+    def _initializers(self) -> Initializers:
+        initializers = super()._initializers()
+        contexts = [None] * len(initializers) if self._contexts is None else self._contexts
+        if len(contexts) != len(initializers):
             raise ValueError(
                 "Context number is not equal to the number of pool workers. There are "
-                f"{len(contexts)} contexts, {len(beginnings)} workers"
+                f"{len(contexts)} contexts, {len(initializers)} workers"
             )
         return [
             (enter, (self._holder, context, *beginning))
-            for context, beginning in zip(contexts, beginnings, strict=True)
+            for context, beginning in zip(contexts, initializers, strict=True)
         ]
 
-    def _prepared(self, func: Callable[..., Any]) -> Callable[..., Any]:
+    def _bind_context(self, func: Callable[..., Any]) -> Callable[..., Any]:
         return WithContext(func, self._holder)
 
 
 class CtxPool(_InContexts, Pool):
-    """A pool whose workers call functions with their context first: `func(ctx, *args, **kwargs)`.
+    """A pool whose workers call functions with their context first: ``func(ctx, *args, **kwargs)``.
+
+    ``Pool`` describes the other arguments and the errors.
 
     Args:
-        processes: workers.
-        initializer: called in each worker first, with `initargs`; it finds the context in
-            `CtxPoolStorage.storage`.
-        worker_contexts: one for each worker (default: None for all). A worker that is replaced
-            leaves its place to one that gets the same context afresh.
-
-    The other arguments, and the errors, are those of `Pool`.
+        initializer: called first in each worker, with ``initargs``; it finds the context in
+            ``CtxPoolStorage.storage``.
+        worker_contexts: one context per worker (default: None for all). A worker that replaces
+            another one gets a new copy of the same context.
 
     Raises:
-        ValueError: there are more contexts than workers, or fewer.
+        ValueError: the number of contexts is not the number of workers.
     """
 
     def __init__(  # noqa: PLR0913
@@ -163,13 +165,13 @@ class CtxPool(_InContexts, Pool):
 class ThreadPool(BasePool):
     """A pool of threads of this process.
 
-    Functions, arguments, results and errors are passed as they are. Threads cannot be killed:
-    `terminate` drops what has not begun and does not wait for the rest; `join` does.
+    Functions, arguments, results and errors are passed unchanged. Threads cannot be killed:
+    ``terminate`` drops tasks that have not started and does not wait for the others; ``join`` does.
 
-    Args: as of `BasePool`, of threads; `is_recursive` and what follows it have no effect.
+    The arguments are the ones of ``BasePool``; ``is_recursive`` and the following have no effect.
     """
 
-    _is_waited = False
+    _joins_at_exit = False
 
     def __init__(
         self,
@@ -185,21 +187,24 @@ class ThreadPool(BasePool):
         super().__init__(processes, initializer, initargs, maxtasksperchild)
 
     def terminate(self) -> None:
-        """Drop what has not begun; results that are not there fail with `PoolTerminatedError`."""
+        """Drop tasks that have not started; unfinished calls fail with ``PoolTerminatedError``."""
         self._monitor.stop()
         self._monitor.wait_failed()
 
     def _make_engine(self) -> Any:
-        return Threads(self._beginnings(), self.worker, self._maxtasksperchild)
+        return Threads(self._initializers(), self.worker, self._maxtasksperchild)
 
 
 class CtxThreadPool(_InContexts, ThreadPool):
-    """A pool whose threads call functions with their context first: `func(ctx, *args, **kwargs)`.
+    """A pool whose threads call functions with their context first: ``func(ctx, *args, **kwargs)``.
 
-    Args: as of `BasePool`; `worker_contexts` has one for each thread (default: None for all).
+    ``BasePool`` describes the other arguments.
+
+    Args:
+        worker_contexts: one context per thread (default: None for all).
 
     Raises:
-        ValueError: there are more contexts than threads, or fewer.
+        ValueError: the number of contexts is not the number of threads.
     """
 
     _holder = threading.local()
@@ -216,22 +221,25 @@ class CtxThreadPool(_InContexts, ThreadPool):
 
 
 class Threads:
-    """The threads of a pool, with the methods of a `Dispatcher`. They hold this, not the pool."""
+    """The threads of a pool, with the methods of a ``Dispatcher``.
+
+    The threads refer to this object, not to the pool, which can therefore be collected.
+    """
 
     def __init__(
-        self, beginnings: Beginnings, work: Callable[..., None], maxtasks: int | None
+        self, initializers: Initializers, work: Callable[..., None], maxtasks: int | None
     ) -> None:
-        self._beginnings = beginnings
+        self._initializers = initializers
         self._work = work
         self._maxtasks = maxtasks
         self._threads: dict[int, threading.Thread] = {}
-        # Places without a thread, or with one that is ending.
-        self._vacant = set(range(len(beginnings)))
-        # In which thread an initializer has failed, and with what.
+        # Slots without a thread, or whose thread is ending.
+        self._vacant = set(range(len(initializers)))
+        # The name of the thread whose initializer has failed, and the error.
         self._failure: tuple[str, BaseException] | None = None
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # Between which threads work: a pool may have its own.
+        # A pool that overrides `setup_queues` replaces these.
         self.queues: tuple[Any, Any] = self._tasks, self._results
         self.put = self._tasks.put
 
@@ -239,18 +247,18 @@ class Threads:
         """Return the next result."""
         result = self._results.get(timeout=timeout)
         if result is None:
-            raise TimeoutError("the pool's threads need care")
+            raise TimeoutError("the pool's threads need maintenance")
         return result
 
     def wake(self) -> None:
-        """Make `get` return to the pool."""
+        """Make ``get`` raise, so that the pool's thread does maintenance."""
         self._results.put(None)
 
     def size(self) -> int:
         return sum(thread.is_alive() for thread in self._threads.values())
 
     def repopulate(self) -> None:
-        """Start the threads that are missing."""
+        """Start the missing threads."""
         if self._failure is not None:
             name, failure = self._failure
             text = "".join(traceback.format_exception(failure)).rstrip()
@@ -262,7 +270,7 @@ class Threads:
             self._threads[slot].start()
 
     def terminate(self) -> None:
-        """Drop the tasks that have not begun; the threads end after those that have."""
+        """Drop the tasks that have not started; the threads end after the others."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
@@ -276,7 +284,7 @@ class Threads:
 
     def _run(self, slot: int) -> None:
         tasks, results = self.queues
-        initializer, initargs = self._beginnings[slot]
+        initializer, initargs = self._initializers[slot]
         try:
             if initializer is not None:
                 initializer(*initargs)

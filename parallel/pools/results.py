@@ -1,4 +1,4 @@
-"""What pools return for calls under way: results and iterators."""
+"""The results and iterators that pools return for calls in progress."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger(__name__)
 Callback = Callable[[Any], object] | None
 Outcome = tuple[bool, Any]
 
-# Reading input for longer than this does not hold back results that have arrived.
-_READING_S = 10e-3
+# If reading the input takes longer than this, results that have arrived are returned first.
+_SLOW_INPUT_S = 10e-3
 
 
 class Call:
-    """A call as results know it: its name, its pool, a progress bar for any thread to move.
+    """The name, the pool and the progress bar of a call; any thread may advance the bar.
 
     Attributes:
-        pool: is not collected while the call has it, until the end of the call.
-        chunksize: items in a task; 0 where the call is one task.
+        pool: a reference that keeps the pool alive until the call ends.
+        chunksize: items per task; 0 if the call is a single task.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Call:
             self._bar.stop()
 
     def task_name(self, job: int, chunk: int) -> str:
-        """Return a task in words, by its items where it has some, for messages."""
+        """Return the name of a task for messages, with the range of its items if it has several."""
         if self.chunksize > 1:
             begin = chunk * self.chunksize
             return f"tasks {begin} to {begin + self.chunksize - 1} of {self.name}"
@@ -67,7 +67,7 @@ class Call:
 
 
 class AsyncResult:
-    """The result of one task, now or later. Pools make them."""
+    """The result of one task, which may still be running. Pools create these objects."""
 
     def __init__(
         self,
@@ -84,13 +84,11 @@ class AsyncResult:
         self._error_callback = error_callback
         self._call = call
         self._outcome: Outcome | None = None
-        # Released at the end: a third of the price of an Event, and there is one per task.
-        self._latch = threading.Lock()
-        self._latch.acquire()
+        self._ended = threading.Event()
         cache[job] = self
 
     def ready(self) -> bool:
-        """Return whether the call has ended, well or not."""
+        """Return whether the call has ended, with or without an error."""
         return self._outcome is not None
 
     def successful(self) -> bool:
@@ -104,16 +102,17 @@ class AsyncResult:
         return self._outcome[0]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the call has ended, `timeout` seconds at most."""
-        patience = -1.0 if timeout is None else max(0.0, timeout)
-        if self._outcome is None and self._latch.acquire(timeout=patience):
-            self._latch.release()
+        """Wait until the call has ended, at most ``timeout`` seconds."""
+        self._ended.wait(timeout)
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the value, or raise the error of the task.
 
+        Args:
+            timeout: the longest wait in seconds (default: no limit).
+
         Raises:
-            TimeoutError: the call has not ended within `timeout` seconds.
+            TimeoutError: the call has not ended within ``timeout`` seconds.
         """
         self.wait(timeout)
         if self._outcome is None:
@@ -125,7 +124,7 @@ class AsyncResult:
         raise value
 
     def set(self, chunk: int, outcome: Outcome) -> None:
-        """Take what a worker has sent; called by the pool."""
+        """Store the outcome of a task; called by the pool."""
         self._finish(outcome)
 
     def fail(self, error: BaseException) -> None:
@@ -133,12 +132,12 @@ class AsyncResult:
         self._finish((False, error))
 
     def withdraw(self, error: BaseException) -> None:
-        """End a call whose submission was interrupted: nobody has its result."""
+        """End a call whose submission was interrupted, without its error callback."""
         self._error_callback = None
         self.fail(error)
 
     def _finish(self, outcome: Outcome) -> None:
-        # The thread that takes it out of the cache is the one that ends it.
+        # Several threads may try to end the call: the one that removes it from the cache does.
         if self._cache.pop(self._job, None) is None:
             return
         success, value = outcome
@@ -151,14 +150,14 @@ class AsyncResult:
         except BaseException:
             _log.exception("the callback of %s failed", call.name)
         self._outcome = outcome
-        self._latch.release()
+        self._ended.set()
         self._callback = self._error_callback = call.pool = None
 
 
 class MapResult(AsyncResult):
-    """The results of a call over many items: a list in their order.
+    """The results of a call over many items, as a list in the order of the items.
 
-    Ready when all chunks have ended; the first error that came is raised then.
+    It is ready when all chunks have ended. ``get`` raises the first error that arrived.
     """
 
     def __init__(
@@ -173,14 +172,14 @@ class MapResult(AsyncResult):
         self._left = -(-length // call.chunksize)
         self._value: list[Any] = [None] * length
         self._error: BaseException | None = None
-        # Tasks that cannot be sent fail in the thread of the caller.
+        # `set` is also called in the caller's thread, for tasks that cannot be sent.
         self._counting = threading.Lock()
         super().__init__(job, cache, callback, error_callback, call)
         if not length:
             self._finish((True, self._value))
 
     def set(self, chunk: int, outcome: Outcome) -> None:
-        """Take the results of one chunk; called by the pool."""
+        """Store the results of one chunk; called by the pool."""
         success, value = outcome
         if success:
             begin = chunk * self._call.chunksize
@@ -197,11 +196,11 @@ class MapResult(AsyncResult):
 
 
 class IMapIterator:
-    """The results of a call over many items, one by one, in their order. Pools make them.
+    """An iterator over the results of a call over many items, in the order of the items.
 
-    The input is read as results are taken, some chunks ahead, in the thread that takes them. An
-    error of a task is raised in its place, once for the chunk it was in, and later results still
-    come. An error of the input comes after the results of what was read before.
+    The thread that takes results also reads the input, some chunks in advance. An error of a task
+    is raised in its place, once for its chunk; later results are still returned. An error of the
+    input is raised after the results of the items read before it. Pools create these objects.
     """
 
     def __init__(
@@ -217,20 +216,20 @@ class IMapIterator:
     ) -> None:
         self._job = job
         self._cache = cache
-        # None when nothing more will be read.
+        # None if nothing more will be read.
         self._source: Iterator[list[Any]] | None = _chunks_of(iterable, call.chunksize)
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
         self._on_end: Callable[[], object] | None = on_end
-        # Chunks that are out or not yet taken, at most.
+        # The most chunks that are in flight or not yet taken.
         self._ahead = ahead
         self._call = call
-        # Chunks that were read and that were taken; those whose results are to come, and have come.
+        # The numbers of chunks read and taken, the chunks in flight, the outcomes not yet taken.
         self._count = self._taken = 0
-        self._out: set[int] = set()
+        self._in_flight: set[int] = set()
         self._arrived: dict[int, Outcome] = {}
         self._values: collections.deque[Any] = collections.deque()
-        # Held by the thread that reads the input; the condition guards all the rest.
+        # Held by the thread that reads the input; the condition guards everything else.
         self._reading = threading.Lock()
         self._changed = threading.Condition()
 
@@ -240,9 +239,12 @@ class IMapIterator:
     def next(self, timeout: float | None = None) -> Any:
         """Return the next result, or raise the error of its task.
 
+        Args:
+            timeout: the longest wait in seconds (default: no limit).
+
         Raises:
-            StopIteration: there is none left.
-            TimeoutError: it did not come within `timeout` seconds.
+            StopIteration: there are no further results.
+            TimeoutError: the result did not arrive within ``timeout`` seconds.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -258,17 +260,17 @@ class IMapIterator:
                     raise TimeoutError(
                         f"the next result of {name} did not come within {timeout:g} s"
                     )
-                # Otherwise another thread has left the input before the look-ahead was full.
+                # Otherwise read on: another thread stopped reading before enough was in flight.
                 if self._reading.locked() or not self._wants_more():
                     self._changed.wait(None if left == math.inf else left)
 
     __next__ = next
 
     def feed(self, deadline: float = math.inf) -> None:
-        """Read input until enough is out or not yet taken, unless another thread does.
+        """Read input until enough chunks are in flight, unless another thread is reading.
 
-        Stops earlier at the deadline (of `time.monotonic`), or where reading takes its time and the
-        next result is there.
+        Stops earlier at the deadline (of ``time.monotonic``), or if reading is slow and the next
+        result has arrived.
         """
         if not self._wants_more() or not self._reading.acquire(blocking=False):
             return
@@ -277,10 +279,8 @@ class IMapIterator:
             while self._wants_more():
                 self._read_one()
                 now = time.monotonic()
-                is_slow = now - began > _READING_S
-                if now >= deadline or (
-                    is_slow and (self._values or self._next_chunk() is not None)
-                ):
+                has_result = self._values or self._next_chunk() is not None
+                if now >= deadline or (has_result and now - began > _SLOW_INPUT_S):
                     break
         finally:
             self._reading.release()
@@ -294,27 +294,27 @@ class IMapIterator:
                 self._read_one()
 
     def set(self, chunk: int, outcome: Outcome) -> None:
-        """Take the results of one chunk; called by the pool."""
+        """Store the results of one chunk; called by the pool."""
         with self._changed:
-            if chunk in self._out:
+            if chunk in self._in_flight:
                 self._arrived[chunk] = outcome
-                self._out.discard(chunk)
-                self._settle()
+                self._in_flight.discard(chunk)
+                self._update()
 
     def fail(self, error: BaseException) -> None:
-        """End the call: what has not come fails with the error; called by the pool."""
+        """End the call: results that have not arrived fail with the error; called by the pool."""
         with self._changed:
-            self._arrived.update((chunk, (False, error)) for chunk in self._out)
-            self._out.clear()
+            self._arrived.update((chunk, (False, error)) for chunk in self._in_flight)
+            self._in_flight.clear()
             if self._source is not None:
                 self._source, self._input_error = None, error
-            self._settle()
+            self._update()
 
     def _wants_more(self) -> bool:
         return self._source is not None and self._count - self._taken < self._ahead
 
     def _next_chunk(self) -> int | None:
-        """Return the number of the chunk whose results come next, None if they are not there."""
+        """Return the next chunk to take, None if it has not arrived."""
         return self._taken if self._taken in self._arrived else None
 
     def _take(self) -> bool:
@@ -326,14 +326,14 @@ class IMapIterator:
         self._call.advance()
         if not success:
             if isinstance(value, StopIteration):
-                # As in generators: it would end the loop over the results, and nobody would know.
+                # As in generators: StopIteration would silently end a loop over the results.
                 raise RuntimeError(f"a task of {self._call.name} raised StopIteration") from value
             raise value
         self._values.extend(value)
         return bool(self._values)
 
     def _read_one(self) -> None:
-        """Read a chunk and hand it to the workers; to be called with `_reading` held."""
+        """Read a chunk and submit it to the workers. The caller must hold ``_reading``."""
         source, number = self._source, self._count
         if source is None:
             return
@@ -346,23 +346,23 @@ class IMapIterator:
             self._end_input(error)
             return
         except BaseException:
-            # Ctrl-C in the code of the input is not kept until the results are taken.
+            # Raise Ctrl-C during the user's code immediately, not after the earlier results.
             self._end_input()
             raise
         with self._changed:
             submit = self._submit
-            # Otherwise the call has ended meanwhile.
             if self._source is None or submit is None:
+                # The call has ended in the meantime.
                 return
-            self._out.add(number)
+            self._in_flight.add(number)
             self._cache[self._job] = self
             self._count += 1
         try:
             submit(number, chunk)
         except BaseException:
-            # Ctrl-C: the input ends before this chunk, whose result nobody will miss.
+            # Ctrl-C: the input ends before this chunk.
             with self._changed:
-                self._out.discard(number)
+                self._in_flight.discard(number)
                 self._arrived.pop(number, None)
                 self._count = number
             self._end_input()
@@ -372,39 +372,39 @@ class IMapIterator:
         with self._changed:
             if self._source is not None:
                 self._source, self._input_error = None, error
-                self._settle()
+                self._update()
 
-    def _settle(self) -> None:
-        """Leave the cache while no task is out, and the pool at the end; wake who waits."""
-        if not self._out:
+    def _update(self) -> None:
+        """Leave the cache if no task is in flight, release the pool at the end, and notify."""
+        if not self._in_flight:
             self._cache.pop(self._job, None)
             if self._source is None and self._on_end is not None:
                 self._on_end()
-                # They hold the pool.
+                # These refer to the pool.
                 self._submit = self._on_end = self._call.pool = None
         self._changed.notify_all()
 
     def _end(self) -> NoReturn:
-        """Raise what comes after the last result."""
+        """Raise the error of the input or StopIteration."""
         self._call.stop_bar()
         error, self._input_error = self._input_error, None
         raise StopIteration if error is None else error
 
 
 class IMapUnorderedIterator(IMapIterator):
-    """The results of a call over many items as they come. Otherwise as `IMapIterator`."""
+    """An ``IMapIterator`` that returns results in the order in which they arrive."""
 
     def _next_chunk(self) -> int | None:
         return next(iter(self._arrived), None)
 
 
 def _chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of `size` items; an error of the input comes after the items before it."""
+    """Yield lists of ``size`` items; before an error of the input, yield the remaining items."""
     items = iter(iterable)
     while True:
         chunk: list[Any] = []
         try:
-            # Not list(islice()): it forgets the items it has when the next one raises.
+            # Not list(islice()), which would lose these items if the input raises.
             chunk.extend(itertools.islice(items, size))
         except BaseException:
             if chunk:

@@ -1,7 +1,7 @@
 """A worker of a pool: the code of its process, and the format of tasks and results.
 
-Imports neither torch nor anything else that a task of plain values does not need: each start of a
-worker would pay for it.
+Imports neither torch nor anything else that tasks with plain values do not need, to keep the start
+of workers fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import reduction
 
 from ...transport import descriptors as _descriptors
-from ...transport.wire import INLINE_BYTES, pack, release, unpack
+from ...transport.wire import INLINE_BYTES, Packed, pack, unpack
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
 
-# A task: its number at this worker, its job, the bytes and descriptors of its function, its kind,
-# the place of a map's function, and which places, as bits, are still needed. The function follows,
-# unless it is there already, then the items of a map, or the function and arguments of a call.
+# The header of a task: its number at this worker, its job, the sizes in bytes and descriptors of
+# its function, its kind, the slot of a map's function in the worker, and the function slots that
+# are still needed, as bits. After the header comes the function, unless the worker already has it,
+# then the items of a map, or the function and arguments of a call.
 TASK = struct.Struct("<QIIBBBB")
-PLACES = 8
+FUNCTION_SLOTS = 8
 BEGIN, CALL, MAP, STARMAP = range(4)
-# A result: the number of its task, and its kind; the value or the error follows.
+# The header of a result: the number of its task, and its kind. The value or error follows.
 RESULT = struct.Struct("<QB")
 VALUE, ERROR, BARE_ERROR, READY, FAILED = range(5)
-# The longest message: a task with a function, both at their longest.
+# The longest message is a task with a function, both of maximal length.
 MESSAGE_BYTES = TASK.size + 2 * INLINE_BYTES
 
 _PR_SET_PDEATHSIG = 1
@@ -61,12 +62,13 @@ def worker(
     initargs: Any = (),
     maxtasks: int | None = None,
 ) -> None:
-    """Run tasks until there is None, or `maxtasks` are done.
+    """Run tasks until ``get`` returns None or ``maxtasks`` are done.
 
     Args:
         get: returns a task: job, chunk, function, arguments, keyword arguments.
         put: takes its result: job, chunk, (True, value) or (False, error).
-        initializer: is called first, with `initargs`.
+        initializer: called first, with ``initargs``.
+        maxtasks: the most tasks to run (default: no limit).
     """
     if initializer is not None:
         initializer(*initargs)
@@ -84,30 +86,30 @@ def worker(
             outcome = (False, _as_error(error))
         put((job, chunk, outcome))
         done += 1
-        # Not kept while waiting for the next one.
+        # Do not keep these objects alive while waiting for the next task.
         del task, func, args, kwargs, outcome
 
 
-def _as_error(ending: BaseException) -> Exception:
-    """Return what the caller gets for a SystemExit or KeyboardInterrupt, meant for the task."""
+def _as_error(exit_error: BaseException) -> Exception:
+    """Return the error for a task that raised SystemExit or KeyboardInterrupt."""
     from ...transport.errors import RemoteError
 
-    error = RemoteError(type(ending).__qualname__, str(ending)).with_traceback(ending.__traceback__)
-    error.__cause__ = ending
-    return error
+    error = RemoteError(type(exit_error).__qualname__, str(exit_error))
+    error.__cause__ = exit_error
+    return error.with_traceback(exit_error.__traceback__)
 
 
 class InheritedDescriptor:
-    """A descriptor that a process is given at its start, whichever way it is started."""
+    """A descriptor that a process gets at its start, with any start method."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _adopted, (reduction.DupFd(self.fd),)
+        return _load_descriptor, (reduction.DupFd(self.fd),)
 
 
-def _adopted(duplicate: Any) -> InheritedDescriptor:
+def _load_descriptor(duplicate: Any) -> InheritedDescriptor:
     fd: int = duplicate.detach()
     os.set_inheritable(fd, False)
     return InheritedDescriptor(fd)
@@ -124,13 +126,16 @@ def main(
     """Run a worker's process.
 
     Args:
-        descriptors: the socket of tasks and results, and the memory for the task begun last.
-        queues: of a pool that has its own: of tasks and of results.
+        descriptors: the socket of tasks and results, and the memory for the current task's number.
+        parent: the process id of the pool.
+        start_method: how this process was started.
+        queues: the queues of tasks and results of a pool that overrides ``setup_queues``.
         to_close: in a forked process, other open descriptors of the pool.
-        begin: in a forked process, the first message of other processes: the function to run,
-            initializer and its arguments, tasks until the end, `copy_tensor`, `recurse`.
+        begin: in a forked process, the contents of the first message to other processes: the
+            function to run, initializer and its arguments, ``maxtasks``, ``copy_tensor``,
+            ``recurse``.
     """
-    _end_with_the_pool(parent, start_method)
+    _end_with_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _descriptors.close(to_close)
@@ -144,16 +149,16 @@ def main(
         work, initializer, initargs, maxtasks, *end.packing = begin or end.begin()
         if initializer is not None:
             initializer(*initargs)
-    end.send(0, READY)
+    end.send(0, READY, Packed(b""))
     if queues is None:
         work(end.get, end.put, None, (), maxtasks)
         return
     with end.reporting():
-        work(queues[0].get, _putting(queues[1]), None, (), maxtasks)
+        work(queues[0].get, _result_putter(queues[1]), None, (), maxtasks)
 
 
-def _putting(outqueue: Any) -> Callable[[Any], None]:
-    """Return what puts results, and errors in their place, into a queue of a pool's own."""
+def _result_putter(outqueue: Any) -> Callable[[Any], None]:
+    """Return a function that puts results, or their errors, into the queue of a subclass."""
     from ...transport.remote_errors import ExceptionWithTraceback
 
     def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
@@ -169,19 +174,20 @@ def _putting(outqueue: Any) -> Callable[[Any], None]:
     return put
 
 
-def _end_with_the_pool(parent: int, start_method: str) -> None:
+def _end_with_pool(parent: int, start_method: str) -> None:
+    """Make this process end when the process of the pool ends."""
     if start_method == "forkserver":
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    # It may have ended before the system was asked to tell.
+    # The parent may have ended before the call.
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _watch(parent: int) -> None:
+def _end_after(parent: int) -> None:
     import select
 
     try:
@@ -193,25 +199,26 @@ def _watch(parent: int) -> None:
 
 
 class _WorkerEnd:
-    """The worker's end of the socket: takes tasks and gives results, one at a time."""
+    """The worker's end of the socket: receives tasks and sends results, one at a time."""
 
     def __init__(self, link: InheritedDescriptor, memory: InheritedDescriptor) -> None:
         self._link = socket.socket(fileno=link.fd)
         self._link.setblocking(True)
         self._memory = memory.fd
-        # Whether tensors are copied, and `recurse`.
+        # `copy_tensor` and `recurse`.
         self.packing = [True, False]
-        # The functions of maps by their places, with their jobs.
+        # The functions of maps by slot, with their jobs.
         self._functions: dict[int, tuple[int, Any]] = {}
         self._number = 0
         self._is_disowned = False
 
     def disown(self) -> None:
+        """Mark this object as a copy in a process that a task has forked."""
         self._is_disowned = True
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Send what is raised as the failure of the worker, and end it."""
+        """Send an exception as the failure of the worker, and end the process."""
         try:
             yield
         except BaseException as error:
@@ -219,19 +226,19 @@ class _WorkerEnd:
             sys.exit(1)
 
     def begin(self) -> Any:
-        """Return what the worker runs, the function that it begins with, and its arguments."""
+        """Return the first message; see ``main``."""
         message, fds = _descriptors.receive(self._link, MESSAGE_BYTES)
         if not message:
             os._exit(1)
         return unpack(memoryview(message)[TASK.size :], fds)
 
     def get(self) -> Task | None:
-        """Return the next task that could be made from its pickle, None at the end."""
+        """Return the next task that can be unpickled, None at the end."""
         while True:
             message, fds = _descriptors.try_receive(self._link, MESSAGE_BYTES)
             if not message:
                 return None
-            # From here on the task is lost if this process ends.
+            # From now on the task is lost if this process ends.
             self._number = TASK.unpack_from(message)[0]
             os.pwrite(self._memory, self._number.to_bytes(8, "little"), 0)
             try:
@@ -240,35 +247,34 @@ class _WorkerEnd:
                 return self._task(message, fds)
             except BaseException as error:
                 self.send_error(self._number, ERROR, error)
-            # Not kept while waiting for the next one.
+            # Do not keep the message alive while waiting for the next task.
             del message
 
     def _task(self, message: bytes, fds: list[int]) -> Task:
-        number, job, size, count, kind, place, needed = TASK.unpack_from(message)
-        for other in [one for one in self._functions if not needed >> one & 1]:
-            del self._functions[other]
+        number, job, size, count, kind, slot, needed = TASK.unpack_from(message)
+        self._functions = {one: kept for one, kept in self._functions.items() if needed >> one & 1}
         function_fds, fds = fds[:count], fds[count:]
         body = memoryview(message)[TASK.size + size :]
-        if size and job != self._functions.get(place, (None,))[0]:
-            self._functions.pop(place, None)
+        if size and job != self._functions.get(slot, (None,))[0]:
+            self._functions.pop(slot, None)
             try:
                 function = unpack(message[TASK.size : TASK.size + size], function_fds)
             except BaseException:
                 _descriptors.close(fds)
                 raise
-            self._functions[place] = job, function
+            self._functions[slot] = job, function
         else:
             _descriptors.close(function_fds)
         value = unpack(body, fds)
         if kind == CALL:
             return job, number, *value
         caller = map_caller if kind == MAP else starmap_caller
-        return job, number, caller, ((self._functions[place][1], value),), {}
+        return job, number, caller, ((self._functions[slot][1], value),), {}
 
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
-        """Send the result of the task that was taken last."""
+        """Send the result of the current task."""
         if self._is_disowned:
-            # It has come out of the task as well, which the worker itself answers.
+            # A child of the task has returned from it too; only the worker itself sends a result.
             os._exit(1)
         success, value = result[2]
         if not success:
@@ -276,35 +282,26 @@ class _WorkerEnd:
             return
         copy_tensor, recurse = self.packing
         try:
-            packed = pack(value, copy_tensor=copy_tensor, recurse=recurse)
-            try:
-                self.send(self._number, VALUE, packed.data, packed.fds)
-            finally:
-                release(packed)
+            self.send(self._number, VALUE, pack(value, copy_tensor=copy_tensor, recurse=recurse))
         except BaseException as reason:
             self.send_error(self._number, ERROR, _encoding_error(reason, value))
 
-    def send(self, number: int, kind: int, data: bytes = b"", fds: Sequence[int] = ()) -> None:
-        message = RESULT.pack(number, kind) + data
-        if fds:
-            _descriptors.send(self._link, message, fds)
-        else:
-            self._link.send(message)
+    def send(self, number: int, kind: int, packed: Packed) -> None:
+        """Send a result, and close it."""
+        with contextlib.closing(packed):
+            message = RESULT.pack(number, kind) + packed.data
+            _descriptors.send(self._link, message, packed.fds)
 
     def send_error(self, number: int, kind: int, error: BaseException) -> None:
         """Send an error as the result."""
         try:
             from ...transport.remote_errors import describe
 
-            packed = pack(describe(error), copy_tensor=True)
-            try:
-                self.send(number, kind, packed.data, packed.fds)
-            finally:
-                release(packed)
-        # There may be too little memory for it, or no descriptor.
+            self.send(number, kind, pack(describe(error), copy_tensor=True))
+        # There may be too little memory, or no descriptors may be left.
         except BaseException:
             texts = type(error).__qualname__, str(error)[:_TEXT_LIMIT]
-            self.send(number, BARE_ERROR, pickle.dumps(texts))
+            self.send(number, BARE_ERROR, Packed(pickle.dumps(texts)))
 
 
 def _encoding_error(reason: BaseException, value: object) -> Exception:
@@ -319,10 +316,10 @@ def _encoding_error(reason: BaseException, value: object) -> Exception:
 
 
 class CtxPoolStorage:
-    """Holds the context of this worker process.
+    """The context of this worker process.
 
     Attributes:
-        storage: the context; None in a process that is no worker of a `CtxPool`.
+        storage: the context; None in a process that is not a worker of a ``CtxPool``.
     """
 
     storage: Any = None
@@ -342,12 +339,12 @@ class WithContext:
 def proxy_ctx_caller(
     call: Any, args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Run a function with this worker's context before its own arguments.
+    """Call a function with this worker's context before its own arguments.
 
     Args:
-        call: the function, or its `pickling.dumps`; alone, the triple of it, args and kwargs.
-        args: its further arguments.
-        kwargs: its keyword arguments.
+        call: the function, or its pickle from ``dumps``. Without ``args``, a tuple of these three.
+        args: the further arguments.
+        kwargs: the keyword arguments.
     """
     if args is None:
         call, args, kwargs = call
@@ -361,7 +358,7 @@ def proxy_ctx_caller(
 def enter(
     holder: Any, context: Any, initializer: Callable[..., object] | None, initargs: Sequence[Any]
 ) -> None:
-    """Begin as a worker with a context, which `WithContext` finds in the holder."""
+    """Store the worker's context in the holder for ``WithContext``, then call the initializer."""
     holder.storage = context
     if initializer is not None:
         initializer(*initargs)

@@ -1,4 +1,4 @@
-"""The workers of a pool by slot: how they are started, watched and ended."""
+"""The workers of a pool: starts, monitors and ends their processes."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from . import worker as protocol
 from .worker_handle import WorkerHandle
 
 _log = logging.getLogger(__name__)
-# How often tasks and ends that take too long are looked for.
+# How often to check for tasks and terminations that take too long.
 _TICK_S = 10e-3
 _GRACE_S = 1.0
-# So many starts fail before the next is put off, or the pool gives up.
-_MOST_FAILED = 3
+# After this many failed starts, the next one is delayed, or the pool is broken.
+_MAX_FAILURES = 3
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 1.0
-# What a start raises for a fork server that was killed meanwhile, and at the limits of the system.
+# Raised by a start if the fork server was killed, or at a limit of the system.
 _START_ERRORS = (OSError, EOFError)
 
 
 @dataclass
 class Options:
-    """How a pool's workers are to be, and what becomes of their tasks.
+    """The settings of a pool's workers and tasks.
 
     Attributes:
         context: a multiprocessing context.
-        beginnings: per worker, the function it begins with, and its arguments.
-        work: the pool's `worker`.
-        maxtasks: tasks until a worker is replaced.
+        initializers: per worker, its initializer (or None) and the initializer's arguments.
+        work: the pool's ``worker``.
+        maxtasks: the number of tasks after which a worker is replaced.
     """
 
     context: Any
-    beginnings: Sequence[tuple[Callable[..., object] | None, Sequence[Any]]]
+    initializers: Sequence[tuple[Callable[..., object] | None, Sequence[Any]]]
     work: Callable[..., None]
     maxtasks: int | None
     is_daemon: bool = True
@@ -58,11 +58,11 @@ class Options:
 
 
 class Workers:
-    """The workers of a pool. `wake` is for any thread, all else for the pool's one thread.
+    """The workers of a pool. Only ``wake`` may be called by threads other than the pool's.
 
     Attributes:
-        by_slot: the workers by their places.
-        broken: what the pool is to end with, because workers do not come up.
+        by_slot: the workers by their index.
+        broken: the error with which the pool must end, because workers fail to start.
     """
 
     def __init__(self, options: Options) -> None:
@@ -73,30 +73,31 @@ class Workers:
         self._options = options
         self._start_method: str = options.context.get_start_method()
         self._by_fd: dict[int, WorkerHandle] = {}
-        # Starts that have failed since a worker was ready, or was lost that had been: by their own
-        # doing and not, how many, and when the first was. Then, when the next may be tried.
+        # Failed starts since a worker was last ready: their number and the time of the first, for
+        # workers that ended by themselves (True) and for others (False).
         self._failures: dict[bool, tuple[int, float]] = {}
+        # When the next start may be tried, 0 if it is not delayed.
         self._next_start = 0.0
         self._is_up = self._is_ending = False
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        # Reentrant: a collection of garbage may run anything, also code that submits tasks.
+        # Reentrant: garbage collection may run code that submits tasks.
         self._waking = threading.RLock()
         self._close = weakref.finalize(self, close, [self._wake_fd])
         self._close.atexit = False
 
     def wake(self) -> None:
-        """Make `wait` return; for any thread."""
-        # Not after it is closed: the number may be another file's by then.
+        """Make ``wait`` return; for any thread."""
+        # Not after the descriptor is closed: its number may belong to another file by then.
         with self._waking:
             if self._close.alive:
                 os.eventfd_write(self._wake_fd, 1)
 
     def wait(self, timeout: float) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
-        """Wait for something to happen; return who has written and who has ended.
+        """Wait for an event; return the workers that have written and those that have ended.
 
-        Those that have ended are waited for no more.
+        Workers that have ended are no longer waited for.
         """
         written, ended = [], []
         for fd, _ in self._epoll.poll(None if timeout == math.inf else timeout):
@@ -115,11 +116,11 @@ class Workers:
         return written, ended
 
     def start_missing(self, queues: tuple[Any, Any] | None) -> None:
-        """Start a worker in each place that has none, now or, after failures, a little later."""
+        """Start the missing workers, unless the start is delayed after failures."""
         if self._next_start:
             return
         try:
-            for slot in range(len(self._options.beginnings)):
+            for slot in range(len(self._options.initializers)):
                 if slot not in self.by_slot:
                     self._start(slot, queues)
         except _START_ERRORS as error:
@@ -133,7 +134,7 @@ class Workers:
         packing = (options.copy_tensor, options.recurse)
         worker = WorkerHandle(slot, options.maxtasks, packing)
         try:
-            begin: Any = (options.work, *options.beginnings[slot], options.maxtasks, *packing)
+            begin: Any = (options.work, *options.initializers[slot], options.maxtasks, *packing)
             to_close = []
             if method == "fork":
                 others = (fd for other in self.by_slot.values() for fd in other.fds)
@@ -150,7 +151,7 @@ class Workers:
                 daemon=options.is_daemon,
             )
             process.start()
-            worker.started(process, is_child=method != "forkserver")
+            worker.set_process(process, is_child=method != "forkserver")
         except BaseException:
             worker.close()
             raise
@@ -160,16 +161,16 @@ class Workers:
         self.by_slot[slot] = worker
 
     def count_end(self, worker: WorkerHandle, exitcode: int | None, *, has_queues: bool) -> None:
-        """Take note of how a worker has ended; `broken` tells whether the pool goes on."""
+        """Record how a worker has ended; set ``broken`` if the pool cannot continue."""
         if worker.failure is not None:
             self.broken = _failure_error(worker)
         elif not worker.is_ready:
-            by_itself = _ends_by_itself(exitcode, self._start_method)
+            by_itself = _ended_by_itself(exitcode, self._start_method)
             self._count_failure(how_it_ended(exitcode), by_itself=by_itself)
         elif has_queues and exitcode != 0:
             self.broken = BrokenPoolError(
                 f"the pool is broken: worker {worker.slot} (pid {worker.pid}) "
-                f"{how_it_ended(exitcode)}, and which task it had is not known"
+                f"{how_it_ended(exitcode)}, and it is not known which task is lost"
             )
         else:
             self.forget_failures()
@@ -177,16 +178,21 @@ class Workers:
     def _count_failure(
         self, how: str, *, by_itself: bool = False, error: BaseException | None = None
     ) -> None:
-        """Count a start that has failed, by its own doing or not; `how` tells it in words.
+        """Count a failed start.
 
-        What a worker does by itself, the next one would do as well. One that is killed may have
-        been in somebody's way, or memory was scarce for a moment: then the next are given time.
+        If workers end by themselves, the next ones would too, so the pool soon gives up. If they
+        are killed, the reason (such as scarce memory) may pass, so they are given more time.
+
+        Args:
+            how: how the worker ended, in words.
+            by_itself: whether the worker left or crashed, and was not killed.
+            error: the exception of a process that could not be started.
         """
         now = time.monotonic()
         count, since = self._failures.get(by_itself, (0, now))
         count += 1
         self._failures[by_itself] = count, since
-        if count < _MOST_FAILED or self.broken is not None:
+        if count < _MAX_FAILURES or self.broken is not None:
             return
         is_final = by_itself or now - since >= self._options.start_patience_s
         if is_final and not any(worker.is_ready for worker in self.by_slot.values()):
@@ -197,23 +203,23 @@ class Workers:
             )
             self.broken.__cause__ = error
             return
-        if count == _MOST_FAILED:
+        if count == _MAX_FAILURES:
             _log.warning("%d workers of a pool ended while they started; the last %s", count, how)
-        delay_s = _FIRST_DELAY_S * 2 ** min(count - _MOST_FAILED, 16)
+        delay_s = _FIRST_DELAY_S * 2 ** min(count - _MAX_FAILURES, 16)
         self._next_start = now + min(delay_s, _LONGEST_DELAY_S)
 
     def forget_failures(self) -> None:
-        """Take note that workers can start."""
+        """Reset the count of failed starts after a worker became ready."""
         self._next_start = 0.0
         self._failures.clear()
 
     def stop(self) -> None:
-        """Make workers end when they have done what they have."""
+        """Make the workers end after their remaining tasks."""
         for worker in self.by_slot.values():
             worker.stop()
 
     def terminate(self) -> None:
-        """Make workers end now; `check_clocks` sees to those that do not."""
+        """Send SIGTERM to the workers; ``check_deadlines`` kills those that do not end."""
         self._is_ending = True
         for worker in self.by_slot.values():
             if worker.kill_at is None:
@@ -221,15 +227,15 @@ class Workers:
                 worker.kill_at = time.monotonic() + _GRACE_S
                 worker.kill(signal.SIGTERM)
 
-    def check_clocks(self) -> bool:
-        """Kill workers whose time is up; return whether it is time to start missing ones."""
+    def check_deadlines(self) -> bool:
+        """Kill workers that exceed a deadline; return whether a delayed start is due."""
         now, limit = time.monotonic(), self._options.task_timeout
         for worker in self.by_slot.values():
             if worker.kill_at is not None and now >= worker.kill_at:
                 worker.kill()
                 worker.kill_at = now + _GRACE_S
-            is_over = limit is not None and worker.inflight and now - worker.since > limit
-            if is_over and not worker.is_overdue:
+            is_late = limit is not None and worker.inflight and now - worker.since > limit
+            if is_late and not worker.is_overdue:
                 worker.is_overdue = True
                 worker.kill()
         is_due = 0 < self._next_start <= now
@@ -239,11 +245,11 @@ class Workers:
 
     @property
     def tick_s(self) -> float:
-        """How often `check_clocks` is to be called, in seconds."""
-        has_clock = self._next_start > 0 or self._is_ending
-        if not has_clock and self._options.task_timeout is not None:
-            has_clock = any(worker.inflight for worker in self.by_slot.values())
-        return _TICK_S if has_clock else math.inf
+        """How often ``check_deadlines`` must be called, in seconds."""
+        has_deadline = self._next_start > 0 or self._is_ending
+        if not has_deadline and self._options.task_timeout is not None:
+            has_deadline = any(worker.inflight for worker in self.by_slot.values())
+        return _TICK_S if has_deadline else math.inf
 
     def close(self) -> None:
         self._epoll.close()
@@ -251,12 +257,12 @@ class Workers:
             self._close()
 
 
-# Ends of a fork server's children are not known once it has been killed: this is what they get.
+# The exit code of a fork server's child whose end is not known because the server was killed.
 _UNKNOWN_TO_FORK_SERVER = 255
 
 
-def _ends_by_itself(exitcode: int | None, start_method: str) -> bool:
-    """Return whether a process has left, or crashed, by its own doing: a next one would as well."""
+def _ended_by_itself(exitcode: int | None, start_method: str) -> bool:
+    """Return whether a process left or crashed, which the next one would do too."""
     if exitcode is None or (start_method, exitcode) == ("forkserver", _UNKNOWN_TO_FORK_SERVER):
         return False
     return exitcode >= 0 or -exitcode in CRASHES
@@ -265,9 +271,9 @@ def _ends_by_itself(exitcode: int | None, start_method: str) -> bool:
 def _failure_error(worker: WorkerHandle) -> BrokenPoolError:
     reason = worker.failure
     assert reason is not None
-    told = remote_report(reason) or str(reason)
+    text = remote_report(reason) or str(reason)
     what = "`worker`" if worker.is_ready else "the initializer"
-    error = BrokenPoolError(f"the pool is broken: {what} failed in worker {worker.slot}:\n{told}")
+    error = BrokenPoolError(f"the pool is broken: {what} failed in worker {worker.slot}:\n{text}")
     error.__cause__ = reason
     return error
 
@@ -275,14 +281,14 @@ def _failure_error(worker: WorkerHandle) -> BrokenPoolError:
 def death_error(
     task: str, worker: WorkerHandle, exitcode: int | None, timeout: float | None
 ) -> WorkerDiedError:
-    """Return the error of a task that ended with its worker, killed after `timeout` or not."""
-    known: dict[str, Any] = {"worker": worker.slot, "pid": worker.pid, "exitcode": exitcode}
+    """Return the error of a task whose worker has died or was killed after ``timeout`` seconds."""
+    details: dict[str, Any] = {"worker": worker.slot, "pid": worker.pid, "exitcode": exitcode}
     where = f"worker {worker.slot} (pid {worker.pid})"
     if worker.is_overdue:
         text = f"{task} ran longer than task_timeout={timeout:g} s; {where} was killed and replaced"
-        return TaskTimeoutError(text, task=task, **known)
+        return TaskTimeoutError(text, task=task, **details)
     how = how_it_ended(exitcode)
     if exitcode is not None and exitcode >= 0:
         how += " (os._exit or sys.exit in the task)"
     verb = "are" if task.startswith("tasks") else "is"
-    return WorkerDiedError(f"{task} {verb} lost: {where} {how}", task=task, **known)
+    return WorkerDiedError(f"{task} {verb} lost: {where} {how}", task=task, **details)

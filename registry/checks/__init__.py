@@ -1,3 +1,4 @@
-"""Is every name, key and value of a run config right? All mistakes at once, before anything is
-built. Start with check_config.py.
+"""Checks every name, key and value of a run config before anything is built.
+
+All problems are reported at once. Start with check_config.py.
 """

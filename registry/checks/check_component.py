@@ -1,4 +1,4 @@
-"""Would these dicts build? Checked by name, nothing is built."""
+"""Checks whether dicts with a ``type`` can be built, without building them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -10,7 +10,7 @@ from ..registry import Registry, find_type
 from ..tree import find_nested, find_reference, look_up_nested, nested_runtime
 from .typed import value_problems
 
-# A check that needs classes, for when they may be imported.
+# A check that needs classes, to be called when they may be imported.
 Later: TypeAlias = Callable[[], Iterator[Problem]]
 
 _FLAGS = ("type", "_scope_")
@@ -20,13 +20,14 @@ _MISSPELT = "there is no such setting; did you mean type?"
 def check_component(
     cfg: Any, registry: Registry, where: str, runtime_args: Collection[str] = ()
 ) -> list[Problem]:
-    """Return the problems that would prevent `build_tree` from building `cfg` and its nested parts.
+    """Return the problems that would prevent ``build_tree`` from building ``cfg``.
 
     Args:
-        cfg: the dict with a `type`.
-        registry: where the type is looked up.
-        where: the key path of `cfg`, for the problems.
-        runtime_args: names of arguments that the caller will supply, as an optimizer's `params`.
+        cfg: the dict with a ``type``.
+        registry: the registry of the type.
+        where: the key path of ``cfg``, for the problems.
+        runtime_args: names of arguments that the caller supplies, such as an optimizer's
+            ``params``.
     """
     found = component_check(cfg, registry, where, runtime_args)
     return [found] if isinstance(found, Problem) else list(found())
@@ -35,7 +36,7 @@ def check_component(
 def component_check(
     cfg: Any, registry: Registry, where: str, runtime_args: Collection[str] = ()
 ) -> Problem | Later:
-    """Return what is wrong with `cfg` whatever its class, else the check that needs the class."""
+    """Return a problem of ``cfg`` that does not depend on its class, or the check of its class."""
     if not isinstance(cfg, Mapping):
         hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) and len(cfg) < MOST_SHOWN else ""
         return Problem(where, f"must be a dict with a type, got {shown_value(cfg)}{hint}")
@@ -46,14 +47,14 @@ def component_check(
 
 
 def type_problem(cfg: Mapping[str, Any], where: str) -> Problem | None:
-    """Return the problem that a key of `cfg`, which has no `type`, is a misspelt one."""
+    """Return the problem that ``cfg`` has a misspelt ``type``, None if it has not."""
     near = misspelt_type(cfg)
     return None if near is None else Problem(f"{where}.{near}", _MISSPELT)
 
 
 def misspelt_type(cfg: Mapping[str, Any]) -> str | None:
-    """Return the key of `cfg` that is meant for `type`; None when it has one, or nothing near."""
-    # Of what torch itself has as an argument, dtype is nearest.
+    """Return the key of ``cfg`` that is a misspelt ``type``, None if there is none."""
+    # dtype is an argument in torch, and similar to type.
     names = [
         k for k, v in cfg.items() if isinstance(k, str) and isinstance(v, str) and k != "dtype"
     ]
@@ -62,12 +63,12 @@ def misspelt_type(cfg: Mapping[str, Any]) -> str | None:
 
 
 def with_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return `cfg` with the type that goes without saying, unless one is misspelt there."""
+    """Return ``cfg`` with the default type ``kind``, unless it has a type or a misspelt one."""
     return {**cfg} if misspelt_type(cfg) is not None else {"type": kind, **cfg}
 
 
 def object_problems(find: Callable[[Any], Any], setting: Any, where: str) -> Iterator[Problem]:
-    """Yield what `find` has to say about a setting that names an object."""
+    """Yield the error of ``find``, which looks up the object of a setting, as a problem."""
     try:
         find(setting)
     except (ImportError, KeyError, TypeError) as error:
@@ -94,7 +95,7 @@ def _class_problems(
         return
     for name in cfg if not is_nested else ():
         if name in runtime_args:
-            yield Problem(f"{where}.{name}", "is supplied by the run itself and cannot be set")
+            yield Problem(f"{where}.{name}", "is supplied by the run and cannot be set")
     given = {str(key): value for key, value in cfg.items() if key not in _FLAGS}
     wrong = [*argument_problems(target, [*given], runtime_args), *value_problems(target, given)]
     for problem in wrong:

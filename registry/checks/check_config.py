@@ -1,4 +1,4 @@
-"""The whole check of a run config, before any process starts."""
+"""The complete check of a run config, before any process starts."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ from .schema import (
 from .typed import check_section
 
 _LOOP_ARGS = ("dataloader", "metrics")
-# Section -> its registry and the arguments that the run supplies.
+# The registry of each section, and the arguments that the run supplies.
 _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
     "model": (MODELS, ()),
     "wrapper": (MODEL_WRAPPERS, ("module",)),
@@ -55,19 +55,19 @@ _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
 _LOADERS = ("train", "val", "test")
 _WATCHING = ("metric", "keep_best")
 # Keys whose values may be import paths.
-_NAMING = ("type", "_ref_", "collate", "train_step")
+_PATH_KEYS = ("type", "_ref_", "collate", "train_step")
 _SECTIONS = tuple(field.name for field in fields(RunSections))
 
 
 class Examination(NamedTuple):
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
-        sections: what could be read, with defaults for the rest; None where that is too little.
-        problems: all that is wrong, located.
+        sections: the valid sections, with defaults for the others; None if too few are valid.
+        problems: all problems, with their origins.
         faulty: the names of the sections that have problems.
-        config: what was checked.
-        later: the checks that need classes and are still to be made.
+        config: the checked config.
+        later: the remaining checks, which need classes.
     """
 
     sections: RunSections | None
@@ -78,21 +78,21 @@ class Examination(NamedTuple):
 
 
 def name_problems(cfg: Mapping[str, Any]) -> list[Problem]:
-    """Return the mistakes in a run config that can be found without any class, located.
+    """Return the problems of a run config that can be found without any class.
 
-    Those are keys, values of the sections, and names of what the config itself has. Neither the
-    modules named in `imports` nor torch are imported for that: it takes milliseconds.
+    These are problems of keys, of the sections' values, and of names that refer to other parts of
+    the config. Neither torch nor the modules in ``imports`` are imported: it takes milliseconds.
     """
     return examine_names(cfg).problems
 
 
 def check_config(cfg: Mapping[str, Any]) -> RunSections:
-    """Return the typed sections of a run config in which every part can be built.
+    """Return the typed sections of a run config after checking that every part can be built.
 
-    Imports the modules named in `imports` and those of the parts; builds nothing.
+    Imports the modules in ``imports`` and the parts' modules; builds nothing.
 
     Raises:
-        ConfigError: with every problem found, each at its file and line.
+        ConfigError: the config has problems; each has its file and line.
     """
     examination = examine_config(cfg)
     if examination.sections is None or examination.problems:
@@ -101,24 +101,24 @@ def check_config(cfg: Mapping[str, Any]) -> RunSections:
 
 
 def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
-    """Check like `check_config`, and also return the sections without mistakes.
+    """Check like ``check_config``, but return the problems and the valid sections.
 
     Args:
-        cfg: the settings, or what `examine_names` has found, which is not checked again.
+        cfg: the settings, or the result of ``examine_names``, which is not checked again.
     """
     names = cfg if isinstance(cfg, Examination) else examine_names(cfg)
     failed = import_problems(names.config)
     keys = {problem.key for problem in names.problems}
     found = [problem for check in names.later for problem in check() if problem.key not in keys]
     faulty = names.faulty | {_section_of(problem) for problem in [*failed, *found]}
-    # What cannot be imported comes first: names may be missing for that reason alone.
-    told = [one for one in names.problems if not one.key.startswith("imports.")]
-    problems = [*failed, *sorted([*told, *_located(found, names.config)], key=_place)]
+    # Failed imports come first: they may be the only reason for unknown names.
+    others = [one for one in names.problems if not one.key.startswith("imports.")]
+    problems = [*failed, *sorted([*others, *_located(found, names.config)], key=_place)]
     return Examination(names.sections, problems, faulty, names.config, [])
 
 
 def examine_names(cfg: Mapping[str, Any]) -> Examination:
-    """Check what needs no class, as `name_problems` does; `examine_config` does the rest."""
+    """Check like ``name_problems``, and return the result, which ``examine_config`` completes."""
     config = cfg if isinstance(cfg, Config) else config_from_dict(cfg)
     values = config.to_dict()
     failed = list(_import_problems(config, find_entry))
@@ -139,7 +139,8 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
         sections = check_section(RunSections, {"model": {}, **kept}, "", [])
     if sections is not None:
         if sections.ledger and "ledger" in hooks:
-            problems.append(Problem("ledger", "stands beside hooks.ledger, give one of the two"))
+            what = "cannot be combined with hooks.ledger; set only one of them"
+            problems.append(Problem("ledger", what))
         sections = replace(
             sections,
             hooks={**hooks, **_ledger_hook(sections.ledger)},
@@ -154,19 +155,19 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
 
 
 def import_problems(config: Config) -> list[Problem]:
-    """Import the modules that a config names; return what is wrong with those that fail."""
+    """Import the modules in ``imports``; return the problems of those that fail."""
     return _located(list(_import_problems(config, import_entry)), config)
 
 
 def source_folders(config: Config) -> list[str]:
-    """Return the folders of the user's imported modules that a config names: its `import_from`."""
+    """Return the folders of the user's modules that a config names, for its ``import_from``."""
     return folders_of(_modules_named(config))
 
 
 def model_problems(config: Config) -> list[Problem]:
-    """Import the modules that a config names; return what is wrong with its model, located.
+    """Import the modules in ``imports``; return the problems of the model.
 
-    A module that fails to import is reported only if something is wrong with the model.
+    Failed imports are only reported if the model has problems.
     """
     failed = import_problems(config)
     found = check_component(config.to_dict().get("model"), MODELS, "model")
@@ -178,7 +179,7 @@ def _section_of(problem: Problem) -> str:
 
 
 def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with the types that go without saying, and without null sections."""
+    """Return the settings with default types, and without null sections."""
     full = {key: value for key, value in values.items() if value is not None}
     data = full.get("data")
     for key, kind in _IMPLIED_TYPES.items():
@@ -201,18 +202,18 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
     for name, settings in wanted.items():
         if settings is False:
             continue
-        own = {} if settings is True or settings is None else settings
-        if not isinstance(own, dict):
+        options = {} if settings is True or settings is None else settings
+        if not isinstance(options, dict):
             what = f"must be true, false or the hook's settings, got {shown_value(settings)}"
             problems.append(Problem(f"hooks.{name}", what))
-        elif (misspelt := type_problem(own, f"hooks.{name}")) is not None:
+        elif (misspelt := type_problem(options, f"hooks.{name}")) is not None:
             problems.append(misspelt)
-        elif "type" not in own and name not in HOOK_TYPES:
+        elif "type" not in options and name not in HOOK_TYPES:
             hint = did_you_mean(name, HOOK_TYPES)
             what = f"needs a type, only {', '.join(HOOK_TYPES)} go without{hint}"
             problems.append(Problem(f"hooks.{name}", what))
         else:
-            hooks[name] = {"type": HOOK_TYPES.get(name), **own}
+            hooks[name] = {"type": HOOK_TYPES.get(name), **options}
     return hooks
 
 
@@ -244,7 +245,7 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
 
 
 def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Problem]:
-    """Yield what is wrong with the entries of `imports` when they are looked for, or imported."""
+    """Yield the problems of the entries of ``imports`` that ``use`` (find or import) raises."""
     make_importable(config.path.parent)
     make_importable(Path.cwd())
     folders = config.select("import_from")
@@ -260,13 +261,13 @@ def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Pro
 
 
 def _modules_named(config: Config) -> list[str]:
-    """Return the modules that a config names, alone in `imports` or with what is in them."""
+    """Return the modules in ``imports`` and the import paths in a config."""
     return [
         text
         for path, text in walk(config.to_dict())
         if isinstance(text, str)
         and all(part.isidentifier() for part in text.split("."))
-        and (path[0] == "imports" or (path[-1] in _NAMING and "." in text))
+        and (path[0] == "imports" or (path[-1] in _PATH_KEYS and "." in text))
     ]
 
 
@@ -275,7 +276,7 @@ def _checks(
     hooks: Mapping[str, Component],
     schedulers: Mapping[str, SchedulerSection],
 ) -> Iterator[Problem | Later]:
-    """Yield what is wrong with the parts, and the checks of those that need their classes."""
+    """Yield problems of the parts that do not depend on classes, and the checks that do."""
     for key, (registry, runtime_args) in _PARTS.items():
         if isinstance(values.get(key), dict):
             yield component_check(values[key], registry, key, runtime_args)
@@ -306,7 +307,7 @@ def _data_checks(data: Mapping[str, Any]) -> Iterator[Problem | Later]:
 
 
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield what one section needs of another; not where a misspelt key may be meant for it."""
+    """Yield missing sections that others need, unless a misspelt key may be meant for them."""
     data = values.get("data")
     given = data if isinstance(data, dict) else {}
     meant = meant_by([key for key in values if key not in _SECTIONS], _SECTIONS)
@@ -322,7 +323,7 @@ def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _metric_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield the metrics that hooks and schedulers watch and the run does not have."""
+    """Yield problems of metrics that hooks and schedulers watch, such as missing ones."""
     watched = {
         f"hooks.{name}.{key}": settings.get(key)
         for name, settings in run.hooks.items()
@@ -347,21 +348,18 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
 
 def _located(problems: list[Problem], config: Config) -> list[Problem]:
     """Return the problems with their origins, in the order of the files."""
-    located = [
-        replace(
-            problem,
-            origin=config.origin(problem.key),
-            # What else the type takes is not the question then.
-            what=f"{problem.what.partition('; it also takes ')[0]}{hint}" if hint else problem.what,
-        )
-        for problem in problems
-        for hint in [_inheritance_hint(problem, config)]
-    ]
+    located = []
+    for problem in problems:
+        what, hint = problem.what, _inheritance_hint(problem, config)
+        if hint:
+            # It replaces the list of further arguments.
+            what = what.partition("; it also takes ")[0] + hint
+        located.append(replace(problem, origin=config.origin(problem.key), what=what))
     return sorted(dict.fromkeys(located), key=_place)
 
 
 def _inheritance_hint(problem: Problem, config: Config) -> str:
-    """Return the advice for an argument that a `_base_` left to a type set upon it."""
+    """Return advice if an argument comes from a ``_base_`` and its type was replaced."""
     section, _, name = problem.key.rpartition(".")
     kind = f"{section}.type"
     if name == "type" or not (config.has(problem.key) and config.has(kind)):
@@ -372,10 +370,10 @@ def _inheritance_hint(problem: Problem, config: Config) -> str:
     if argument_file == type_file or argument_file.startswith("override "):
         return ""
     if type_file == shown(config.path):
-        return f"; it is inherited, `_delete_: true` beside the type ({by}) drops it"
+        return f"; it is inherited, `_delete_: true` next to the type ({by}) removes it"
     if type_file.startswith("override "):
         whole = f"'{section}={{type: {config.select(kind)}}}'"
-        return f"; it is inherited, {whole} replaces the whole section and drops it"
+        return f"; it is inherited, {whole} replaces the whole section and removes it"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The sections `optimizer`, with options by parameter, `optim_wrapper` and `schedulers`."""
+"""Checks the sections ``optimizer``, ``optim_wrapper`` and ``schedulers``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +18,7 @@ _DECAYS = ("bias_decay_mult", "norm_decay_mult", "flat_decay_mult", "dwconv_deca
 
 
 def named_optimizers(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizers of the section by name; empty where it is a single one."""
+    """Return the optimizers of the section by name; empty if it is a single optimizer."""
     if not isinstance(optimizer, Mapping) or "type" in optimizer:
         return {}
     if not any(isinstance(one, Mapping) and "type" in one for one in optimizer.values()):
@@ -27,9 +27,9 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
 
 
 def stepping_class(settings: Mapping[str, Any]) -> Any:
-    """Return the class whose options an optimizer's groups have; None where there is none.
+    """Return the class whose options an optimizer's groups have, None if it is not found.
 
-    That is the `optimizer_class` of one that steps by another.
+    For an optimizer that wraps another one, it is the ``optimizer_class``.
     """
     wanted = settings.get("optimizer_class", settings.get("type"))
     if isinstance(wanted, Mapping):
@@ -41,32 +41,33 @@ def stepping_class(settings: Mapping[str, Any]) -> Any:
 
 
 def with_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return the settings of an optimizer wrapper with their type, or those by name as they are."""
+    """Return the settings of an optimizer wrapper with their type; leave settings by name."""
     if _by_name(optim_wrapper, named_optimizers(optimizer)):
         return dict(optim_wrapper)
     return with_type(optim_wrapper, _WRAPPER)
 
 
 def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return the settings of each optimizer's wrapper by its name, "" where there is one.
+    """Return the settings of the optimizer wrappers by the names of their optimizers.
 
-    With several optimizers the section has the settings of all, or those of each by name.
+    A single optimizer has the name "". With several optimizers, the section either applies to all
+    of them, or has separate settings by name.
     """
     names = named_optimizers(optimizer)
     if not _by_name(optim_wrapper, names):
         common = with_type(optim_wrapper, _WRAPPER)
         return dict.fromkeys(names, common) or {"": common}
-    own = {name: optim_wrapper.get(name) or {} for name in (*names, *optim_wrapper)}
+    by_name = {name: optim_wrapper.get(name) or {} for name in (*names, *optim_wrapper)}
     return {
         name: with_type(one, _WRAPPER) if isinstance(one, Mapping) else one
-        for name, one in own.items()
+        for name, one in by_name.items()
     }
 
 
 def optimization_checks(
     values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection]
 ) -> Iterator[Problem | Later]:
-    """Yield what is wrong with the three sections of a run config, and checks for later."""
+    """Yield problems of the three sections that do not depend on classes, and checks that do."""
     optimizer = values.get("optimizer")
     names = named_optimizers(optimizer)
     for name, one in names.items():
@@ -85,7 +86,7 @@ def optimization_checks(
 
 
 def missing_setting(section: SchedulerSection, where: str, name: str, what: str) -> Problem:
-    """Return the problem that a scheduler lacks one of our settings, or has it misspelt."""
+    """Return the problem that a scheduler's setting is missing or misspelt."""
     for key in section.scheduler:
         if name in nearest(key, SCHEDULER_KEYS):
             return Problem(f"{where}.{key}", f"there is no such setting; did you mean {name}?")
@@ -114,7 +115,7 @@ def _optimizer_checks(settings: Any, where: str, *, several: bool) -> Iterator[P
 
 def _group_problems(settings: Mapping[str, Any], where: str) -> Iterator[Problem]:
     optimizer = stepping_class(settings)
-    # Of a class that there is not, which is told elsewhere, nothing is known.
+    # An unknown class is reported by another check.
     if optimizer is not None:
         yield from _class_problems(settings["paramwise"], optimizer, where)
 
@@ -123,11 +124,9 @@ def _by_name(optim_wrapper: Mapping[str, Any], names: Mapping[str, Any]) -> bool
     if not names or "type" in optim_wrapper:
         return False
     sections = all(isinstance(one, Mapping) for one in optim_wrapper.values())
-    # Of the settings of all, these alone may be sections themselves.
-    each = (
-        sections and bool(optim_wrapper) and not {"clip_grad", "loss_weight"} & set(optim_wrapper)
-    )
-    return each or any(name in names for name in optim_wrapper)
+    # Only these settings of a wrapper may be sections.
+    is_one_wrapper = not sections or {"clip_grad", "loss_weight"} & set(optim_wrapper)
+    return bool(optim_wrapper and not is_one_wrapper) or any(one in names for one in optim_wrapper)
 
 
 def _wrapper_checks(
@@ -163,13 +162,13 @@ def _choice_problems(
 def check_paramwise(
     values: Any, optimizer: Callable[..., Any] | None, where: str, problems: list[Problem]
 ) -> ParamwiseSection | None:
-    """Return `values` as options by parameter, None when something is wrong with them.
+    """Return ``values`` as options by parameter, None if they have problems.
 
     Args:
-        optimizer: whose arguments may be set by a custom key as well, beside the four options
-            that all have.
-        where: the key path of `values`, for the problems.
-        problems: those found are added.
+        optimizer: a class whose arguments custom keys may set, in addition to the four general
+            options.
+        where: the key path of ``values``, for the problems.
+        problems: a list to which the problems are appended.
     """
     before = len(problems)
     section = _check_options(values, where, problems)
@@ -178,7 +177,7 @@ def check_paramwise(
 
 
 def default_of(optimizer: Callable[..., Any], name: str) -> Any:
-    """Return the default of an optimizer's argument, None where it has none."""
+    """Return the default of an optimizer's argument, None if it has no default."""
     parameter = parameters_of(optimizer).get(name)
     return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
@@ -189,7 +188,7 @@ def _custom_keys(values: Any) -> dict[str, Any]:
 
 
 def _check_options(values: Any, where: str, problems: list[Problem]) -> ParamwiseSection | None:
-    """Check what holds of options by parameter whatever the optimizer."""
+    """Check options by parameter as far as they do not depend on the optimizer."""
     section = check_section(ParamwiseSection, values, where, problems)
     for key, options in _custom_keys(values).items():
         at = f"{where}.custom_keys.{key}"
@@ -201,7 +200,7 @@ def _check_options(values: Any, where: str, problems: list[Problem]) -> Paramwis
         check_section(CustomKeySection, ours, at, problems)
         for absolute, multiple in (("lr", "lr_mult"), ("weight_decay", "decay_mult")):
             if absolute in ours and multiple in ours:
-                what = f"stands beside {multiple}, give one of the two"
+                what = f"cannot be combined with {multiple}; set only one of them"
                 problems.append(Problem(f"{at}.{absolute}", what))
     return section
 
@@ -209,7 +208,7 @@ def _check_options(values: Any, where: str, problems: list[Problem]) -> Paramwis
 def _class_problems(
     values: Any, optimizer: Callable[..., Any] | None, where: str
 ) -> Iterator[Problem]:
-    """Yield the options that the groups of an optimizer cannot have."""
+    """Yield problems of options that the optimizer's groups do not support."""
     parameters = parameters_of(optimizer).values() if optimizer is not None else ()
     takes_any = optimizer is not None and signature_of(optimizer) is None
     takes_any = takes_any or any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -1,14 +1,13 @@
-"""What a run config may hold: typed sections."""
+"""The typed sections of a run config."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
 Component: TypeAlias = dict[str, Any]
-# Settings that are no component: they have no type.
+# Settings without a type.
 Options: TypeAlias = dict[str, object]
 
-# Hooks whose type follows from their name in the config; those in DEFAULT_HOOKS are on unless
-# they are set to false.
+# Hooks whose type follows from their name in the config; DEFAULT_HOOKS are on unless set to false.
 HOOK_TYPES = {
     "progress": "ProgressHook",
     "log": "LogHook",
@@ -29,10 +28,14 @@ SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSection:
-    """How batches are made from a dataset; `batch_size` counts per rank.
+    """How to make batches from a dataset.
 
-    `seed` is the run's own unless it is set; `collate` is the import path of a function.
-    `in_memory` selects batches from the data set's `tensors`, "device" from copies on the run's.
+    Attributes:
+        batch_size: samples per batch and rank.
+        collate: the import path of a function.
+        seed: the default is the run's seed.
+        in_memory: whether to index the dataset's ``tensors``; "device" indexes copies of them on
+            the run's device.
     """
 
     dataset: Component
@@ -49,7 +52,7 @@ class LoaderSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The loaders of the three loops; one with a `type` is a custom loader."""
+    """The loaders of the three loops; a section with a ``type`` is a custom loader."""
 
     train: LoaderSection | Component | None = None
     val: LoaderSection | Component | None = None
@@ -58,7 +61,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection:
-    """How many processes run, how they find each other, how often a dead one restarts all."""
+    """The number of processes, how they connect, and how often all are restarted after a death."""
 
     nproc: int = field(default=1, metadata={"minimum": 1})
     oversubscribe: bool = False
@@ -69,7 +72,7 @@ class LaunchSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSection:
-    """Hashes of every so many steps, for comparing runs; another way to write `hooks.ledger`."""
+    """Hashes of the steps, for comparing runs; equivalent to ``hooks.ledger``."""
 
     every_steps: int = field(default=1, metadata={"minimum": 1})
     full: bool = False
@@ -78,7 +81,7 @@ class LedgerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomKeySection:
-    """Options of the parameters that a custom key names: multiples of the run's, or absolute."""
+    """Options of the parameters that a custom key names: factors or absolute values."""
 
     lr_mult: float = field(default=1.0, metadata={"minimum": 0})
     decay_mult: float = field(default=1.0, metadata={"minimum": 0})
@@ -88,9 +91,9 @@ class CustomKeySection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamwiseSection:
-    """Options by kind of parameter, and by name: those of a custom key take precedence.
+    """Options by kind of parameter and by name; custom keys take precedence.
 
-    `as_mmengine` classifies parameters and matches custom keys as mmengine's code does.
+    ``as_mmengine`` classifies parameters and matches custom keys like mmengine.
     """
 
     custom_keys: dict[str, Any] = field(default_factory=dict)
@@ -105,9 +108,14 @@ class ParamwiseSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSection:
-    """A learning-rate scheduler, what it counts and the metric that it watches, if any.
+    """A learning-rate scheduler.
 
-    `optimizer` names one of several; `after` and `until` are counts between which it acts.
+    Attributes:
+        by: the unit that the scheduler counts.
+        after: the count after which it starts.
+        until: the count at which it stops.
+        metric: the metric that it watches.
+        optimizer: the name of its optimizer if there are several.
     """
 
     by: Literal["batch", "step", "epoch"] = "epoch"
@@ -130,20 +138,22 @@ class RunSections:
     """A checked run config.
 
     Attributes:
-        import_from: folders in which modules that the config names are looked for last.
-        hooks: settings by name, each with its `type`; defaults included, switched-off ones not.
-        optimizer: one with a `type`, or several by name; `optim_wrapper` may be by name then.
+        import_from: folders that are searched last for modules that the config names.
+        hooks: settings by name, each with its ``type``; with the default hooks, without disabled
+            ones.
+        optimizer: one optimizer with a ``type``, or several by name; then ``optim_wrapper`` may be
+            by name too.
         schedulers: always a list.
-        val, test: None when there is no data for them.
-        ledger: what `hooks` has as `ledger`, where the config has it as a section.
-        init_device: "meta" builds parameters without memory, which the wrapper fills.
-        freeze: names of parameters that are not trained, or paths of modules.
-        activation_checkpointing: blocks that are computed again for the backward.
-        compile: true, or options of torch.compile, and which blocks; or step.
-        train_step: the import path of a function that is the training step, or that as a `type`
-            with options of its own.
-        mesh: sizes of the axes along which the ranks are laid out.
-        trace_collectives: compare every collective across ranks; errors say which rank waits where.
+        val, test: None without data for them.
+        ledger: the settings of ``hooks.ledger``, if the config has them as a section.
+        init_device: "meta" builds parameters without memory, which the wrapper allocates.
+        freeze: names of parameters, or paths of modules, that are not trained.
+        activation_checkpointing: blocks whose forward is repeated in the backward pass.
+        compile: true, options of torch.compile with the blocks to compile, or "step".
+        train_step: the import path of a training-step function, or a dict with the path as ``type``
+            and further options.
+        mesh: sizes of the axes of the device mesh.
+        trace_collectives: compare every collective across ranks; errors name each rank's position.
     """
 
     model: Component
@@ -177,7 +187,7 @@ class RunSections:
     resume: bool | str = False
 
 
-# Where settings belong that users look for at the top of a config.
+# The key paths of settings that users may put at the top of a config by mistake.
 PLACES = {
     **{one.name: f"data.train.{one.name}" for one in fields(LoaderSection)},
     **{one.name: f"launch.{one.name}" for one in fields(LaunchSection)},

@@ -1,4 +1,4 @@
-"""Values checked against annotations: of a section's dataclass, of a function's arguments."""
+"""Checks values against the annotations of a section's dataclass or a function's arguments."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -17,7 +17,7 @@ from ..arguments import (
 from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
-# Messages do not list the settings of sections that have more.
+# Messages do not list the settings of sections with more settings.
 _MANY = 12
 
 _KINDS: dict[Any, str] = {
@@ -40,13 +40,13 @@ def check_section(
     *,
     places: Mapping[str, str] = MappingProxyType({}),
 ) -> T | None:
-    """Return `values` as a `section` dataclass, None when something is wrong with them.
+    """Return ``values`` as a ``section`` dataclass, None if they have problems.
 
-    Unknown keys, wrong types, values that are not allowed and missing keys are added to
-    `problems`. A field's metadata may have `minimum` (a number must not be below it).
+    Unknown keys, wrong types, values that are not allowed and missing keys are appended to
+    ``problems``. A field's metadata may have a ``minimum`` for numbers.
 
     Args:
-        also: keys that would have made it something else than this section.
+        also: keys that would select another kind of section.
         places: the key paths of settings that belong to other sections.
     """
     if not isinstance(values, Mapping):
@@ -56,9 +56,12 @@ def check_section(
     known = {field.name: field for field in fields(section)}  # type: ignore[arg-type]
     unknown = [str(key) for key in values if key not in known]
     free = [name for name in known if name not in values]
+    all_of = "; docs/configs.md describes the settings"
+    if len(known) <= _MANY:
+        all_of = f"; allowed are {', '.join(known)}"
     for key in unknown:
         hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, free)
-        hint = hint or did_you_mean(key, [*known, *also]) or _all_of(known)
+        hint = hint or did_you_mean(key, [*known, *also]) or all_of
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
     if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):
         meant = meant_by(unknown, [*known])
@@ -71,28 +74,24 @@ def check_section(
         ]
     hints = get_type_hints(section)
     checked = {
-        name: _checked(values[name], hints[name], field, joined(where, name), problems)
+        name: _check_value(values[name], hints[name], field, joined(where, name), problems)
         for name, field in known.items()
         if name in values
     }
     return section(**checked) if len(problems) == before else None
 
 
-def _all_of(names: Collection[str]) -> str:
-    if len(names) > _MANY:
-        return "; docs/configs.md describes the settings"
-    return f"; allowed are {', '.join(names)}"
-
-
 def joined(where: str, key: str) -> str:
-    """Return the key path of `key` in the section at `where`."""
+    """Return the key path of ``key`` in the section at ``where``."""
     return f"{where}.{key}" if where else key
 
 
-def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]) -> Any:
+def _check_value(
+    value: Any, hint: Any, field: Field[Any], where: str, problems: list[Problem]
+) -> Any:
     options = options_of(hint)
     section = next((option for option in options if is_dataclass(option)), None)
-    if section is not None and not _goes_without(value, options):
+    if section is not None and not _is_alternative(value, options):
         assert isinstance(section, type)
         also = ("type",) if any(get_origin(option) is dict for option in options) else ()
         return check_section(section, value, where, problems, also)
@@ -105,15 +104,15 @@ def _checked(value: Any, hint: Any, field: Field[Any], where: str, problems: lis
     return value
 
 
-def _goes_without(value: Any, options: tuple[Any, ...]) -> bool:
-    """Whether `value` is null or a component where a section could stand."""
+def _is_alternative(value: Any, options: tuple[Any, ...]) -> bool:
+    """Whether ``value`` is one of the options other than a section, such as null or a component."""
     if isinstance(value, Mapping):
         return "type" in value and any(get_origin(option) is dict for option in options)
     return any(fits(value, option) for option in options)
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether `value` is of the kind that `hint` means; whole numbers are numbers too."""
+    """Whether ``value`` has the type ``hint``; whole numbers are numbers too."""
     if hint is Any:
         return True
     if get_origin(hint) is Literal:
@@ -132,7 +131,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def _allowed_text(options: tuple[Any, ...]) -> str:
-    """Return "a number or null" for the hints."""
+    """Return the allowed types in words, such as "a number or null"."""
     words: list[str] = []
     for option in options:
         if get_origin(option) is Literal:
@@ -157,10 +156,10 @@ def _near(value: Any, options: tuple[Any, ...]) -> str:
 def value_problems(
     target: Callable[..., Any], given: Mapping[str, Any]
 ) -> Iterator[ArgumentProblem]:
-    """Yield the numbers, texts, truth values, nulls and lists that `target` cannot mean.
+    """Yield arguments whose values do not fit the annotations of ``target``.
 
-    Only arguments annotated with such kinds alone, or with `Tensor`, are looked at: anything else
-    may take more than its annotation says.
+    Only arguments annotated with scalar types or ``Tensor`` are checked: others may accept more
+    than their annotation says.
     """
     hints = {} if is_only_declared(target) else annotations_of(target)
     for name, value in given.items():
@@ -171,13 +170,13 @@ def value_problems(
 
 
 def _allowed_instead(value: Any, hint: Any) -> str:
-    """Return what an argument annotated with `hint` must be, "" if it may be `value`."""
+    """Return the values that ``hint`` allows, in words, "" if ``value`` is allowed."""
     options = tuple(one for one in options_of(hint) if title(one) != "Tensor")
     is_scalar = value is None or isinstance(value, str | int | float)
     if is_tensor(hint):
         has_parts = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
         is_list = isinstance(value, list) and not has_parts and not are_numbers(value)
-        # Without null as a choice the annotation may be too narrow for a number.
+        # Only "Tensor or None" rules out scalars: a bare "Tensor" may be too narrow.
         is_wrong = is_list or (options and is_scalar and value is not None)
         return one_of(["a list of numbers", *["null" for _ in options]]) if is_wrong else ""
     if not is_scalar or not options or not all(map(_is_plain, options)):
@@ -189,5 +188,5 @@ def _allowed_instead(value: Any, hint: Any) -> str:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether `hint` means numbers, texts, truth values, null or literals of them alone."""
+    """Whether ``hint`` is a number, text, truth value, null or literal."""
     return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal

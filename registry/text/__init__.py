@@ -1,1 +1,1 @@
-"""YAML and Python files, merged, with the origin of each value. Start with config.py."""
+"""Reads and merges YAML and Python configs with the origin of each value. Start with config.py."""

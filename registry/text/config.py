@@ -1,4 +1,4 @@
-"""Configs: files and overrides in, settings that know their origins out."""
+"""Configs made of files and overrides, with the origin of each setting."""
 
 import os
 import re
@@ -26,9 +26,9 @@ _OVERRIDE = "override "
 
 
 class Config(Mapping[str, Any]):
-    """Resolved settings, read as `cfg["a"]["b"]`, `cfg.a.b` or `cfg.select("a.b")`.
+    """Resolved settings, read as ``cfg["a"]["b"]``, ``cfg.a.b`` or ``cfg.select("a.b")``.
 
-    Sections are configs themselves; a key that is also the name of a method is read by `[]`.
+    Sections are configs too. Use ``[]`` for keys that are also names of methods.
 
     Attributes:
         path: the file that was loaded.
@@ -43,7 +43,7 @@ class Config(Mapping[str, Any]):
     ) -> None:
         self._values = values
         self.path = path
-        # Every value and its origin by its dotted path in the whole config; `at` is the own path.
+        # Values and origins by dotted path in the whole config; `at` is this section's path.
         self._places = places
         self._at = at
 
@@ -67,12 +67,12 @@ class Config(Mapping[str, Any]):
         return f"Config({self._values!r})"
 
     def select(self, path: str, default: Any = None) -> Any:
-        """Return the value at a dotted path ("data.train.batch_size"), `default` if absent."""
+        """Return the value at a dotted path ("data.train.batch_size"), ``default`` if absent."""
         full = self._full(path)
         return self._wrapped(self._places[full][0], full) if full in self._places else default
 
     def has(self, path: str) -> bool:
-        """Tell whether there is a value at a dotted path."""
+        """Return whether there is a value at a dotted path."""
         return self._full(path) in self._places
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,9 +81,9 @@ class Config(Mapping[str, Any]):
         return copied
 
     def origin(self, path: str) -> str:
-        """Return what set the value at a dotted path: "configs/a.yaml:14", "override a.b=1".
+        """Return the origin of the value at a dotted path: "configs/a.yaml:14", "override a.b=1".
 
-        For a path that does not exist, the origin of its nearest section.
+        If the path does not exist, return the origin of the closest section.
         """
         full = self._full(path)
         while full and full not in self._places:
@@ -104,17 +104,17 @@ class Config(Mapping[str, Any]):
 def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Config:
     """Read a config file, or the shipped config of that name, and apply overrides.
 
-    `name` is set to the file's stem where the config does not set it. The `config.yaml` in a run's
-    folder gets that folder as its `run_dir`, even if the folder has been moved.
+    If the config does not set ``name``, it is the file's stem. The ``config.yaml`` in a run's
+    folder gets that folder as its ``run_dir``, even if the folder has been moved.
 
     Args:
-        path_or_name: a YAML file, a .py file that defines `config` (a dict or a function that
+        path_or_name: a YAML file, a .py file that defines ``config`` (a dict or a function that
             returns one), or the name of a shipped config such as "digits_ddp".
-        overrides: `key.path=value` texts, applied in order; the values are read as YAML.
-            Sections that do not exist are made; a number picks from a list.
+        overrides: ``key.path=value`` texts, applied in order, with values in YAML. Missing sections
+            are created; a number is an index into a list.
 
     Raises:
-        ConfigError: a file, an override or an interpolation is wrong; the text names file and
+        ConfigError: a file, an override or an interpolation is not valid; the text names file and
             line.
     """
     path = find_config(path_or_name, Path.cwd())
@@ -137,7 +137,7 @@ def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] =
 
 
 def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
-    """Return the config for settings that were made in Python, `${...}` resolved.
+    """Return the config of settings in a dict, with ``${...}`` resolved.
 
     Raises:
         ConfigError: the type of a value is not allowed in a config, or a value cannot be resolved.
@@ -149,7 +149,7 @@ def dump_config(cfg: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a config as YAML; loading the file gives an equal config.
 
     Raises:
-        ConfigError: a value is of a kind that a config cannot hold.
+        ConfigError: the type of a value is not allowed in a config.
     """
     Path(path).write_text(format_config(cfg), encoding="utf-8")
 
@@ -158,14 +158,14 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
     """Return a config as YAML text.
 
     Args:
-        cfg: a Config, or dicts.
-        origins: end each line that sets a value with a comment with its origin.
+        cfg: a ``Config``, or nested dicts.
+        origins: add a comment with the origin to each line that sets a value.
     """
     text = to_yaml(_plain(cfg))
     if not origins or not isinstance(cfg, Config):
         return text
     _, lines = parse(text, "")
-    # YAML counts these characters as ends of lines, not those that splitlines() knows.
+    # YAML ends lines at these characters, splitlines() at others too.
     rows = re.split(r"(?<=[\n\x85\u2028\u2029])", text)[:-1]
     width = min(max(map(len, rows)) - 1, 60)
     starts = {path: int(line[1:]) for path, line in lines.items()}
@@ -173,7 +173,7 @@ def format_config(cfg: Mapping[str, Any], origins: bool = False) -> str:
     for path, start in starts.items():
         value, origin = cfg._places[path]
         if value in ({}, []) or not isinstance(value, dict | list):
-            # A text may go on over several lines.
+            # A text may have several lines.
             last = following[start] - 2
             row = f"{rows[last][:-1]:<{width}}  # {' '.join(origin.split())}"
             rows[last] = row.rstrip(" #") + "\n"
@@ -206,7 +206,7 @@ def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Co
 def _places(
     value: Any, origins: Mapping[str, str], at: str, inherited: str
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield each value and its origin by its path; what an interpolation made has that of it."""
+    """Yield each value and its origin by path; values of an interpolation have its origin."""
     origin = origins.get(at, inherited)
     yield at, (value, origin)
     for key, child in below(value):
@@ -214,7 +214,7 @@ def _places(
 
 
 def _folder(origin: str) -> Path:
-    """Return the folder of the file that set a value, else the working directory."""
+    """Return the folder of the file that set a value, or the working directory."""
     if not origin or origin.startswith(_OVERRIDE):
         return Path.cwd()
     return Path(os.path.abspath(re.sub(r":\d+$", "", origin))).parent
@@ -247,7 +247,7 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
 
 
 def _place(section: Any, path: tuple[str, ...], at: int, origins: Mapping[str, str]) -> str | int:
-    """Return the key or position in a section or list that a part of an override's path means."""
+    """Return the key or index for one part of an override's path, or raise ConfigError."""
     key, dotted = path[at], ".".join(path)
     if isinstance(section, dict):
         return own_key(section, key)
@@ -271,7 +271,7 @@ def _split(text: str) -> tuple[tuple[str, ...], str]:
     elif any(quote in key for quote in "'\"`"):
         what = f"the key {shortened(key)} must not be in quotes, only the value may be"
     elif not all(part and part == part.strip() for part in path):
-        what = f"{shown_value(key)} is no key path such as optimizer.lr"
+        what = f"{shown_value(key)} is not a key path such as optimizer.lr"
     elif len(path) > MAX_DEPTH:
         what = f"{shown_value(key)} is {TOO_DEEP}"
     if what:

@@ -1,4 +1,4 @@
-"""Config files, YAML or Python, with the files that they build on; the line of each value."""
+"""Reads config files, YAML or Python, with their base files and the line of each value."""
 
 import os
 import re
@@ -26,9 +26,9 @@ from .values import BASE, MAX_DEPTH, MAX_REPEATED, TOO_DEEP, dotted, escaped, me
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
-# A plain "=" or "<<" that is a value is text.
+# A plain "=" or "<<" as a value is text.
 _TEXT_TAGS = {_TAG + name for name in ("value", "merge")}
-# As long as YAML lets a key be that is written without a question mark.
+# YAML's limit for keys without a question mark.
 _MAX_KEY = 1024
 _HINTS = {
     "mapping values are not allowed": "is it indented too far, or text that needs quotes?",
@@ -51,9 +51,9 @@ _MAX_CHAIN = 50
 
 
 def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") -> Path:
-    """Return the file that a path (relative to `folder`) or the name of a shipped config means."""
+    """Return the config file at a path (relative to ``folder``), or the shipped config ``name``."""
     path = folder / os.path.expanduser(name)
-    # os.path's: a name that no path can have is that of no file.
+    # os.path.isfile also accepts names that are not valid paths.
     if os.path.isfile(path):
         return path
     shipped = {one.stem: one for one in _sources_in(_SHIPPED) if one.suffix != ".py"}
@@ -62,23 +62,23 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     if os.path.isdir(path):
         what = f"{name} is a folder, not a config file"
     else:
-        # The suffix is the same for all, so only the stems are compared.
+        # Only stems are compared: equal suffixes would make all names similar.
         by_stem = {stem: stem for stem in shipped}
         by_stem |= {other.stem: other.name for other in _sources_in(path.parent)}
         near = [by_stem[stem] for stem in nearest(path.stem, by_stem)]
         hint = f"; did you mean {one_of(near)}?" if near else ""
         if not hint and not path.suffix and shipped:
             hint = f"; shipped configs: {', '.join(shipped)}"
-        what = f"there is no config file {shortened(str(name))}{hint}"
+        what = f"the config file {shortened(str(name))} does not exist{hint}"
     raise ConfigError([Problem("", what, origin)])
 
 
 def read_config(
     path: Path, including: tuple[Path, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the settings of a file, merged over those of its `_base_` files, and their origins.
+    """Return the settings of a file, merged over its ``_base_`` files, and their origins.
 
-    The origins are texts such as "a.yaml:14" by dotted paths, "" for the file as a whole.
+    The origins are texts such as "a.yaml:14" by dotted path, "" for the file as a whole.
     """
     path = Path(os.path.abspath(path))
     own, own_origins = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
@@ -97,14 +97,14 @@ def read_config(
 
 
 def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
-    """Return the file that an entry of `_base_` in the last file of the chain names."""
+    """Return the file of an entry of ``_base_`` in the last file of the chain."""
     if isinstance(name, str):
         parent = find_config(name, chain[-1].parent, origin)
         if Path(os.path.abspath(parent)) in chain:
             loop = " -> ".join(shown(one) for one in (*chain, parent))
             what = f"the files include each other: {loop}"
         elif len(chain) > _MAX_CHAIN:
-            what = f"more than {_MAX_CHAIN} files that build on one another"
+            what = f"more than {_MAX_CHAIN} files include each other"
         else:
             return parent
     else:
@@ -142,7 +142,7 @@ def _read_python(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return ":3" for the line of the file in which an error was raised, else ""."""
+    """Return ":3" for the line of the file in which an error was raised, "" if unknown."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     if isinstance(error, SyntaxError) and error.filename == str(path):
         lines.append(error.lineno)
@@ -160,7 +160,7 @@ def _sources_in(folder: Path) -> list[Path]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's rules for plain scalars, but 1e-3 is a number (YAML 1.2) and a date is text."""
+    """Reads plain scalars like PyYAML, but 1e-3 is a number (YAML 1.2) and a date is text."""
 
     yaml_implicit_resolvers = {
         first: [rule for rule in rules if rule[0] not in (_TAG + "float", _TAG + "timestamp")]
@@ -169,7 +169,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes the texts that PyYAML or `_Loader` would read as something else."""
+    """Quotes texts that PyYAML or ``_Loader`` would read as another type."""
 
 
 for kind in (_Loader, _Dumper):
@@ -179,17 +179,19 @@ for kind in (_Loader, _Dumper):
 def parse(
     text: str, source: str, *, numbered: bool = True, at: tuple[str, ...] = ()
 ) -> tuple[Any, dict[str, str]]:
-    """Return the settings in a YAML text, and the origin of each by its dotted path.
+    """Return the settings in a YAML text, and the origin of each by dotted path.
 
-    `source` is the file; or, where `numbered` is False, the whole origin. `at` is the path that
-    the settings will have.
+    Args:
+        source: the name of the file.
+        numbered: whether origins have line numbers.
+        at: the path of the settings in the config.
     """
     reader = _Reader(text, source, numbered, len(at))
     return reader.read(".".join(at)), reader.origins
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """Return settings as YAML text which, loaded, gives the same settings."""
+    """Return settings as YAML text that loads as equal settings."""
     return str(yaml.dump(escaped(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
@@ -265,13 +267,13 @@ class _Reader:
                 raise self._error(line, f"this key is already set in line {first}", str(key))
             lines[str(key)] = line
             keys.append((key, value))
-        # After what is merged, whose origins these replace.
+        # After the merged sections, because these values replace their origins.
         for key, value in keys:
             values[key] = self._child(value, key, at, lines[str(key)], above)
         return values
 
     def _merged(self, node: Any, at: str, above: tuple[int, ...]) -> dict[str | int, Any]:
-        """Return the settings of the sections that a `<<` names, of which the first one wins."""
+        """Return the settings of the sections of a ``<<``; the first section takes precedence."""
         found: dict[str | int, Any] = {}
         for source in node.value[::-1] if isinstance(node, yaml.SequenceNode) else [node]:
             values = self._value(source, at, above)
@@ -300,11 +302,11 @@ class _Reader:
             kind = node.tag.replace(_TAG, "!!")
             raise self._error(line, f"a config cannot hold a value of the kind {kind}")
         try:
-            # A text may have halves of surrogate pairs, by escapes: no file could hold it.
+            # By escapes, a text may have lone surrogates, which cannot be written to a file.
             node.value.encode()
             return self._loader.construct_object(node)
         except (ValueError, KeyError) as error:
-            what = f"not valid YAML: {shown_value(node.value)} is no value"
+            what = f"not valid YAML: {shown_value(node.value)} is not a value"
             raise self._error(line, what) from error
 
 

@@ -1,4 +1,4 @@
-"""Settings as dicts, lists and scalars: what they may be, merged, and `${...}` resolved."""
+"""Settings as dicts, lists and scalars: checks and merges them, and resolves ``${...}``."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,24 +15,24 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 BASE = "_base_"
 DELETE = "_delete_"
-# Keys that only files can have, and where.
+# Keys that are only allowed in files.
 _IN_FILES = {
-    BASE: "stands at the top of a file only",
-    DELETE: "stands in a section of a file only; an override or a dict replaces the whole section",
+    BASE: "is only allowed at the top of a file",
+    DELETE: "is only allowed in a section of a file; an override or a dict replaces the section",
 }
-# Each level takes several frames of Python's stack in whatever walks through a config.
+# Recursive functions use several frames of Python's stack per level.
 MAX_DEPTH = 50
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
-# How many values aliases and interpolations may add by repeating others.
+# The most values that aliases and interpolations may add by repeating others.
 MAX_REPEATED = 10_000
 _OPEN = "${"
 _MISSING = "???"
 _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
-# Where an interpolation begins, unless it is escaped, and where one may end.
+# The start of an interpolation, unless escaped, and its possible end.
 _BRACKETS = re.compile(r"(?<!\\)\$\{|\}")
 _MAX_TEXT = 10_000
-# How many wrong names are told what is near: each is compared with every name of the config.
-_MOST_HINTS = 20
+# The most unknown names with suggestions: each is compared with every name of the config.
+_MAX_HINTS = 20
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -41,31 +41,31 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def below(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the values in a section or list with their keys or positions; of a scalar nothing."""
+    """Return the keys and values of a section, or the indices and values of a list."""
     if isinstance(value, dict):
         return value.items()
     return enumerate(value) if isinstance(value, list) else ()
 
 
 def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value with its path, a section before what is in it."""
+    """Yield every value with its path, sections before their contents."""
     yield path, value
     for key, child in below(value):
         yield from walk(child, (*path, key))
 
 
 def own_key(section: dict[Any, Any], key: str) -> str | int:
-    """Return a key of a path as the section has it: "1" may be its 1."""
+    """Return the section's key for a part of a path: "1" may mean 1."""
     number = int(key) if re.fullmatch(r"-?[0-9]{1,30}", key) else key
     return number if key not in section and number in section and str(number) == key else key
 
 
 def merge(base: Any, over: Any) -> Any:
-    """Return `over` merged over `base`: sections are merged, everything else is replaced.
+    """Return ``over`` merged over ``base``: sections are merged, everything else is replaced.
 
-    A section in `over` with `_delete_: true` replaces the one in `base` as a whole.
+    A section in ``over`` with ``_delete_: true`` replaces the one in ``base`` as a whole.
     """
-    # Not OmegaConf.merge, which evaluates interpolations on the way, however long they become.
+    # Not OmegaConf.merge, which evaluates interpolations, however long they become.
     if isinstance(over, list):
         return [merge(None, item) for item in over]
     if not isinstance(over, dict):
@@ -78,7 +78,8 @@ def merge(base: Any, over: Any) -> Any:
 def plain(value: Any, path: KeyPath = ()) -> Any:
     """Return a copy as dicts, lists and scalars; a class or function becomes its import path.
 
-    What a config cannot hold is a TypeError that names its path.
+    Raises:
+        TypeError: the type of a value is not allowed in a config; the text names the value's path.
     """
     if len(path) > MAX_DEPTH:
         raise TypeError(f"{dotted(path[:3])}: {TOO_DEEP}")
@@ -105,13 +106,16 @@ def plain(value: Any, path: KeyPath = ()) -> Any:
 
 
 def refuse_file_keys(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Raise ConfigError for keys that were not read as what they mean in a file."""
+    """Raise ConfigError for keys that are only allowed in files."""
     places = (path for path, _ in walk(values) if path)
     _raise({path: _IN_FILES[path[-1]] for path in places if path[-1] in _IN_FILES}, origins)
 
 
 def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Replace every `${...}` in the settings by its value; values left as `???` are mistakes."""
+    """Replace every ``${...}`` in the settings by its value, or raise ConfigError.
+
+    Values that are ``???`` are errors too.
+    """
     texts = {path: one for path, one in walk(values) if isinstance(one, str)}
     waiting = {path: text for path, text in texts.items() if _OPEN in text}
     faults = {text: _fault(text) for text in set(waiting.values())}
@@ -146,7 +150,7 @@ def _raise(wrong: Mapping[KeyPath, str], origins: Mapping[str, str]) -> None:
 
 
 def escaped(value: Any) -> Any:
-    """Return settings that resolve to `value` itself."""
+    """Return settings that resolve to ``value`` itself."""
     if isinstance(value, dict):
         return {key: escaped(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -162,7 +166,7 @@ def _fault(text: str) -> str:
     """Return what is wrong with the syntax of an interpolation, "" when nothing is."""
     why = f"longer than {_MAX_TEXT:,} characters" if len(text) > _MAX_TEXT else ""
     steps = (1 if bracket == _OPEN else -1 for bracket in _BRACKETS.findall(text))
-    # Where Python's stack ends depends on who asks, and on what the parser has cached.
+    # Checked before parsing: how deep the parser can recurse depends on the stack of the caller.
     if max(accumulate(steps, lambda depth, step: max(depth + step, 0), initial=0)) > MAX_DEPTH:
         why = why or TOO_DEEP
     try:
@@ -171,11 +175,11 @@ def _fault(text: str) -> str:
         why = TOO_DEEP
     except OmegaConfBaseException as error:
         why = "a } is missing" if text.count("{") > text.count("}") else _first_line(error)
-    return f"{shortened(text)} is no valid interpolation: {why}" if why else ""
+    return f"{shortened(text)} is not a valid interpolation: {why}" if why else ""
 
 
 class _Expansion:
-    """Values with their interpolations resolved, as many as may be repeated."""
+    """Resolves interpolations, up to a limit of repeated values."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._conf = OmegaConf.create(values)
@@ -185,7 +189,7 @@ class _Expansion:
         self._hints: dict[str, str] = {}
 
     def value_at(self, path: KeyPath, text: str) -> Any:
-        # Before OmegaConf is asked: it evaluates what a text repeats as often as it does.
+        # Checked before the evaluation: OmegaConf evaluates repeated values every time.
         self._repeated += self._size(text)
         if self._repeated > MAX_REPEATED:
             raise ValueError(f"interpolations that repeat more than {MAX_REPEATED:,} values")
@@ -199,7 +203,7 @@ class _Expansion:
     def _size(self, value: Any) -> int:
         """Return how many values are evaluated for a value."""
         if id(value) not in self._sizes:
-            # OmegaConf reports one that refers to itself.
+            # Ends the recursion if a value refers to itself, which OmegaConf reports.
             self._sizes[id(value)] = 0
             inner = [one for _, one in below(value)]
             if isinstance(value, str):
@@ -214,7 +218,7 @@ class _Expansion:
         inner = text[text.find(_OPEN) + 2 :].partition("}")[0]
         is_name = ":" not in inner and _OPEN not in inner and not inner.startswith(".")
         is_absent = is_name and isinstance(error, OmegaConfBaseException)
-        if is_absent and inner not in self._hints and len(self._hints) < _MOST_HINTS:
+        if is_absent and inner not in self._hints and len(self._hints) < _MAX_HINTS:
             self._hints[inner] = did_you_mean(inner, self._places)
         why = _first_line(error) + self._hints.get(inner, "")
         return f"{shortened(text)} cannot be resolved: {why}"

@@ -223,7 +223,10 @@ def test_the_section_and_the_hook_exclude_each_other(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "faults.yaml", "ledger=true", "hooks.ledger={}"]) == 2
-    assert "ledger: stands beside hooks.ledger, give one of the two" in capsys.readouterr().err
+    assert (
+        "ledger: cannot be combined with hooks.ledger; set only one of them"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

@@ -31,8 +31,9 @@ DOORS = {
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
         EpochTrainLoop GradNormHook Hook HookList IterTrainLoop
         LogHook LoopState MeanLoss NanGuardHook
-        NonFiniteError NoteStepHook Phase PolyLR ProcessMetric ProgressHook ScheduleWindow
-        SchedulerHook ShardedBatchSampler SpikeError SpikeGuardHook Stateful
+        NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
+        ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
+        SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
@@ -65,7 +66,7 @@ DOORS = {
         RpcException RpcGroup RpcReference World get_cur_name get_cur_rank get_world
         is_world_initialized
     """,
-    "runner": "LaunchError Runner launch load_model",
+    "runner": "Export ExportError LaunchError Runner export_model launch load_model",
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
         LossWeight Mesh OptimWrapper OptimWrapperDict PostLocalSGD Preparation

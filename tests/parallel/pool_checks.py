@@ -1,4 +1,4 @@
-"""What is left of pools: threads, processes, descriptors, shared memory."""
+"""Kinds of pools, and checks of what they leave: threads, processes, descriptors, memory."""
 
 import contextlib
 import gc
@@ -6,6 +6,13 @@ import multiprocessing
 import os
 import threading
 import time
+
+from stepwrap.parallel import Pool, ThreadPool
+
+KINDS = {
+    "Pool": lambda *args, **more: Pool(2, *args, start_method="fork", **more),
+    "ThreadPool": lambda *args, **more: ThreadPool(2, *args, **more),
+}
 
 
 def wait_until(condition, timeout_s=20.0, story=lambda: "it did not come"):

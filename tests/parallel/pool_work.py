@@ -155,15 +155,6 @@ def leave_a_child(seconds):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_once(path):
-    """Kill the worker the first time."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return "second time"
-    return kill_self()
-
-
 def die_first_times(path, times):
     with open(path, "a+") as file:
         file.write("x")
@@ -190,12 +181,6 @@ def begin_when_told(folder, go):
     open(os.path.join(folder, str(os.getpid())), "w").close()
     while not os.path.exists(go):
         time.sleep(0.002)
-
-
-def log_and_square(path, number):
-    with open(path, "a") as file:
-        file.write(f"{number}\n")
-    return number * number
 
 
 initialized = []

@@ -6,11 +6,12 @@ import os
 import resource
 import signal
 import sys
-import time
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from stepwrap.parallel import SimpleQueue
 
 
 def started(context: BaseContext, function: Callable[..., object], *arguments: Any) -> BaseProcess:
@@ -18,6 +19,15 @@ def started(context: BaseContext, function: Callable[..., object], *arguments: A
     process: BaseProcess = context.Process(target=function, args=arguments, daemon=True)  # type: ignore[attr-defined]
     process.start()
     return process
+
+
+def served(
+    context: BaseContext, function: Callable[..., object], *arguments: Any
+) -> tuple[Any, Any, BaseProcess]:
+    """Return two queues and a process that runs a function with them, and further arguments."""
+    given: Any = SimpleQueue()
+    back: Any = SimpleQueue()
+    return given, back, started(context, function, given, back, *arguments)
 
 
 def ended(process: BaseProcess) -> int | None:
@@ -28,14 +38,6 @@ def ended(process: BaseProcess) -> int | None:
         process.kill()
         process.join()
     return code
-
-
-def until(holds: Callable[[], bool], limit_s: float = 20) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass"
-        time.sleep(0.01)
 
 
 def is_asleep(pid: int | None) -> bool:

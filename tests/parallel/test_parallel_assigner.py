@@ -111,7 +111,7 @@ def test_costs_are_the_documented_terms() -> None:
     )
     assert assigner.crossing == {("1", "2"): 1.0}
     assert assigner.report().splitlines() == [
-        "device   size  allowed  computes  should  models",
+        "device   size  allowed  computes  target  models",
         "cuda:0  7 MiB    7 MiB       70%     75%  0, 1",
         "cpu     3 MiB  100 MiB       30%     25%  2",
         "25% of the connections cross",

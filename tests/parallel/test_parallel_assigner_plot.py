@@ -32,7 +32,7 @@ def test_it_says_who_sits_where_and_what_crosses(tmp_path: Path) -> None:
     assert told == {"cuda:0: 30 MiB of 30 MiB": 0.5, "cpu: 80 MiB of 100 MiB": 2.0}
     frames = [(frame.get_xy(), frame.get_width()) for frame in axes.patches]
     assert frames == [((-0.5, -0.5), 2), ((1.5, 1.5), 1)]
-    assert axes.get_title() == "who sits where: <1% of all connections cross (red)"
+    assert axes.get_title() == "placement: <1% of all connections cross (red)"
     crossing, staying = (image.get_array() for image in axes.images)
     assert [tuple(place) for place in zip(*crossing.nonzero(), strict=True)] == [(1, 2), (2, 1)]
     assert [tuple(place) for place in zip(*staying.nonzero(), strict=True)] == [(0, 1), (1, 0)]

@@ -135,19 +135,9 @@ def test_optimize_placement_is_one_step_of_the_objective() -> None:
     )
     cost.backward()
     placement = logits.clone().requires_grad_()
+    optimizer, weights = torch.optim.SGD([placement], lr=0.1), (2, 0.01, 3, 0.7)
     before = ModelAssigner.optimize_placement(
-        torch.optim.SGD([placement], lr=0.1),
-        placement,
-        sizes,
-        capacities,
-        sizes,
-        compute,
-        connection,
-        distance,
-        2,
-        0.01,
-        3,
-        0.7,
+        optimizer, placement, sizes, capacities, sizes, compute, connection, distance, *weights
     )
     torch.testing.assert_close(before, cost.detach())
     torch.testing.assert_close(placement.detach(), logits - 0.1 * expected.grad)

@@ -77,7 +77,7 @@ def test_optimizers_whose_state_cannot_be_known() -> None:
         ModelSizeEstimator(model, optimizer=fresh).estimate_size()
     with pytest.raises(ValueError, match="SGD holds no parameter of this model"):
         ModelSizeEstimator(model, optimizer=foreign).estimate_size()
-    with pytest.raises(ValueError, match="optimizer=LBFGS could not be found.*step it once"):
+    with pytest.raises(ValueError, match="optimizer=LBFGS could not be determined.*step it once"):
         ModelSizeEstimator(model, optimizer=torch.optim.LBFGS).estimate_size()
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import run, run_script
 
 from stepwrap.parallel import Pickler, dumps, loads, mark_static_module
 from stepwrap.transport import wire as _wire
@@ -240,25 +239,16 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_objects_of_the_script(method: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(_SCRIPT))
-    ran = subprocess.run(
-        [sys.executable, str(script), method], capture_output=True, text=True, timeout=120
-    )
-    assert (ran.stdout, ran.returncode) == ("done\n", 0), ran.stderr
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    assert run("script.py", method, cwd=tmp_path) == "done\n"
 
 
 def test_objects_of_another_script_are_named(tmp_path: Path) -> None:
-    script = tmp_path / "other.py"
-    script.write_text(
-        "import sys\nfrom stepwrap.parallel import dumps\n"
-        "def work():\n    return 1\n"
+    code = (
+        "from stepwrap.parallel import dumps\ndef work():\n    return 1\n"
         "for recurse in (False, True):\n    print(dumps(work, recurse=recurse).hex())\n"
     )
-    ran = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True
-    )
-    by_name, by_value = map(bytes.fromhex, ran.stdout.split())
-    with pytest.raises(AttributeError, match=r"work of .*other\.py is not in this process"):
+    by_name, by_value = map(bytes.fromhex, run_script(code, tmp_path).split())
+    with pytest.raises(AttributeError, match=r"work of .*script\.py is not in this process"):
         loads(by_name)
     assert loads(by_value)() == 1

@@ -1,5 +1,6 @@
 """The calls of pools: values, order, laziness, callbacks, what travels and how often."""
 
+import functools
 import queue
 import threading
 
@@ -25,15 +26,11 @@ from stepwrap.parallel import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-@pytest.fixture(scope="module", params=["Pool", "P2PPool", "ThreadPool", "BasePool"])
+@pytest.fixture(
+    scope="module", params=[Pool, P2PPool, ThreadPool, BasePool], ids=lambda kind: kind.__name__
+)
 def pool(request):
-    makers = {
-        "Pool": lambda: Pool(2),
-        "P2PPool": lambda: P2PPool(2),
-        "ThreadPool": lambda: ThreadPool(2),
-        "BasePool": lambda: BasePool(2),
-    }
-    with makers[request.param]() as pool:
+    with request.param(2) as pool:
         yield pool
 
 
@@ -41,6 +38,15 @@ def pool(request):
 def processes():
     with Pool(2) as pool:
         yield pool
+
+
+def run_all(targets):
+    """Run functions in threads, and wait for them."""
+    threads = [threading.Thread(target=one) for one in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
 
 def test_apply(pool):
@@ -148,11 +154,7 @@ def test_input_is_read_as_results_are_taken(pool):
 def test_two_consumers(pool):
     iterator = pool.imap(work.square, range(400))
     found = [[], []]
-    threads = [threading.Thread(target=one.extend, args=(iterator,)) for one in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_all([functools.partial(one.extend, iterator) for one in found])
     assert sorted(found[0] + found[1]) == [n * n for n in range(400)]
 
 
@@ -165,11 +167,7 @@ def test_many_callers(pool):
             if pool.apply(work.add, (base, n)) != base + n:
                 wrong.append((base, n))
 
-    threads = [threading.Thread(target=call, args=(1000 * one,)) for one in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_all([functools.partial(call, 1000 * one) for one in range(6)])
     assert not wrong
 
 
@@ -191,9 +189,8 @@ def test_functions_of_any_kind(processes):
     factor = 3
     assert processes.map(lambda n: n * factor, range(3)) == [0, 3, 6]
     data = bytes(1_000_000)
-    assert processes.map(lambda n: n + len(data), range(40), 1) == [
-        1_000_000 + n for n in range(40)
-    ]
+    found = processes.map(lambda n: n + len(data), range(40), 1)
+    assert found == [1_000_000 + n for n in range(40)]
 
 
 def test_function_travels_once(processes):
@@ -234,8 +231,18 @@ def test_tensors_by_reference(method):
         assert float(tensor.max()) <= 52.0
 
 
+def counted(name):
+    """Return a method that notes its name, then calls the method of the base class."""
+
+    def method(self):
+        self.steps.append(name)
+        getattr(super(Counting, self), name)()
+
+    return method
+
+
 class Counting:
-    """What passes the methods that a subclass may replace."""
+    """Records the calls of the methods that a subclass may override."""
 
     def __init__(self, *args, **more):
         self.tasks, self.results, self.steps = [], [], []
@@ -250,21 +257,10 @@ class Counting:
         self.results.append(result)
         return result
 
-    def repopulate_pool(self):
-        self.steps.append("repopulate")
-        super().repopulate_pool()
-
-    def maintain_pool(self):
-        self.steps.append("maintain")
-        super().maintain_pool()
-
-    def terminate_workers(self):
-        self.steps.append("terminate")
-        super().terminate_workers()
-
-    def join_workers(self):
-        self.steps.append("join")
-        super().join_workers()
+    repopulate_pool = counted("repopulate_pool")
+    maintain_pool = counted("maintain_pool")
+    terminate_workers = counted("terminate_workers")
+    join_workers = counted("join_workers")
 
 
 class QueuePool(Counting, BasePool):
@@ -294,21 +290,21 @@ def test_everything_passes_the_methods(kind):
 def test_repopulating_is_the_pools(tmp_path):
     with CountingPool(1, maxtasksperchild=1, start_method="fork") as pool:
         assert pool.map(work.square, range(3), 1) == [0, 1, 4]
-        wait_until(lambda: pool.steps.count("repopulate") >= 3)
-    assert "maintain" in pool.steps
+        wait_until(lambda: pool.steps.count("repopulate_pool") >= 3)
+    assert "maintain_pool" in pool.steps
 
 
 @pytest.mark.parametrize("kind", [QueuePool, CountingPool])
 def test_the_end_is_the_pools(kind):
     with kind(1) as pool:
         assert pool.apply(work.square, (3,)) == 9
-    assert pool.steps[-2:] == ["terminate", "join"]
+    assert pool.steps[-2:] == ["terminate_workers", "join_workers"]
     pool = kind(1)
     assert pool.apply(work.square, (3,)) == 9
     pool.close()
     pool.join(20)
-    assert pool.steps[-1] == "join"
-    assert "terminate" not in pool.steps
+    assert pool.steps[-1] == "join_workers"
+    assert "terminate_workers" not in pool.steps
 
 
 def test_recursive():

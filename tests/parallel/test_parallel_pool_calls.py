@@ -5,13 +5,10 @@ import time
 
 import pool_work as work
 import pytest
+from pool_checks import KINDS
 
 from stepwrap.parallel import Pool, ThreadPool, TimeoutError
 
-KINDS = {
-    "Pool": lambda **more: Pool(2, start_method="fork", **more),
-    "ThreadPool": lambda: ThreadPool(2),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 

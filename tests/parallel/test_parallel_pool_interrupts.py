@@ -9,14 +9,10 @@ import traceback
 
 import pool_work as work
 import pytest
-from pool_checks import nothing_left, wait_until
+from pool_checks import KINDS, nothing_left, wait_until
 
-from stepwrap.parallel import Pool, PoolTerminatedError, ThreadPool
+from stepwrap.parallel import Pool, PoolTerminatedError
 
-KINDS = {
-    "Pool": lambda: Pool(2, start_method="fork"),
-    "ThreadPool": lambda: ThreadPool(2),
-}
 CALLS = {
     "apply": lambda pool, *files: pool.apply(work.wait_for, files),
     "map": lambda pool, *files: pool.starmap(work.wait_for, [files], 1),

@@ -12,7 +12,7 @@ import weakref
 
 import pool_work as work
 import pytest
-from pool_checks import is_running, nothing_left, wait_until
+from pool_checks import KINDS, is_running, nothing_left, wait_until
 from programs import run_script
 
 from stepwrap.parallel import (
@@ -25,10 +25,6 @@ from stepwrap.parallel import (
     TimeoutError,
 )
 
-KINDS = {
-    "Pool": lambda *args, **more: Pool(2, *args, start_method="fork", **more),
-    "ThreadPool": lambda *args, **more: ThreadPool(2, *args, **more),
-}
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
@@ -219,14 +215,11 @@ def test_workers_with_children():
         pool.apply(work.child_result)
 
 
-def run(text, **more):
-    """Run a program of its own."""
-    code = textwrap.dedent(text)
-    folder = os.path.dirname(work.__file__)
-    environment = {**os.environ, "PYTHONPATH": folder}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, **more
-    )
+def run(text):
+    """Start a Python program that can import the module `work`."""
+    words = [sys.executable, "-c", textwrap.dedent(text)]
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(work.__file__)}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
@@ -268,24 +261,12 @@ def test_program_ends_with_an_open_pool(is_daemon):
 
 
 def test_missing_guard(tmp_path):
-    """A script that starts its pool at the top level is told so."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import pool_work as work\nfrom stepwrap.parallel import Pool\n"
-        "print(Pool(1).apply(work.square, (3,)))\n"
-    )
-    folder = os.path.dirname(work.__file__)
-    done = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": folder},
-        timeout=60,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert 'if __name__ == "__main__":' in done.stderr
-    assert "BrokenPoolError" in done.stderr
+    """A script that starts its pool at the top level gets an error that names the guard."""
+    code = "from stepwrap.parallel import Pool\nprint(Pool(1).apply(abs, (3,)))\n"
+    with pytest.raises(AssertionError) as caught:
+        run_script(code, tmp_path)
+    assert 'if __name__ == "__main__":' in str(caught.value)
+    assert "BrokenPoolError" in str(caught.value)
 
 
 def test_pool_in_a_forked_process():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from queue_work import descriptors, echo, ended, modules_of, put_all, started
+from queue_work import descriptors, echo, ended, modules_of, put_all, served, started
 
 from stepwrap.parallel import MultiP2PQueue, SimpleP2PQueue, SimpleQueue, TimeoutError
 
@@ -51,7 +51,7 @@ def test_get_gives_up_in_time(make: Any) -> None:
 
 @ANY
 def test_a_timeout_that_makes_no_sense(make: Any) -> None:
-    with pytest.raises(ValueError, match="timeout must be None or seconds from 0 on, got -1"):
+    with pytest.raises(ValueError, match="timeout must be None or at least 0 s, got -1"):
         make().get(-1)
 
 
@@ -130,8 +130,7 @@ def test_to_and_fro(method: str) -> None:
 
 def test_torch_is_not_imported_for_other_values() -> None:
     context = multiprocessing.get_context("spawn")
-    given, back = SimpleQueue(), SimpleQueue()
-    process = started(context, modules_of, given, back)
+    given, back, process = served(context, modules_of)
     given.put(np.zeros(100_000))
     value, has_torch, has_cloudpickle = back.get(60)
     assert (len(value), has_torch, has_cloudpickle) == (100_000, False, False)
@@ -140,8 +139,7 @@ def test_torch_is_not_imported_for_other_values() -> None:
 
 def test_connections_can_be_sent() -> None:
     ours, theirs = multiprocessing.Pipe()
-    given, back = SimpleQueue(), SimpleQueue()
-    process = started(multiprocessing.get_context("fork"), echo, given, back)
+    given, back, process = served(multiprocessing.get_context("fork"), echo)
     given.put(theirs)
     arrived = back.get(30)
     arrived.send("through")

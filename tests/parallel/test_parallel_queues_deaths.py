@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pool_checks import wait_until
 from queue_work import (
     count_until_none,
     descriptors,
@@ -23,8 +24,8 @@ from queue_work import (
     is_asleep,
     put_and_die,
     put_for_ever,
+    served,
     started,
-    until,
 )
 
 from stepwrap.parallel import MultiP2PQueue, SimpleP2PQueue, SimpleQueue, TimeoutError
@@ -43,7 +44,7 @@ def test_a_reader_killed_while_it_waits_takes_nothing_along() -> None:
     queue: Any = SimpleQueue()
     readers = [started(FORK, get_for_ever, queue) for _ in range(2)]
     for reader in readers:
-        until(lambda: is_asleep(reader.pid))  # noqa: B023
+        wait_until(lambda: is_asleep(reader.pid))  # noqa: B023
     for reader in readers:
         _killed(reader)
     queue.put(1)
@@ -53,7 +54,7 @@ def test_a_reader_killed_while_it_waits_takes_nothing_along() -> None:
 def test_get_gives_up_in_time_while_others_wait() -> None:
     queue: Any = SimpleQueue()
     reader = started(FORK, get_for_ever, queue)
-    until(lambda: is_asleep(reader.pid))
+    wait_until(lambda: is_asleep(reader.pid))
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
         queue.get(0.1)
@@ -169,9 +170,7 @@ def test_multi_get_ends_when_all_writers_have() -> None:
 
 @pytest.mark.parametrize(("count", "spare"), [(3, 0), (3, 1), (200, 2)])
 def test_the_limit_of_open_files_is_named_by_the_receiver(count: int, spare: int) -> None:
-    queue: Any = SimpleQueue()
-    back: Any = SimpleQueue()
-    reader = started(FORK, get_with_few_descriptors, queue, back, spare)
+    queue, back, reader = served(FORK, get_with_few_descriptors, spare)
     queue.put([torch.zeros(3) for _ in range(count)])
     name, text = back.get(60)
     assert name == "OSError"
@@ -182,7 +181,7 @@ def test_the_limit_of_open_files_is_named_by_the_receiver(count: int, spare: int
 
 def test_a_bundle_has_as_few_messages_as_can_be() -> None:
     """The system takes only so many, whatever is in them."""
-    bundle = _descriptors.bundled([os.dup(0) for _ in range(600)])
+    bundle = _descriptors.bundle([os.dup(0) for _ in range(600)])
     with socket.socket(fileno=bundle) as carrier:
         parts = [_descriptors.receive(carrier, 1)[1] for _ in range(4)]
     for part in parts:
@@ -201,4 +200,4 @@ def test_more_tensors_than_a_message_takes_descriptors() -> None:
         one.data_ptr() == other.data_ptr() for one, other in zip(tensors, arrived, strict=True)
     )
     del queue, tensors, arrived
-    until(lambda: descriptors() <= before)
+    wait_until(lambda: descriptors() <= before)

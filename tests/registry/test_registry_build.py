@@ -62,31 +62,28 @@ def test_nested_dicts_are_passed_as_they_are(parts: Registry) -> None:
     assert parts.build({"type": "Part", "width": 1, "inner": inner}).inner is inner
 
 
-@pytest.mark.parametrize("cfg", [[{"type": "Part"}], "Part", None, {"type": 3}])
-def test_wrong_configs_are_type_errors(parts: Registry, cfg: Any) -> None:
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("cfg", "kind", "said"),
+    [
+        ([{"type": "Part"}], TypeError, "but got"),
+        ("Part", TypeError, "but got"),
+        (None, TypeError, "but got"),
+        ({"type": 3}, TypeError, "but got"),
+        ({"width": 1}, KeyError, 'must contain the key "type", but got width'),
+        ({"type": "Part", "width": -1}, ValueError, "^width must not be negative$"),
+    ],
+)
+def test_wrong_configs(parts: Registry, cfg: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
         build_from_cfg(cfg, parts)
 
 
 def test_wrong_registry_and_defaults_are_type_errors(parts: Registry) -> None:
-    with pytest.raises(
-        TypeError, match="registry must be a Registry object, but got <class 'dict'>"
-    ):
-        build_from_cfg({"type": "Part"}, {"Part": Part})  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="^default_args should be a dict, ConfigDict, Config or None"
-    ):
-        build_from_cfg({"type": "Part"}, parts, [1])  # type: ignore[arg-type]
-
-
-def test_a_missing_type_is_a_key_error(parts: Registry) -> None:
-    with pytest.raises(KeyError, match='must contain the key "type", but got width'):
-        build_from_cfg({"width": 1}, parts)
-
-
-def test_errors_of_the_constructor_are_unchanged(parts: Registry) -> None:
-    with pytest.raises(ValueError, match="^width must not be negative$"):
-        build_from_cfg({"type": "Part", "width": -1}, parts)
+    cfg: Any = {"type": "Part"}
+    with pytest.raises(TypeError, match="registry must be a Registry object, but got <class 'dic"):
+        build_from_cfg(cfg, cfg)
+    with pytest.raises(TypeError, match="^default_args should be a dict, ConfigDict, Config or N"):
+        build_from_cfg(cfg, parts, [1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +181,7 @@ def test_a_nested_miss_tells_about_both_registries(parts: Registry) -> None:
         ("ddp", "w", "must be a dict with a type, got 'ddp'; write {type: ddp}"),
         ({"module": 1}, "w", "needs a type: a name of MODEL_WRAPPERS or an import path"),
         ({"type": 3}, "w.type", "type must be a str or valid type, but got <class 'int'>: 3"),
-        ({"type": "ddp", "module": 1}, "w.module", "is supplied by the run itself"),
+        ({"type": "ddp", "module": 1}, "w.module", "is supplied by the run"),
         (
             {"type": "ddp", "find_unused": True},
             "w.find_unused",

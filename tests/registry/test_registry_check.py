@@ -119,13 +119,13 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("launch.timeout_s=soon", "launch.timeout_s: must be a number, got 'soon'"),
         ("launch=3", "launch: must be a section of settings, got 3"),
         ("imports=nets", "imports: must be a list of text, got 'nets'"),
-        ("imports.0=netts", "imports.0: there is no module netts in"),
-        ("imports.0=lost.py", "imports.0: there is no file"),
+        ("imports.0=netts", "imports.0: the module netts was not found in"),
+        ("imports.0=lost.py", "imports.0: the file "),
         ("resume=3", "resume: must be true or false or text, got 3"),
         ("optimizer=AdamW", "must be a section of settings, got 'AdamW'; write {type: AdamW}"),
         ("optimizer={lr: 1}", "optimizer: needs a type: a name of OPTIMIZERS or an import path"),
         ("optimizer.tyype=AdamW", "has no such argument; did you mean type?"),
-        ("optimizer.params=[]", "optimizer.params: is supplied by the run itself"),
+        ("optimizer.params=[]", "optimizer.params: is supplied by the run"),
         ("optimizer=null", "optimizer: this setting is missing: train needs an optimizer"),
         ("model=null", "model: this setting is required and missing"),
         ("model.net.type=Nett", "model.net.type: Nett is not in the stepwrap::MODELS registry"),
@@ -148,7 +148,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("data.train.collate=nets.stak", "nets has no stak; did you mean stack?"),
         ("data.train.dataset.type=mmdet.Coco", "package mmdet is not installed"),
         ("test={}", "data.test: this setting is missing: test needs data"),
-        ("train.val_loop=1", "train.val_loop: is supplied by the run itself"),
+        ("train.val_loop=1", "train.val_loop: is supplied by the run"),
         ("train.epochs=1", "train.epochs: EpochTrainLoop has no such argument; did you mean max"),
         ("metrics=accuracy", "metrics: must be a section of settings, got 'accuracy'"),
         ("metrics.x=1", "metrics.x: must be a dict with a type, got 1"),
@@ -242,11 +242,11 @@ def test_nothing_to_run_is_a_problem(write: Write) -> None:
 def test_what_a_base_left_behind_is_explained(good: str, write: Write) -> None:
     write("child.yaml", "_base_: good.yaml\nschedulers:\n  type: StepLR\n  step_size: 1\n")
     assert problem("child.yaml").endswith(
-        "it is inherited, `_delete_: true` beside the type (child.yaml:3) drops it"
+        "it is inherited, `_delete_: true` next to the type (child.yaml:3) removes it"
     )
     assert problem(good, "schedulers.type=ConstantLR").endswith(
         "has no such argument; it is inherited, 'schedulers={type: ConstantLR}' replaces the whole "
-        "section and drops it"
+        "section and removes it"
     )
 
 

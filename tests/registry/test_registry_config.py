@@ -144,8 +144,8 @@ def test_overrides_follow_lists_and_make_sections(write: Write) -> None:
     [
         ("a", "override a: an override must read key.path=value"),
         ("'a=1'", "the key 'a must not be in quotes"),
-        ("a..b=1", "'a..b' is no key path such as optimizer.lr"),
-        ("a =1", "'a ' is no key path"),
+        ("a..b=1", "'a..b' is not a key path such as optimizer.lr"),
+        ("a =1", "'a ' is not a key path"),
         ("s=[1,", "s: the value [1, is not valid YAML"),
         ("s=x: y: z", "if it is text, put it in quotes: 's=\"x: y: z\"'"),
         ("s.b=1", "s.b: s is text (a.yaml:2), it has no b"),
@@ -180,15 +180,15 @@ def test_all_wrong_overrides_are_told_at_once(write: Write) -> None:
         ("", "the file is empty"),
         ("- 1\n", "got a list"),
         ("a: 1\n_base_: a.yaml\n", "a.yaml:2: _base_: the files include each other: a.yaml -> a"),
-        ("_base_: [aa.yaml]\n", "a.yaml:1: there is no config file aa.yaml; did you mean a.yaml?"),
+        ("_base_: [aa.yaml]\n", "a.yaml:1: the config file aa.yaml does not exist; did you mean a"),
         ("_base_: 3\n", "a.yaml:1: _base_: must be a file or a list of files, got 3"),
-        ("a:\n  _base_: x\n", "a.yaml:2: a._base_: stands at the top of a file only"),
+        ("a:\n  _base_: x\n", "a.yaml:2: a._base_: is only allowed at the top of a file"),
         ('"":\n  _base_: x\n', "a.yaml:1: a setting needs a name"),
         ("a: 1\nb: ${c.d}\nc: {e: 1}\n", "a.yaml:2: b: ${c.d} cannot be resolved"),
         ("b: ${c.d}\nc: {e: 1}\n", "did you mean c.e?"),
         ("b: ${b}\n", "a.yaml:1: b: ${b} refers to itself"),
         ("b: ${c}\nc: ${b}\n", "a.yaml:2: c: ${b} refers to itself"),
-        ("b: ${c\n", "a.yaml:1: b: ${c is no valid interpolation: a } is missing"),
+        ("b: ${c\n", "a.yaml:1: b: ${c is not a valid interpolation: a } is missing"),
         ("b: ${oc.env:NOT_SET_AT_ALL}\n", "Environment variable 'NOT_SET_AT_ALL' not found"),
         ("a:\n  b: ???\n", "a.yaml:2: a.b: a value is required here: give one with a.b=..."),
     ],
@@ -218,7 +218,10 @@ def test_unreadable_files_are_told(write: Write, workplace: Path) -> None:
     write("train.yaml", "a: 1\n")
     (workplace / "binary.yaml").write_bytes(b"a: \xff\xfe\n")
     (workplace / "control.yaml").write_bytes(b"a: 1\nb: \x01\n")
-    assert refused("trian.yaml") == "there is no config file trian.yaml; did you mean train.yaml?"
+    assert (
+        refused("trian.yaml")
+        == "the config file trian.yaml does not exist; did you mean train.yaml?"
+    )
     assert "is a folder, not a config file" in refused(".")
     assert "binary.yaml: the file cannot be read: UnicodeDecodeError" in refused("binary.yaml")
     assert "control.yaml:2: the character '\\x01' is not allowed" in refused("control.yaml")
@@ -289,17 +292,20 @@ def test_keys_of_files_are_refused_elsewhere(write: Write) -> None:
     """They would be lost in the printed config."""
     path = write("a.yaml", "model: {type: Net, width: 1}\n")
     for override, said in (
-        ("model._delete_=true", "model._delete_: stands in a section of a file only; an override"),
-        ("model._base_=a.yaml", "model._base_: stands at the top of a file only"),
-        ("model={a: {_base_: x}}", "model.a._base_: stands at the top of a file only"),
-        ("_base_=a.yaml", "_base_: stands at the top of a file only"),
+        (
+            "model._delete_=true",
+            "model._delete_: is only allowed in a section of a file; an override",
+        ),
+        ("model._base_=a.yaml", "model._base_: is only allowed at the top of a file"),
+        ("model={a: {_base_: x}}", "model.a._base_: is only allowed at the top of a file"),
+        ("_base_=a.yaml", "_base_: is only allowed at the top of a file"),
     ):
         with pytest.raises(ConfigError) as caught:
             load_config(path, [override])
         assert str(caught.value).startswith(f"override {override}: {said}")
     assert load_config(path, ["model={_delete_: true, type: A}"]).model.to_dict() == {"type": "A"}
     for key in ("_delete_", "_base_"):
-        with pytest.raises(ConfigError, match=f"model.{key}: stands "):
+        with pytest.raises(ConfigError, match=f"model.{key}: is only allowed "):
             config_from_dict({"model": {key: True}})
     with pytest.raises(ConfigError, match="a setting needs a name"):
         config_from_dict({"": 1})

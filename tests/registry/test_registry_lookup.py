@@ -247,9 +247,9 @@ def test_a_broken_location_is_told_with_its_error(write: Write) -> None:
     [
         (OPTIMIZERS, "AdamX", "AdamX is not in the stepwrap::OPTIMIZERS registry; did you"),
         (METRICS, "Acuracy", "did you mean Accuracy"),
-        (MODELS, "mmdet.RetinaNet", "package mmdet is not installed; if it is your own, run this"),
-        (MODELS, "mmdet.RetinaNet", "from the folder that has mmdet.py"),
-        (MODELS, "mmdet.nets.RetinaNet", "from the folder that has mmdet/"),
+        (MODELS, "mmdet.RetinaNet", "package mmdet is not installed; if it is your code, run this"),
+        (MODELS, "mmdet.RetinaNet", "from the folder that contains mmdet.py"),
+        (MODELS, "mmdet.nets.RetinaNet", "from the folder that contains mmdet/"),
         (MODELS, "torch.nn.Linearr", "torch.nn has no Linearr; did you mean Linear"),
         (MODELS, "torch.nnn.Linear", "torch has no nnn; did you mean nn"),
         (MODELS, "torch.float32", "neither a class nor a function"),

@@ -106,29 +106,11 @@ PIECES = [
     *("- ", "{", "}", "[", "]", '"', "'", ":", ": ", "|", ">", "#", "\t", "\x00", "\ufeff", "%"),
     *("${a}", "${model}", "${.seed}", "${oc.env:HOME}", "???", "1: 2", "1.5: 2", "null: 1", "~: 1"),
     *("name: ${name}", "imports: 3", "imports: [3, a.py]", "- - - 1", "a.b: {c: 1}", '"\\ud800"'),
-    *(
-        "model: 3",
-        "seed: 1e400",
-        ".nan",
-        "0b_",
-        "2020-01-01",
-        "é",
-        "\u2028",
-        "yes: no",
-        "---",
-        "...",
-    ),
+    *("model: 3", "seed: 1e400", ".nan", "0b_", "2020-01-01", "é", "\u2028", "yes: no", "---"),
+    "...",
 ]
 NEW_VALUES = [
-    "1",
-    "{}",
-    "[]",
-    "true",
-    "null",
-    "{_delete_: true}",
-    "{a: {b: 1}}",
-    "[1, {a: 2}]",
-    "x",
+    *("1", "{}", "[]", "true", "null", "{_delete_: true}", "{a: {b: 1}}", "[1, {a: 2}]", "x"),
 ]
 
 
@@ -205,11 +187,11 @@ def nested(depth: int) -> str:
     [
         (nested(60), "a.yaml:1: nested more than 50 levels deep"),
         (nested(5000), "a.yaml:1: nested more than 50 levels deep"),
-        ("_base_: " + "q" * 5000, "a.yaml:1: there is no config file qqq"),
+        ("_base_: " + "q" * 5000, "a.yaml:1: the config file qqq"),
         ("? " + "k" * 1100 + "\n: 1", "a.yaml:1: a key of 1,100 characters, at most 1,024"),
         ('a: "\\ud800"', "a.yaml:1: not valid YAML: "),
-        ("a: " + "${" * 51 + "b" + "}" * 51, "no valid interpolation: nested more than 50"),
-        ("a: " + "${" * 400 + "b" + "}" * 400, "no valid interpolation: nested more than 50"),
+        ("a: " + "${" * 51 + "b" + "}" * 51, "not a valid interpolation: nested more than 50"),
+        ("a: " + "${" * 400 + "b" + "}" * 400, "not a valid interpolation: nested more than 50"),
         ("a: &a {b: 1}\nc: {<<: 3}", "a.yaml:2: `<<` takes a section, or a list of sections"),
     ],
 )
@@ -266,7 +248,7 @@ def test_overrides_and_dicts_are_bounded_as_files_are(write: Write) -> None:
 def test_files_that_build_on_one_another_without_end_are_told(write: Write) -> None:
     for at in range(60):
         write(f"c{at}.yaml", f"_base_: c{at + 1}.yaml\n")
-    with pytest.raises(ConfigError, match="more than 50 files that build on one another"):
+    with pytest.raises(ConfigError, match="more than 50 files include each other"):
         load_config("c0.yaml")
 
 

@@ -258,5 +258,5 @@ def test_resume_under_another_wrapper_says_how(nets: Path, capsys: Capture) -> N
     err = mistakes(capsys, "train", "--resume", "wrapper.type=ddp")
     assert err.endswith(
         "wrapper.shard: StepDistributedDataParallel has no such argument; it is inherited, "
-        "'wrapper={type: ddp}' replaces the whole section and drops it\n"
+        "'wrapper={type: ddp}' replaces the whole section and removes it\n"
     )

@@ -91,7 +91,9 @@ def test_modules_of_the_working_directory_come_first(leave: Path) -> None:
 
 def test_a_folder_without_the_modules_is_not_used(leave: Path) -> None:
     (leave.parents[1] / "points.py").rename(leave.parents[1] / "others.py")
-    where = rf"no module points in {Path.cwd()}; run this from the folder that has points\.py"
+    where = (
+        rf"points was not found in {Path.cwd()}; run this from the folder that contains points\.py"
+    )
     with pytest.raises(ConfigError, match=where):
         load_model(leave)
     assert str(leave.parents[1]) not in sys.path

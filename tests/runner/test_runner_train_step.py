@@ -122,7 +122,7 @@ def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
         (f"{HERE}.dubled", "did you mean doubled"),
         ({"type": f"{HERE}.doubled", "factr": 1}, "unexpected keyword argument 'factr'"),
         (f"{HERE}.model", "is called with"),
-        (f"{HERE}.SingleDevice", "is no function"),
+        (f"{HERE}.SingleDevice", "is not a function"),
         ({"factor": 2.0}, "must be the import path of a function"),
         (["a"], "must be a section of settings or text"),
     ],

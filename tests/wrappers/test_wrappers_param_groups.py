@@ -169,7 +169,10 @@ def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
         ({"norm_decay": 0.0}, "no such setting; did you mean norm_decay_mult"),
         ({"custom_keys": {"embed": {"lr_mul": 2}}}, "no such option; did you mean lr_mult"),
         ({"custom_keys": {"embed": 2}}, "must be options such as lr_mult, got 2"),
-        ({"custom_keys": {"embed": {"lr": 1, "lr_mult": 2}}}, "lr: stands beside lr_mult"),
+        (
+            {"custom_keys": {"embed": {"lr": 1, "lr_mult": 2}}},
+            "lr: cannot be combined with lr_mult",
+        ),
         ({"bias_lr_mult": "x"}, "bias_lr_mult: must be a number, got 'x'"),
         ({"bias_lr_mult": -1}, "bias_lr_mult: must be at least 0, got -1"),
     ],
