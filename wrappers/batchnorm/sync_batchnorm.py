@@ -387,8 +387,8 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
 
     The batch may be split over the replicas of a ``StepDataParallel`` (or another wrapper with
     replication callbacks), or over the ranks of a process group. Statistics, outputs and gradients
-    are the same as with ``BatchNorm2d`` on the whole batch; parts may be uneven or empty. With a single
-    replica and rank, and in evaluation, it is torch's ``batch_norm``, without communication.
+    are the same as with ``BatchNorm2d`` on the whole batch; parts may be uneven or empty. With a
+    single replica and rank, and in evaluation, it is torch's ``batch_norm``, without communication.
 
     In training every replica, or every rank, must call the layer the same number of times and in
     the same order. Over ranks the backward is collective too if any rank's input requires a
