@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import (
 
 from stepwrap.registry.arguments import argument_problems
 from stepwrap.wrappers import StepFullyShardedDataParallel
-from stepwrap.wrappers.fsdp.options import FURTHER, read_options
+from stepwrap.wrappers.fsdp.options import EXTRA_OPTIONS, read_options
 from stepwrap.wrappers.fsdp.units import find_units
 
 HALF = torch.bfloat16
@@ -230,7 +230,7 @@ def test_options_are_checked_by_name() -> None:
 def test_signature_for_configs() -> None:
     names = list(StepFullyShardedDataParallel.config_signature().parameters)
     assert names[:3] == ["module", "shard", "mesh"]
-    assert set(FURTHER) < set(names)
+    assert set(EXTRA_OPTIONS) < set(names)
     torch_names = set(torch.distributed.fsdp.FullyShardedDataParallel.__init__.__annotations__)
     assert torch_names - {"module", "return"} <= set(names)
 

@@ -299,7 +299,8 @@ class _Joint(Function):
         needs_grad = ctx.needs_input_grad[2:]
         results: list[Tensor | None] = []
         for index, (dy, x, own) in enumerate(triples):
-            (of_bias, of_weight), of_x = sums[index], None
+            of_bias, of_weight = sums[index]
+            of_x: Tensor | None = None
             x_needs, weight_needs, bias_needs = needs_grad[3 * index : 3 * index + 3]
             if x_needs:
                 total = total.to(x.device)

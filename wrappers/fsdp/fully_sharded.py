@@ -20,7 +20,7 @@ from ..sharding.mesh import Mesh, agree
 from ..sharding.meta_init import materialise
 from ..steps.preprocess import DataPreprocessor
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
-from .options import FURTHER, FsdpOptions, read_options, sharding_mesh
+from .options import EXTRA_OPTIONS, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
 from .torch_internals import call_as_forward
 from .units import calls_children, check_model, shard_model
@@ -116,7 +116,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     config_plain = ("auto_wrap_policy", "param_init_fn")
     passed_on = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in FURTHER.items()
+        for name, default in EXTRA_OPTIONS.items()
     ]
     _shows_leaves = False
 
@@ -144,21 +144,21 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         }
         self._roots: list[Root] = []
         options = _read(type(self), module, given, detect_anomalous_params)
-        place = sharding_mesh(options, module)
-        self.data_group = place.data_group
+        meshes = sharding_mesh(options, module)
+        self.data_group = meshes.data_group
         self.collective_eval = True
         apply_sync_batchnorm(module, sync_batchnorm, self.data_group)
-        roots = shard_model(module, options, place.shards)
+        roots = shard_model(module, options, meshes.shards)
         self.module = module
         if any(one.is_meta for one in module.parameters()):
-            materialise(module, place.everywhere, options.param_init_fn)
+            materialise(module, meshes.everywhere, options.param_init_fn)
         self._model_steps = has_own_train_step(module)
         self._roots = [Root(one, steps_itself=calls_children(module)) for one in roots]
         self._prepare_steps(detect_anomalous_params)
         for one in self.modules():
             # Batches move to the device of the gathered blocks; shards may be on another one.
             if isinstance(one, DataPreprocessor):
-                one.to(place.device)
+                one.to(meshes.device)
         self._leaves = _watch_leaves(self, self._roots) if detect_anomalous_params else {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

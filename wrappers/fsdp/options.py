@@ -108,7 +108,7 @@ _SPELLINGS = {
     ),
 }
 # The options in **fsdp_kwargs of the wrapper, with their defaults.
-FURTHER: dict[str, Any] = {
+EXTRA_OPTIONS: dict[str, Any] = {
     "prefetch": None,
     **{name: one.default for name, one in _SPELLINGS.items() if "." not in name},
 }
@@ -163,7 +163,7 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
         ValueError: options contradict each other, or FSDP2 does not support a value.
         TypeError: a value has a wrong type.
     """
-    options = _read_spellings({**FURTHER, **given})
+    options = _read_spellings({**EXTRA_OPTIONS, **given})
     blocks, policy = _read_policy(options["auto_wrap_policy"])
     free, hybrid = _STRATEGIES[options["sharding_strategy"] or "FULL_SHARD"]
     device, mesh = options["device_id"], options.get("mesh")

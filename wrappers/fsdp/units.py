@@ -84,8 +84,8 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
         policy = exact.get(path, options.precision)
         fully_shard(root, mp_policy=policy, reshard_after_forward=free_root, **common)
         start = f"{path}." if path else ""
-        own = {name: units[name] for name in units if name != path and name.startswith(start)}
-        _set_prefetch(root, own, options.prefetch)
+        inside = {name: units[name] for name in units if name != path and name.startswith(start)}
+        _set_prefetch(root, inside, options.prefetch)
     return list(roots.values())
 
 

@@ -78,7 +78,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         gather: Gather | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        # DataParallel.__init__ refuses the CPU, and ignores its arguments if there is no GPU.
+        # DataParallel.__init__ refuses the CPU, and ignores its arguments without a GPU.
         nn.Module.__init__(self)
         if device_ids is not None and not device_ids:
             raise ValueError(
@@ -216,15 +216,15 @@ def _patched(kind: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
         return kind
     if kind is DataParallel:
         return ReplicationCallbackDataParallel
-    # Our class comes last: the original class finds its methods in place of torch's.
+    # Our class comes last, so that the original class calls our methods instead of torch's.
     names = {"_patched_from": kind, "__module__": kind.__module__}
     return type(kind.__name__, (_Patched, kind, ReplicationCallbackDataParallel), names)
 
 
 def _make_patched(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    made = make(*arguments)
-    patch_replication_callback(made)
-    return made
+    data_parallel = make(*arguments)
+    patch_replication_callback(data_parallel)
+    return data_parallel
 
 
 def _devices(given: Iterable[Any]) -> list[torch.device]:
@@ -233,8 +233,6 @@ def _devices(given: Iterable[Any]) -> list[torch.device]:
 
 def _device(given: Any, setting: str) -> torch.device:
     """Return ``given`` (a number is a CUDA device) as a device that exists."""
-    if given == _CPU:
-        return _CPU
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     if device.type == "cpu":
         return _CPU

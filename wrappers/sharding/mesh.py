@@ -97,17 +97,19 @@ def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
         sizes = {"data": 1, **sizes}
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"only one axis can be -1 (the rest of the ranks), got {_product(sizes)}")
+        raise ValueError(
+            f"only one axis can be -1 (the rest of the ranks), got {_axes_text(sizes)}"
+        )
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ValueError(f"the size of axis {name} must be at least 1, or -1, got {size!r}")
-    taken = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     if free:
-        if world_size % taken:
-            raise ValueError(f"{world_size} ranks cannot be divided into {_product(sizes)}")
-        sizes[free[0]] = world_size // taken
-    elif taken != world_size:
-        raise ValueError(f"{_product(sizes)} = {taken} ranks, but there are {world_size}")
+        if world_size % product:
+            raise ValueError(f"{world_size} ranks cannot be divided into {_axes_text(sizes)}")
+        sizes[free[0]] = world_size // product
+    elif product != world_size:
+        raise ValueError(f"{_axes_text(sizes)} = {product} ranks, but there are {world_size}")
     return sizes
 
 
@@ -122,7 +124,7 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
     Raises:
         ValueError: the axes do not fit the number of ranks, or differ between ranks.
     """
-    agree(lambda: {"mesh": _product(check_axes(axes, get_world_size()))})
+    agree(lambda: {"mesh": _axes_text(check_axes(axes, get_world_size()))})
     sizes = check_axes(axes, get_world_size())
     if not distributed_available():
         return Mesh(sizes)
@@ -144,11 +146,11 @@ def _check_names(axes: Mapping[str, int]) -> None:
         )
     if "replicate" in axes and "shard" not in axes:
         raise ValueError(
-            "axis replicate needs the axis shard too; for copies without shards use the data axis"
+            "axis replicate needs shard as well; for copies without shards use the data axis"
         )
 
 
-def _product(sizes: Mapping[str, int]) -> str:
+def _axes_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
@@ -157,13 +159,13 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
         return None
     if "replicate" not in sizes:
         return mesh.get_group("data" if "data" in sizes else "shard")
-    own: ProcessGroup | None = None
+    data_group: ProcessGroup | None = None
     # Every rank must create all groups, because torch names a group by the number of the call.
     for ranks in mesh.mesh.flatten(0, 1).T.tolist():
         group = distributed.new_group(ranks)
         if distributed.get_rank() in ranks:
-            own = group
-    return own
+            data_group = group
+    return data_group
 
 
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
@@ -185,11 +187,11 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
         # Hashed, because large descriptions of many ranks would take long to exchange.
         return hashlib.sha256(obj2tensor(described, "cpu").numpy().data).digest()
 
-    digests, failures, own = run_together(digest, lambda report: _gather(report, mesh))
-    if own is not None and len({failure and failure.told for failure in failures}) == 1:
-        raise own
+    digests, failures, error = run_together(digest, lambda report: _gather(report, mesh))
+    if error is not None and len({failure and failure.told for failure in failures}) == 1:
+        raise error
     for failure in filter(None, failures):
-        raise failure.kind(f"on rank {failure.rank}: {failure.text}") from own
+        raise failure.kind(f"on rank {failure.rank}: {failure.text}") from error
     if len(set(digests)) == 1:
         return
     (first_rank, first), *others = _gather((get_rank(), described), mesh)
@@ -203,10 +205,10 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
                 )
 
 
-def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
+def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     if mesh is None or not distributed_available():
-        return all_gather_object(own)
-    known = {get_rank(): own}
+        return all_gather_object(value)
+    known = {get_rank(): value}
     for group, _ in _routes(mesh):
         known = dict(ChainMap(*all_gather_object(known, group)))
     return [known[rank] for rank in sorted(known)]
@@ -219,12 +221,12 @@ def broadcast_first(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     Only the local parts of sharded tensors are sent. Tensors on the meta device are skipped.
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = {}
-    taken: Counter[tuple[Any, ...]] = Counter()
+    num_bytes: Counter[tuple[Any, ...]] = Counter()
     for part in map(local_part, tensors):
         if part.numel() and not part.is_meta:
             kind = (part.dtype, part.device)
-            buckets.setdefault((*kind, taken[kind] // _BUCKET_BYTES), []).append(part)
-            taken[kind] += part.nbytes
+            buckets.setdefault((*kind, num_bytes[kind] // _BUCKET_BYTES), []).append(part)
+            num_bytes[kind] += part.nbytes
     for group, source in _routes(ranks):
         for (_, device, _), bucket in buckets.items():
             _send(bucket, group, source, comm_device(group, prefer=device))
@@ -240,9 +242,9 @@ def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
         raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            place = list(coordinate)
-            place[axis] = 0
-            yield mesh.get_group(axis), int(mesh.mesh[tuple(place)])
+            source = list(coordinate)
+            source[axis] = 0
+            yield mesh.get_group(axis), int(mesh.mesh[tuple(source)])
 
 
 def _send(bucket: Sequence[Tensor], group: Any, source: int, device: torch.device) -> None:

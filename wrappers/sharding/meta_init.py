@@ -119,20 +119,20 @@ class _Builder:
                     self._store(shard)
 
     def _fill(self, job: _Job, shards: Mapping[_Slot, nn.Parameter]) -> None:
-        kept: dict[_Slot, nn.Parameter] = {}
+        created: dict[_Slot, nn.Parameter] = {}
         for slot, shard in shards.items():
-            is_kept = not self._is_tied_copy(job, slot)
-            whole = self._whole.get(shard) if is_kept else None
+            is_used = not self._is_tied_copy(job, slot)
+            whole = self._whole.get(shard) if is_used else None
             if whole is None:
                 memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
                 whole = nn.Parameter(memory, shard.requires_grad)
-            if is_kept:
-                kept[slot] = self._whole[shard] = whole
+            if is_used:
+                created[slot] = self._whole[shard] = whole
             slot[0]._parameters[slot[1]] = whole
         with _Writes() as writes, torch.no_grad():
             if job.init is not None:
                 job.init()
-        for slot, whole in kept.items():
+        for slot, whole in created.items():
             now = _parameter_in(slot)
             if now is not whole or writes.contains(now):
                 self._whole[shards[slot]] = now
@@ -225,7 +225,7 @@ def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
     if all(owner is module for owner, _ in slots):
         return []
     state = torch.get_rng_state()
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     stand_ins = {
         p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
         for p in slots.values()
@@ -246,7 +246,7 @@ def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
     finally:
         for (owner, name), p in slots.items():
             owner._parameters[name] = p
-        for buffer, values in kept:
+        for buffer, values in buffers:
             buffer.copy_(values)
         torch.set_rng_state(state)
 
@@ -267,8 +267,8 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
     kinds: list[Any] = [torch.random]
     if device.type != "cpu":
         kinds.append(torch.get_device_module(device))
-    own = [kind.get_rng_state() for kind in kinds]
-    first = [state.clone() for state in own]
+    states = [kind.get_rng_state() for kind in kinds]
+    first = [state.clone() for state in states]
     if distributed.is_initialized():
         broadcast_first(first, mesh)
     for kind, state in zip(kinds, first, strict=True):
@@ -276,6 +276,6 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
     try:
         yield
     finally:
-        for kind, before, state in zip(kinds, own, first, strict=True):
+        for kind, before, state in zip(kinds, states, first, strict=True):
             if not torch.equal(before, state):
                 kind.set_rng_state(before)
