@@ -50,11 +50,11 @@ def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
 # Parts of torch's error messages -> a better message.
 _ADVICE = {
     "mixed torch.Tensor and DTensor": (
-        "parameters are shards outside of a forward, but were used there. Run layers through "
-        "self(...) of the wrapper, or, if the model has its own train_step, through the model's "
-        "children. Compute sums over parameters from shards only, and gather the results before "
-        "combining them with other tensors: sum(one.square().sum().full_tensor() for one in "
-        "self.parameters()). Otherwise use ddp, or separate with several optimizers"
+        "parameters must be used in a forward, but were used where they are shards. Run layers "
+        "through self(...) of the wrapper, or, if the model has its own train_step, through the "
+        "model's children. Compute sums over parameters from shards only, and gather the results "
+        "before combining them with other tensors: sum(one.square().sum().full_tensor() for one "
+        "in self.parameters()). Otherwise use ddp, or separate with several optimizers"
     ),
     "already been lazily initialized": (
         "a part of the model was called before the module that it is sharded with. Run it through "
