@@ -223,9 +223,9 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             return
         if self._comm_hooks and not getattr(self._hook, "averages", False):
             raise ValueError(
-                "loss_weight needs gradients that are averaged over the ranks, which the comm_hook "
-                f"{self._comm_hooks[0][0].__qualname__} may not do: use allreduce, fp16_compress "
-                "or bf16_compress, or a custom CommHook with averages = True"
+                "loss_weight needs gradients that are averaged over the ranks, but the comm_hook "
+                f"{self._comm_hooks[0][0].__qualname__} need not average: use allreduce, "
+                "fp16_compress or bf16_compress, or a custom CommHook with averages = True"
             )
         if self._is_joined:
             raise ValueError(
