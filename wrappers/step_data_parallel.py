@@ -1,4 +1,4 @@
-"""The steps of a model of which several copies run in one process."""
+"""The wrapper for a model of which several copies run in one process."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ from .torch_functions import uncompiled
 
 @MODEL_WRAPPERS.register_module(name=["StepDataParallel", "MMDataParallel", "DataParallel", "dp"])
 class StepDataParallel(Steps, ReplicationCallbackDataParallel):
-    """``ReplicationCallbackDataParallel`` with the three steps.
+    """A ``ReplicationCallbackDataParallel`` with training, validation and test steps.
 
     For one process and a batch that is split over several devices. In a training step
-    (``mode="loss"``) losses without dimensions are averaged, each copy weighted by its part of
-    the batch (the size of the first tensor among its inputs). So a mean over samples is that of
-    the whole batch, but a sum over samples comes out smaller, and a mean that counts samples
-    unequally (ignored labels, class weights) differs: return the samples' losses instead, or give
-    the optimizer wrapper a ``loss_weight``. Losses with dimensions are concatenated, as are lists
-    in ``mode="predict"``.
+    (``mode="loss"``) losses without dimensions are averaged, and each copy has the weight of its
+    part of the batch (the size of the first tensor among its inputs). A mean over samples is then
+    the mean over the whole batch. A sum over samples is too small, and a weighted mean (ignored
+    labels, class weights) is different: return one loss per sample instead, or set a
+    ``loss_weight`` in the optimizer wrapper. Losses with dimensions are concatenated, and so are
+    lists in ``mode="predict"``.
 
-    ``val_step`` and ``test_step`` evaluate on the first device, without copies. Another step is a
-    subclass's ``train_step(data, optim_wrapper)``; ``self(..., mode="loss")`` uses all devices.
+    ``val_step`` and ``test_step`` evaluate on the first device, without copies. For another
+    optimization step override ``train_step(data, optim_wrapper)`` in a subclass;
+    ``self(..., mode="loss")`` uses all devices.
 
     Args:
         module: the model, on the first of the devices.
         device_ids, dim: as in ``ReplicationCallbackDataParallel``.
-        output_device: as there; also where the losses are added.
+        output_device: the device of the outputs and losses; default: the first device.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of the whole
             batch, by ``convert_sync_batchnorm``; or a mapping with its ``precision``.
-        options: ``scatter`` (``mode`` is given to every copy besides), ``gather`` (not used for
-            losses and for lists of predictions) and ``timeout_s``, as there.
+        options: ``scatter`` (every copy also gets ``mode``), ``gather`` (not used for losses and
+            lists of predictions) and ``timeout_s``; see ``ReplicationCallbackDataParallel``.
 
     Raises:
-        TypeError: the model has a ``train_step`` of its own, a part of it is compiled, or there
-            is no such option.
-        RuntimeError: there are several ranks, whose gradients nobody would average.
+        TypeError: the model has its own ``train_step``, a part of it is compiled, or an option is
+            unknown.
+        RuntimeError: there are several ranks, because their gradients would not be averaged.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         refuse_own_train_step(type(self), module, "uses one device only")
         if distributed_available() and (ranks := distributed.get_world_size()) > 1:
             raise RuntimeError(
-                f"{type(self).__name__} steps in one process and would leave the gradients of "
-                f"{ranks} ranks apart; use ddp, or one rank (launch.nproc=1)"
+                f"{type(self).__name__} needs a single rank, because it does not average gradients "
+                f"over ranks, but there are {ranks}; use ddp, or one rank (launch.nproc=1)"
             )
         module = apply_sync_batchnorm(module, sync_batchnorm)
         super().__init__(module, device_ids, output_device, dim, **options)
@@ -75,15 +76,15 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         self._loss_weight: Any = None
 
     def weigh_by(self, loss_weight: Any) -> None:
-        """Weigh the parts of a batch by a ``LossWeight``, as the whole one is weighed."""
+        """Set the ``LossWeight`` that computes the weight of each part of a batch."""
         self._loss_weight = loss_weight
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As in the base class, with losses and predictions joined as those of one batch."""
+        """Call the copies; join their losses or predictions as for the whole batch."""
         mode = kwargs.get("mode")
         if mode is None and any(one in ("loss", "predict") for one in inputs if type(one) is str):
-            raise TypeError("mode must be given by its name, as in mode='loss'")
+            raise TypeError("mode must be given by its name: mode='loss'")
         if mode not in ("loss", "predict"):
             return super().forward(*inputs, **kwargs)
         outputs, arguments = self._outputs(inputs, kwargs)
@@ -96,17 +97,17 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         return self.gather(outputs, device)
 
     def _shares(self, inputs: Any, kwargs: Any) -> list[float]:
-        """The part of the batch that each copy has."""
+        """Return the weight of each copy's part of the batch."""
         if self._loss_weight is None:
             return share_of_each(inputs, kwargs, self.dim)
         named = [{key: one for key, one in each.items() if key != "mode"} for each in kwargs]
-        batches = [own or args for own, args in zip(named, inputs, strict=True)]
+        batches = [each or args for each, args in zip(named, inputs, strict=True)]
         weights = [float(self._loss_weight.of(batch)) for batch in batches]
         total = sum(weights)
         return [weight / total if total else 0.0 for weight in weights]
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split the arguments over the devices, but give every copy the ``mode``."""
+        """Split the arguments over the devices, except ``mode``, which every copy gets."""
         if "mode" not in kwargs:
             return super().scatter(inputs, kwargs, device_ids)
         others = dict(kwargs)
@@ -118,10 +119,10 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
 
 
 def _averaged(parts: list[Tensor], shares: list[float], device: torch.device) -> Tensor:
-    """One loss out of those of the copies, which had these shares of the batch."""
+    """Average a loss over the copies, weighted by their shares of the batch."""
     if parts[0].ndim:
         return dict_gather(parts, device)  # type: ignore[no-any-return]
     pairs = zip(parts, shares, strict=True)
-    # A mean over nothing may be a NaN, which it would remain times 0.
+    # The mean of an empty part may be NaN, and NaN times 0 is still NaN.
     weighted = ((part if share else part.nan_to_num()).to(device) * share for part, share in pairs)
     return reduce(torch.add, weighted)

@@ -1,4 +1,4 @@
-"""Options that pass through to torch, checked by name."""
+"""Helpers around functions of torch: options by name, double backward, compilation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..registry import nearest
 
 
 def option_names(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that ``function`` takes by keyword."""
+    """Return the names of the arguments that ``function`` accepts by keyword."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     return [one.name for one in parameters if one.kind in kinds and one.name != "self"]
@@ -31,17 +31,17 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
 
 
 def refuse_double_backward(output: Any, why: str) -> None:
-    """Let a backward with ``create_graph=True`` through the tensors in ``output`` raise."""
-    # What is compiled refuses by itself.
+    """Make a backward with ``create_graph=True`` through the tensors in ``output`` raise."""
+    # Compiled code raises an error of torch.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
 
     def check(gradient: Tensor) -> None:
-        # Backward runs with gradients enabled only where its own graph is wanted.
+        # Gradients are enabled in a backward only with create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(f"a gradient of a gradient (create_graph=True) {why}")
 
-    for one in [output] if isinstance(output, Tensor) else tree_leaves(output):
+    for one in tree_leaves(output):
         if isinstance(one, Tensor) and one.requires_grad:
             one.register_hook(check)  # type: ignore[no-untyped-call]
 
@@ -50,7 +50,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(reason: str) -> Callable[[_Function], _Function]:
-    """Let ``torch.compile`` leave a function as it is, with all that it calls, for this reason."""
+    """Exclude a function, and everything it calls, from ``torch.compile``."""
 
     def decorate(function: _Function) -> _Function:
         disabled: Callable[..., Any] | None = None
@@ -59,7 +59,7 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal disabled
             if disabled is None:
-                # Not at import: it loads the compiler, for a second.
+                # Not at import, because it loads the compiler, which takes a second.
                 disabled = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
             return disabled(*args, **kwargs)
 

@@ -125,7 +125,7 @@ def test_mistakes_of_all_sections_are_told_together(nets: Path, capsys: Capture)
         "mesh: a mesh has no axis 'dat'",
         "compile: compile has no argument 'fulgraph'",
         "tensor_parallel: needs a tensor axis",
-        "tensor_parallel.plan.net.0: there is no style 'columnwise'",
+        "tensor_parallel.plan.net.0: a style must be one of colwise",
         "hooks.checkpoint.keep_best: there is no metric 'acuracy'",
     ):
         assert told in err, err

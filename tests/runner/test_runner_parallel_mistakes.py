@@ -103,7 +103,7 @@ def test_all_at_once_with_their_lines(tmp_path: Path) -> None:
         (
             {"mesh": {"tensor": 5}, "tensor_parallel": {"plan": {"net.head": "colwise"}}},
             "tensor_parallel.plan",
-            "out_features=12, of which 5 ranks cannot hold equal parts",
+            "out_features=12, which 5 ranks cannot split evenly",
         ),
     ],
 )

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import (
 
 from stepwrap.registry.arguments import argument_problems
 from stepwrap.wrappers import StepFullyShardedDataParallel
-from stepwrap.wrappers.fsdp.options import FURTHER, read_options
+from stepwrap.wrappers.fsdp.options import EXTRA_OPTIONS, read_options
 from stepwrap.wrappers.fsdp.units import find_units
 
 HALF = torch.bfloat16
@@ -182,18 +182,18 @@ def test_wrapping_policies(policy: Any, paths: list[str] | None) -> None:
         ({"backward_prefetch": "BACKWARD_POST"}, ValueError, "FSDP2 always gathers the next block"),
         ({"backward_prefetch": "BACKWARD"}, ValueError, "one of BACKWARD_PRE, BACKWARD_POST"),
         ({"prefetch": 1, "forward_prefetch": True}, ValueError, "prefetch and forward_prefetch"),
-        ({"prefetch": -1}, TypeError, "count blocks to gather ahead"),
+        ({"prefetch": -1}, TypeError, "number of blocks to gather ahead"),
         ({"prefetch": {"forwards": 1}}, TypeError, "did you mean forward"),
         ({"prefetch": True}, TypeError, "got True"),
         ({"reshard_after_forward": 0}, TypeError, "a number of ranks"),
         ({"reshard_after_forward": "no"}, TypeError, "got 'no'"),
         ({"shard": "Block", "auto_wrap_policy": always}, ValueError, "shard and auto_wrap_policy"),
         ({"process_group": "world"}, TypeError, "two of them"),
-        ({"mesh": object(), "device_mesh": object()}, ValueError, "mesh and device_mesh say"),
+        ({"mesh": object(), "device_mesh": object()}, ValueError, "mesh and device_mesh set"),
         (
             {"reshard_after_forward": True, "sharding_strategy": "FULL_SHARD"},
             ValueError,
-            "say the same thing",
+            "set the same thing",
         ),
         ({"auto_wrap_policy": "size_based"}, ValueError, "did you mean size_based_auto_wrap_poli"),
         ({"auto_wrap_policy": {"type": "ModuleWrapPolicy"}}, ValueError, "needs module_classes"),
@@ -230,7 +230,7 @@ def test_options_are_checked_by_name() -> None:
 def test_signature_for_configs() -> None:
     names = list(StepFullyShardedDataParallel.config_signature().parameters)
     assert names[:3] == ["module", "shard", "mesh"]
-    assert set(FURTHER) < set(names)
+    assert set(EXTRA_OPTIONS) < set(names)
     torch_names = set(torch.distributed.fsdp.FullyShardedDataParallel.__init__.__annotations__)
     assert torch_names - {"module", "return"} <= set(names)
 

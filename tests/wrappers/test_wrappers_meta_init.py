@@ -221,7 +221,7 @@ def test_what_nothing_initialises_is_named() -> None:
     for told in run_ranks(_uninitialised, 2):
         for text in told:
             assert "the parameter 0.scale, which is on the meta device" in text
-            assert "reset_parameters() that does, or give param_init_fn(module)" in text
+            assert "reset_parameters() of its module, or pass param_init_fn(module)" in text
 
 
 WIDTH, LAYERS = 96, 8

@@ -142,7 +142,7 @@ def _in_half_groups() -> list[float]:
         given = Case("2d", [3 * one for one in given.inputs], given.cotangents)
     copied = copy.deepcopy(_layer("2d", torch.float64, process_group=own))
     assert copied.process_group is own
-    with pytest.raises(ValueError, match="no member of the layer's process_group"):
+    with pytest.raises(ValueError, match="not a member of the layer's process_group"):
         _layer("2d", torch.float64, process_group=groups[1 - dist.get_rank() // 2])(given.inputs[0])
     return [_error(given, [3, 5], process_group=own)]
 
@@ -197,12 +197,12 @@ def test_mistakes_of_one_rank() -> None:
         channels = (
             f"rank 1: AssertionError: Channel size mismatch: the layer has {CHANNELS} channels"
         )
-        assert found["channels"].startswith(f"CollectiveError: {name} cannot go on: {channels}")
+        assert found["channels"].startswith(f"CollectiveError: {name} cannot continue: {channels}")
         dimensions = "rank 0: ValueError: expected 2D or 3D input (got 4D input)"
-        assert found["dimensions"] == f"CollectiveError: {name} cannot go on: {dimensions}"
+        assert found["dimensions"] == f"CollectiveError: {name} cannot continue: {dimensions}"
         text = "ValueError: Expected more than 1 value per channel when training"
         assert found["one value"].startswith(text)
-        assert "without gradients on ranks [0]" in found["gradients"]
+        assert "but ranks [0] run it without" in found["gradients"]
 
 
 def _one_leaves() -> str:

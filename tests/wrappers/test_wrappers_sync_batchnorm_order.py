@@ -103,7 +103,7 @@ def test_what_cannot_be_joined_and_a_mode_without_its_name() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match=r"different dimensions: shapes \(2,\), \(\)"):
         dict_gather([torch.ones(2), torch.tensor(1.0)], cpu)
-    with pytest.raises(ValueError, match="one copy at least"):
+    with pytest.raises(ValueError, match="at least one copy"):
         dict_gather([], cpu)
     model = SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
     with pytest.raises(TypeError, match="mode must be given by its name"):

@@ -42,10 +42,10 @@ HEAD = {"head": "colwise_replicate_output"}
     [
         ({"frist": "colwise"}, "no module of the model has the path 'frist'; did you mean first"),
         ({"norm": "colwise"}, "'norm' is a LayerNorm; colwise splits Linear and Embedding"),
-        ({"first": "colwise"}, "'first' is a Linear with out_features=8, of which 3 ranks cannot"),
-        ({"table": "colwise"}, "Embedding with embedding_dim=4, of which 3 ranks"),
+        ({"first": "colwise"}, "'first' is a Linear with out_features=8, which 3 ranks cannot"),
+        ({"table": "colwise"}, "Embedding with embedding_dim=4, which 3 ranks"),
         ({"first": "rowwise", "fir*": "rowwise"}, "'first' is matched by 'first' and by 'fir\\*'"),
-        ({"first": "columnwise"}, "no style 'columnwise', only .*did you mean colwise"),
+        ({"first": "columnwise"}, "one of colwise, .*got 'columnwise'; did you mean colwise"),
         ({"first": {"type": "colwise", "output": "split"}}, "replicate or shard.dimension., got"),
         ({"": "sequence"}, "'' is a Net with layers inside"),
         ({"none.*": "colwise", "norm": "rowwise"}, "'none.\\*'; 'norm' is a LayerNorm"),
@@ -61,7 +61,7 @@ def test_wrong_plans(plan: dict[str, Any], told: str) -> None:
     [
         ({"type": "colwise", "outputs": "replicate"}, "no argument 'outputs'; did you mean output"),
         ({"type": "rowwise", "local_output": 1}, "local_output must be true or false, got 1"),
-        (3, "first: a style is a name or a mapping with a type, got 3"),
+        (3, "first: a style must be a name or a mapping with a type, got 3"),
     ],
 )
 def test_wrong_styles(style: Any, told: str) -> None:

@@ -1,3 +1,3 @@
-"""Batch normalisation by the statistics of the whole batch, over copies and over ranks. Imports
+"""Batch normalisation with the statistics of the whole batch, over copies and over ranks. Imports
 replicas. Start with sync_batchnorm.py.
 """

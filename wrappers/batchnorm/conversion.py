@@ -1,4 +1,4 @@
-"""Turn the batch normalisation of a model into the synchronised one, and back."""
+"""Convert the BatchNorm layers of a model to synchronised ones, and back."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Implementation = Literal["stepwrap", "torch"]
 
 
 class BatchNormXd(_BatchNorm):
-    """Batch normalisation of inputs of any dimension: what a ``SyncBatchNorm`` is alone."""
+    """Batch normalisation of inputs of any dimension, without synchronisation."""
 
     _check_input_dim: Any = SyncBatchNorm._check_input_dim
 
 
-# Kept from before `patch_sync_batchnorm` can replace the names in torch.nn.
+# Read at import, before `patch_sync_batchnorm` can replace the names in torch.nn.
 _PAIRS: list[tuple[type[_BatchNorm], type[SynchronizedBatchNorm]]] = [
     (nn.BatchNorm1d, SynchronizedBatchNorm1d),
     (nn.BatchNorm2d, SynchronizedBatchNorm2d),
@@ -47,8 +47,9 @@ _PAIRS: list[tuple[type[_BatchNorm], type[SynchronizedBatchNorm]]] = [
     (SyncBatchNorm, SynchronizedBatchNorm),
 ]
 _FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward, SynchronizedBatchNorm.forward)
-# The class that a layer had before it was first converted.
+# The attribute with the class that a layer had before it was first converted.
 _ORIGIN = "_converted_from"
+_WRAP_LATER = "convert the model first and wrap it then, or wrap it with sync_batchnorm=True"
 
 
 def convert_sync_batchnorm(
@@ -60,34 +61,37 @@ def convert_sync_batchnorm(
 ) -> _M:
     """Make all BatchNorm layers of a model synchronised, in place; returns the model.
 
-    The layers change their class and stay the same objects: parameters, buffers, hooks, flags and
-    optimizers made before are untouched. Layers of the other implementation are converted too and
-    keep their group. A ``DataParallel`` begins to run replication callbacks, which ours need.
-    Layers that override ``forward``, or are parametrized, stay and are named in a warning.
+    The layers change their class and remain the same objects: parameters, buffers, hooks, flags
+    and existing optimizers remain valid. Layers of the other implementation are converted too and
+    keep their group. A ``DataParallel`` is patched to run replication callbacks, which layers of
+    "stepwrap" need. Layers that override ``forward`` or are parametrized are not converted, and
+    are named in a warning.
 
     Args:
-        implementation: "stepwrap": ``SynchronizedBatchNorm1d`` and so on, on any device. "torch":
-            ``torch.nn.SyncBatchNorm``, which trains on GPUs only.
-        process_group: the ranks to synchronise over; default: all, or the group that a layer has.
-        precision: see ``SynchronizedBatchNorm2d``; default: "fp32", or that which a layer has.
+        implementation: "stepwrap" for ``SynchronizedBatchNorm1d``, ``2d`` and ``3d``, which run on
+            any device; "torch" for ``torch.nn.SyncBatchNorm``, which trains on GPUs only.
+        process_group: the ranks to synchronise over; default: the group of a synchronised layer,
+            or all ranks.
+        precision: see ``SynchronizedBatchNorm2d``; default: the precision of a synchronised layer,
+            or "fp32".
 
     Raises:
-        ValueError: another implementation or precision, or a precision for torch's layers; or the
-            model is, contains or is inside a DistributedDataParallel: convert first, wrap then.
-        TypeError: a lazy layer that has seen no input.
+        ValueError: ``implementation`` or ``precision`` is unknown, ``precision`` is given for
+            torch's layers, or the model is, contains or is inside a DistributedDataParallel.
+        TypeError: a lazy layer has not seen any input.
     """
-    _check(implementation, precision)
+    _check_arguments(implementation, precision)
     changes: list[tuple[Any, type[_BatchNorm]]] = []
     for path, one in module.named_modules():
-        if isinstance(one, _BatchNorm) and (kind := _synchronised(path, one, implementation)):
+        if isinstance(one, _BatchNorm) and (kind := _target_class(path, one, implementation)):
             changes.append((one, kind))
     if any(type(layer) is not kind for layer, kind in changes):
         _refuse_wrapped(module)
     for layer, kind in changes:
         if type(layer) is not kind:
-            made = isinstance(layer, SynchronizedBatchNorm)
-            layer.__dict__.setdefault(_ORIGIN, _plain(layer) if made else type(layer))
-            _change(layer, kind)
+            is_ours = isinstance(layer, SynchronizedBatchNorm)
+            layer.__dict__.setdefault(_ORIGIN, _plain_class(layer) if is_ours else type(layer))
+            _change_class(layer, kind)
         for name, value in (("process_group", process_group), ("precision", precision)):
             if value is not None:
                 setattr(layer, name, value)
@@ -98,17 +102,17 @@ def convert_sync_batchnorm(
 
 
 def revert_sync_batchnorm(module: _M) -> _M:
-    """Give every synchronised layer, ours or torch's, its class of before, in place.
+    """Give all synchronised layers, ours and torch's, their original class; returns the model.
 
-    Layers that were made as synchronised ones become plain: ``BatchNorm1d`` and so on, or
-    ``BatchNormXd`` for inputs of any dimension in the place of torch's ``SyncBatchNorm``. Those
-    that override ``forward``, or are parametrized, stay. Returns the model.
+    Layers that were created as synchronised ones become ``BatchNorm1d``, ``2d`` or ``3d``; torch's
+    ``SyncBatchNorm``, which takes inputs of any dimension, becomes ``BatchNormXd``. Layers that
+    override ``forward`` or are parametrized are not changed, and are named in a warning.
     """
     for path, layer in module.named_modules():
         if not isinstance(layer, SynchronizedBatchNorm | SyncBatchNorm):
             continue
-        if not _is_own(path, layer, "synchronised"):
-            _change(layer, layer.__dict__.pop(_ORIGIN, None) or _plain(layer))
+        if _can_change_class(path, layer, "synchronised"):
+            _change_class(layer, layer.__dict__.pop(_ORIGIN, None) or _plain_class(layer))
     return module
 
 
@@ -120,7 +124,7 @@ def apply_sync_batchnorm(
     setting: bool | Mapping[str, Any],
     process_group: distributed.ProcessGroup | None = None,
 ) -> _M:
-    """Do what a wrapper's option ``sync_batchnorm`` says; returns the model."""
+    """Apply the option ``sync_batchnorm`` of a wrapper; returns the model."""
     if not setting:
         return module
     options = {} if setting is True else setting
@@ -130,38 +134,38 @@ def apply_sync_batchnorm(
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Let ``nn.BatchNorm1d``, ``2d`` and ``3d`` be the synchronised classes inside a ``with``.
+    """Replace ``nn.BatchNorm1d``, ``2d`` and ``3d`` by the synchronised classes inside a ``with``.
 
-    For models whose code makes the layers by these names; afterwards, also after an error, the
-    names are what they were.
+    For models whose code creates the layers by these names. The original classes are restored
+    afterwards, also after an error.
     """
-    names = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
-    before = {name: getattr(nn, name) for name in names}
+    before = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+    untyped: Any = nn
+    untyped.BatchNorm1d = SynchronizedBatchNorm1d
+    untyped.BatchNorm2d = SynchronizedBatchNorm2d
+    untyped.BatchNorm3d = SynchronizedBatchNorm3d
     try:
-        for name in names:
-            setattr(nn, name, globals()[f"Synchronized{name}"])
         yield
     finally:
-        for name, kind in before.items():
-            setattr(nn, name, kind)
+        untyped.BatchNorm1d, untyped.BatchNorm2d, untyped.BatchNorm3d = before
 
 
-def _check(implementation: str, precision: str | None) -> None:
+def _check_arguments(implementation: str, precision: str | None) -> None:
     if implementation not in get_args(Implementation):
         raise ValueError(
             f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
-            "implementation; a process_group is given by its name"
+            "implementation; pass a process_group by keyword"
         )
-    if precision is not None and implementation == "torch":
-        raise ValueError("precision is for implementation='stepwrap', torch's layers have none")
     if precision is not None:
+        if implementation == "torch":
+            raise ValueError("precision is for implementation='stepwrap', torch's layers have none")
         check_precision(precision)
 
 
-def _synchronised(
+def _target_class(
     path: str, layer: _BatchNorm, implementation: Implementation
 ) -> type[_BatchNorm] | None:
-    """The class that a layer is to have; None: it cannot be converted."""
+    """Return the synchronised class of a layer, or None if it cannot be converted."""
     if isinstance(layer, SyncBatchNorm if implementation == "torch" else SynchronizedBatchNorm):
         return type(layer)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
@@ -170,30 +174,30 @@ def _synchronised(
             "model once, then convert it"
         )
     kinds = [kind for plain, kind in _PAIRS if isinstance(layer, (plain, kind))]
-    if _is_own(path, layer, "unsynchronised", is_known=bool(kinds)):
+    if not _can_change_class(path, layer, "unsynchronised", is_known=bool(kinds)):
         return None
     return SyncBatchNorm if implementation == "torch" else kinds[0]
 
 
-def _is_own(path: str, layer: _BatchNorm, stays: str, *, is_known: bool = True) -> bool:
-    """Whether the class of ``layer`` cannot be changed without losing what it does; logs it."""
-    own_forward = type(layer).forward not in _FORWARDS or "forward" in layer.__dict__
-    if is_known and not own_forward and not is_parametrized(layer):
-        return False
+def _can_change_class(path: str, layer: _BatchNorm, current: str, *, is_known: bool = True) -> bool:
+    """Whether another class would keep the behaviour of ``layer``; warns if not."""
+    overrides = type(layer).forward not in _FORWARDS or "forward" in layer.__dict__
+    if is_known and not overrides and not is_parametrized(layer):
+        return True
     name = f"{path or 'the model itself'} ({type(layer).__name__})"
-    logger.warning("%s has a forward or parameters of its own and stays %s", name, stays)
-    return True
+    logger.warning("%s has a custom forward or custom parameters and stays %s", name, current)
+    return False
 
 
-def _plain(layer: _BatchNorm) -> type[_BatchNorm]:
-    """The class without synchronisation for a layer that was made as a synchronised one."""
+def _plain_class(layer: _BatchNorm) -> type[_BatchNorm]:
+    """Return the class without synchronisation for a layer that was created with it."""
     return next((plain for plain, kind in _PAIRS if isinstance(layer, kind)), BatchNormXd)
 
 
-def _change(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
-    """Give ``layer`` another class; its group stays where that has one."""
+def _change_class(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
+    """Change the class of ``layer``, which keeps its group if the new class has one."""
     state = layer.__dict__
-    for name in ("eps_mode", "precision", "_place", "_agreed"):
+    for name in ("eps_mode", "precision", "_place", "_call_counter"):
         state.pop(name, None)
     group = state.pop("process_group", None)
     layer.__class__ = kind
@@ -202,28 +206,23 @@ def _change(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
-    """Raise ValueError when it is too late to convert ``module``."""
+    """Raise ValueError if ``module`` contains or is inside a ``DistributedDataParallel``."""
     for path, one in module.named_modules():
         if isinstance(one, DistributedDataParallel):
             where = f"{path!r} of the model" if path else "the model"
-            raise ValueError(
-                f"{where} is wrapped in {type(one).__name__} already: convert the bare model "
-                "first and wrap it then, or wrap it with sync_batchnorm=True"
-            )
-    wrapper = _wrapper_of(module) if distributed_available() else None
+            raise ValueError(f"{where} is wrapped in {type(one).__name__} already: {_WRAP_LATER}")
+    wrapper = _find_wrapper(module) if distributed_available() else None
     if wrapper is not None:
-        raise ValueError(
-            f"{type(module).__name__} is inside {type(wrapper).__name__} already: convert the "
-            "model first and wrap it then, or wrap it with sync_batchnorm=True"
-        )
+        kinds = f"{type(module).__name__} is inside {type(wrapper).__name__}"
+        raise ValueError(f"{kinds} already: {_WRAP_LATER}")
 
 
-def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    """The live wrapper that ``module`` is inside of; looks through all objects (0.1 s)."""
-    # A wrapper that nobody uses any more may still be there: it is part of cycles.
+def _find_wrapper(module: nn.Module) -> DistributedDataParallel | None:
+    """Find the wrapper that contains ``module`` among all objects of the process (0.1 s)."""
+    # Discarded wrappers are in reference cycles, and would be found until they are collected.
     gc.collect()
     for one in gc.get_objects():
-        # Not isinstance: that runs the code of proxies.
+        # isinstance would run the code of proxies.
         if not issubclass(type(one), DistributedDataParallel):
             continue
         wrapped = one.__dict__.get("_modules", {}).get("module")

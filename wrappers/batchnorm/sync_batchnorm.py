@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of the whole batch, however it is spread."""
+"""Batch normalisation with the statistics of the whole batch, over copies or ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..replicas.replicate import CallbackContext
 from ..replicas.session import ReplicationSession
 from ..torch_functions import uncompiled
 from .statistics import (
+    BackwardOptions,
     Chunk,
     EpsMode,
     Moments,
-    Plan,
     Precision,
     Statistics,
-    join,
+    connect,
     merge,
     moments,
     no_moments,
@@ -40,41 +40,41 @@ _WITHOUT_GRAPHS = (
 )
 _default_eps_mode: list[EpsMode] = ["plus"]
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# A rank's flags: its output is part of a graph, the gradient of its input is wanted, it gave up.
-_IN_GRAPH, _MOVES_INPUT, _FAILED = 1, 2, 4
-# Numbers before the moments in a rank's message: count, flags, number of the call.
+# Flags of a rank: its output is part of a graph, its input requires a gradient, it failed.
+_IN_GRAPH, _INPUT_NEEDS_GRAD, _FAILED = 1, 2, 4
+# The first entries of a rank's message: count, flags, number of the call. The moments follow.
 _HEADER = 3
-# Sums over many ranks stay exact, also in fp32.
+# Numbers of calls are below this, so that their sums over many ranks are exact, also in fp32.
 _NUMBERS = 64
-# How many layers have agreed, by group.
-_layers: weakref.WeakKeyDictionary[distributed.ProcessGroup, int] = weakref.WeakKeyDictionary()
+# The number of layers that have compared their channels, by group.
+_num_layers: weakref.WeakKeyDictionary[distributed.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 logger = logging.getLogger(__name__)
 
 
 def set_sbn_eps_mode(mode: EpsMode) -> None:
-    """Choose how layers without an ``eps_mode`` of their own use eps from now on.
+    """Set the ``eps_mode`` of all layers that were created without one.
 
     Args:
         mode: "plus" or "clamp", see ``SynchronizedBatchNorm2d``.
 
     Raises:
-        AssertionError: another mode.
+        AssertionError: ``mode`` is neither of the two.
     """
     if mode not in get_args(EpsMode):
-        # As documented by the systems this is for.
+        # AssertionError as in the documented interface of earlier implementations.
         raise AssertionError(f"the eps mode must be 'clamp' or 'plus', got {mode!r}")
     _default_eps_mode[0] = mode
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError where there is no such precision."""
+    """Raise ValueError unless ``precision`` is "fp32" or "fp64"."""
     if precision not in _DTYPES:
         raise ValueError(f"precision must be 'fp32' or 'fp64', got {precision!r}")
 
 
 class _Place(NamedTuple):
-    """The place of a layer in a replication; gone with the copy that has it."""
+    """The place of a layer in a replication."""
 
     session: Callable[[], ReplicationSession | None]
     layer: str
@@ -82,27 +82,27 @@ class _Place(NamedTuple):
 
 
 @dataclass
-class _Agreed:
-    """What all ranks have agreed on: the layer's number in the group; and the calls since."""
+class _CallCounter:
+    """The number of a layer in its group, equal on all ranks, and its number of calls."""
 
     group: weakref.ref[distributed.ProcessGroup]
     layer: int
     calls: int = 0
 
     def next_call(self) -> int:
-        """The number of this call of this layer, below 64."""
+        """Return a number for the next call, below ``_NUMBERS``."""
         self.calls += 1
         return (7 * self.layer + self.calls) % _NUMBERS
 
 
 class SynchronizedBatchNorm(_BatchNorm):
-    """The layer for inputs of any dimension; see ``SynchronizedBatchNorm2d``."""
+    """``SynchronizedBatchNorm2d`` for inputs of any dimension."""
 
     process_group: distributed.ProcessGroup | None = None
     eps_mode: EpsMode | None = None
     precision: Precision = "fp32"
     _place: _Place | None = None
-    _agreed: _Agreed | None = None
+    _call_counter: _CallCounter | None = None
     _check_input_dim: Any = nn.SyncBatchNorm._check_input_dim
 
     def __init__(
@@ -134,9 +134,9 @@ class SynchronizedBatchNorm(_BatchNorm):
         return super().forward(input)
 
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
-        """Join the replication; called for every copy."""
+        """Remember the session of the replication; called for every copy."""
         session: Any = ctx.session
-        # A layer that is no copy outlives the replication, which must not stay in it.
+        # A layer that is not a copy outlives the replication, and must not keep its session alive.
         owned = copy_id or getattr(self, "_is_replica", False)
         find = (lambda: session) if owned else weakref.ref(session)
         self._place = _Place(find, ctx.layer, copy_id) if ctx.num_copies > 1 else None
@@ -151,44 +151,44 @@ class SynchronizedBatchNorm(_BatchNorm):
         return self._over_ranks(x) if _is_shared(self.process_group) else super().forward(x)
 
     def _over_replicas(self, x: Tensor, place: _Place, session: ReplicationSession) -> Tensor:
-        self._check(x)
+        self._check_input(x)
         message = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         stats, output = session.rendezvous(place.layer, place.copy_id, message, self._combine)
         if place.copy_id == 0:
-            self._update(stats)
-        return self._filled(output, x, stats)
+            self._update_running_stats(stats)
+        return self._fill(output, x, stats)
 
     def _combine(self, messages: Sequence[tuple[Moments, Chunk]]) -> list[tuple[Any, Tensor]]:
-        """Merge what the replicas know, and put their outputs into one node of the graph."""
+        """Merge the replicas' moments, and create their outputs in one autograd node."""
         parts, chunks = zip(*messages, strict=True)
         device = parts[0].mean.device
         means = torch.stack([one.mean.to(device) for one in parts])
         m2s = torch.stack([one.m2.to(device) for one in parts])
         stats = self._statistics(merge([one.num_values for one in parts], means, m2s))
-        moves_input = any(chunk.x.requires_grad for chunk in chunks)
-        outputs = join(Plan(stats, moves_input), chunks)
+        input_needs_grad = any(chunk.x.requires_grad for chunk in chunks)
+        outputs = connect(BackwardOptions(stats, input_needs_grad), chunks)
         return [(stats.to(output.device), output) for output in outputs]
 
     def _over_ranks(self, x: Tensor) -> Tensor:
         world = self.process_group or distributed.group.WORLD
         assert world is not None
-        if self._agreed is None or self._agreed.group() is not world:
-            self._agreed = _agree(self, world)
-        number = self._agreed.next_call()
+        if self._call_counter is None or self._call_counter.group() is not world:
+            self._call_counter = _number_layer(self, world)
+        number = self._call_counter.next_call()
         try:
-            self._check(x)
+            self._check_input(x)
             own, chunk = moments(x.detach(), _DTYPES[self.precision]), self._chunk(x)
         except Exception as error:
-            # The other ranks are waiting; they learn of it in the message.
+            # The other ranks wait for this rank, so it sends them a message with a flag.
             _merge_ranks(self, no_moments(self.num_features, x.device), _FAILED, number, error)
             raise
-        flags = chunk.in_graph * _IN_GRAPH + chunk.x.requires_grad * _MOVES_INPUT
-        merged, moves_input = _merge_ranks(self, own, flags, number)
+        flags = chunk.in_graph * _IN_GRAPH + chunk.x.requires_grad * _INPUT_NEEDS_GRAD
+        merged, input_needs_grad = _merge_ranks(self, own, flags, number)
         stats = self._statistics(merged)
-        self._update(stats)
-        over_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number)
-        (output,) = join(Plan(stats, moves_input, over_ranks), [chunk])
-        return self._filled(output, x, stats)
+        self._update_running_stats(stats)
+        sum_ranks = partial(_sum_ranks, type(self).__name__, self.process_group, number)
+        (output,) = connect(BackwardOptions(stats, input_needs_grad, sum_ranks), [chunk])
+        return self._fill(output, x, stats)
 
     def _statistics(self, merged: Moments) -> Statistics:
         mode = self.eps_mode or _default_eps_mode[0]
@@ -202,15 +202,15 @@ class SynchronizedBatchNorm(_BatchNorm):
         return Chunk(x, torch.empty_like(x), *given)
 
     @torch.no_grad()
-    def _filled(self, output: Tensor, x: Tensor, stats: Statistics) -> Tensor:
-        # Into a detached alias: the values belong to an output of the graph already.
+    def _fill(self, output: Tensor, x: Tensor, stats: Statistics) -> Tensor:
+        # Written through a detached alias, because the output already belongs to the graph.
         weight, bias = self.weight, self.bias
         normalise(x.detach(), output.detach(), stats=stats, weight=weight, bias=bias)
         return output
 
     @torch.no_grad()
-    def _update(self, stats: Statistics) -> None:
-        """Move the running statistics in place: others may hold these very tensors."""
+    def _update_running_stats(self, stats: Statistics) -> None:
+        """Update the running statistics in place: other objects may refer to the tensors."""
         if not self.track_running_stats or self.running_mean is None:
             return
         factor = self.momentum
@@ -225,7 +225,7 @@ class SynchronizedBatchNorm(_BatchNorm):
             assert buffer is not None
             buffer.lerp_(value.to(buffer.dtype), factor)
 
-    def _check(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor) -> None:
         self._check_input_dim(x)
         if x.size(1) != self.num_features:
             raise AssertionError(
@@ -236,12 +236,12 @@ class SynchronizedBatchNorm(_BatchNorm):
             raise TypeError(f"the input must be floating point, got {x.dtype}")
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_place": None, "_agreed": None}
+        state = {**self.__dict__, "_place": None, "_call_counter": None}
         if state.get("process_group") is not None:
             state["process_group"] = None
             logger.warning(
-                "a %s is pickled without its process_group, which belongs to this process; it "
-                "will synchronise over all ranks unless it is given one again",
+                "a %s is pickled without its process_group, which belongs to this process; the "
+                "loaded layer will synchronise over all ranks unless you set process_group again",
                 type(self).__name__,
             )
         return state
@@ -249,33 +249,34 @@ class SynchronizedBatchNorm(_BatchNorm):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        state = {**self.__dict__, "_place": None, "_agreed": None, "process_group": None}
+        state = {**self.__dict__, "_place": None, "_call_counter": None, "process_group": None}
         copied.__setstate__(deepcopy(state, memo))  # type: ignore[no-untyped-call]
-        # A connection between processes: shared by the copy, as by any other user of it.
+        # The group is a connection between processes, which the copy shares.
         copied.process_group = self.process_group
-        if self._agreed is not None:
-            # Else a copy that one rank makes would ask ranks that do not answer.
-            copied._agreed = replace(self._agreed)
+        if self._call_counter is not None:
+            # Otherwise a copy on a single rank would wait for the other ranks.
+            copied._call_counter = replace(self._call_counter)
         return copied
 
 
 def _is_shared(group: distributed.ProcessGroup | None) -> bool:
-    """Whether there are several ranks in the group (None: the default group)."""
+    """Whether ``group`` (None: the default group) has several ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
     size = distributed.get_world_size(group)
     if size < 0:
         raise ValueError(
-            f"rank {distributed.get_rank()} is no member of the layer's process_group; give each "
-            "rank a group that it is in"
+            f"rank {distributed.get_rank()} is not a member of the layer's process_group; give "
+            "each rank a group that it belongs to"
         )
     return size > 1
 
 
-def _agree(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup) -> _Agreed:
-    """Make sure that messages will be equally long, since others would abort the processes.
+def _number_layer(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup) -> _CallCounter:
+    """Number a layer in the order of first calls; every rank of the group must call this.
 
-    Every rank must call this. Layers are numbered in the order of their first calls.
+    Raises ValueError if the ranks have different numbers of channels, because gloo would abort
+    the processes when messages differ in length.
     """
     channels = all_gather_object(layer.num_features, group=layer.process_group)
     if len(set(channels)) > 1:
@@ -284,8 +285,8 @@ def _agree(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup) -> _Ag
             f"{type(layer).__name__} must have the same num_features on all ranks, but it has "
             + ", ".join(f"{number} on rank {rank}" for rank, number in listed)
         )
-    _layers[group] = _layers.get(group, 0) + 1
-    return _Agreed(weakref.ref(group), _layers[group])
+    _num_layers[group] = _num_layers.get(group, 0) + 1
+    return _CallCounter(weakref.ref(group), _num_layers[group])
 
 
 def _merge_ranks(
@@ -295,17 +296,17 @@ def _merge_ranks(
     number: int,
     problem: Exception | None = None,
 ) -> tuple[Moments, bool]:
-    """Moments of all ranks, and whether any input's gradient is wanted.
+    """Return the moments of all ranks, and whether any rank's input requires a gradient.
 
-    Every rank must call this, also one that has no values or a problem. ``number`` is that of this
-    call, the same on all ranks.
+    Every rank must call this, even if it has no values or a ``problem``. ``number`` is the number
+    of this call, the same on all ranks.
     """
     group, device = layer.process_group, own.mean.device
     values = torch.cat([own.mean, own.m2])
     message = values.new_empty(
         _HEADER + values.numel(), device=comm_device(group, prefer=values.device)
     )
-    # Fills, since numbers copied to a GPU would wait for it.
+    # Filled one by one, because copying a list to a GPU would wait for the GPU.
     for index, one in enumerate((own.num_values, flags, number)):
         message[index].fill_(one)
     message[_HEADER:].copy_(values)
@@ -315,31 +316,31 @@ def _merge_ranks(
     ):
         distributed.all_gather(list(rows.unbind()), message, group)
     counts, all_flags, numbers = rows[:, :_HEADER].long().t().tolist()
-    _compare(layer, all_flags, numbers, problem)
+    _check_ranks(layer, all_flags, numbers, problem)
     means, m2s = rows[:, _HEADER:].to(device).tensor_split(2, dim=1)
-    return merge(counts, means, m2s), any(one & _MOVES_INPUT for one in all_flags)
+    return merge(counts, means, m2s), any(one & _INPUT_NEEDS_GRAD for one in all_flags)
 
 
-def _compare(
+def _check_ranks(
     layer: SynchronizedBatchNorm,
     flags: Sequence[int],
     numbers: Sequence[int],
     problem: Exception | None,
 ) -> None:
-    """Raise CollectiveError on every rank, where they cannot go on together."""
+    """Raise CollectiveError on every rank if a rank failed or the ranks are in different calls."""
     name, group = type(layer).__name__, layer.process_group
     members = distributed.get_process_group_ranks(group)
     if any(one & _FAILED for one in flags):
         text = f"{type(problem).__name__}: {problem}" if problem else ""
         texts = zip(members, all_gather_object(text, group=group), strict=True)
         listed = "; ".join(f"rank {rank}: {one}" for rank, one in texts if one)
-        raise CollectiveError(f"{name} cannot go on: {listed}") from problem
+        raise CollectiveError(f"{name} cannot continue: {listed}") from problem
     outside = [rank for rank, one in zip(members, flags, strict=True) if not one & _IN_GRAPH]
-    if outside and any(one & _MOVES_INPUT for one in flags):
+    if outside and any(one & _INPUT_NEEDS_GRAD for one in flags):
         raise CollectiveError(
-            f"{name} is called without gradients on ranks {outside} (under no_grad, or nothing "
-            "requires them) but with gradients on the others, whose backward would wait for these "
-            "ranks for ever"
+            f"{name} must run with gradients on all ranks or on none, but ranks {outside} run it "
+            "without (under no_grad, or no tensor requires a gradient); the backward of the other "
+            "ranks would wait forever"
         )
     if len(set(numbers)) > 1:
         ranks: dict[int, list[int]] = {}
@@ -348,17 +349,17 @@ def _compare(
         listed = " and ".join(map(str, ranks.values()))
         raise CollectiveError(
             f"the ranks {listed} are in different calls of {name}: in training all ranks must call "
-            "the same layers, in the same order and equally often"
+            "the same layers, in the same order and the same number of times"
         )
 
 
 def _sum_ranks(
     name: str, group: distributed.ProcessGroup | None, number: int, total: Tensor
 ) -> Tensor:
-    """The gradient sums of all ranks; every rank's backward must call this.
+    """Return the gradient sums of all ranks; every rank's backward must call this.
 
-    The forward's number and its square travel along. They are summed too, and only where the
-    ranks' numbers are all equal can both sums be what each rank expects.
+    The number of the forward call and its square are summed as well. Both sums have the expected
+    values only if the numbers of all ranks are equal.
     """
     numbers = total.new_tensor([[number], [number**2]])
     message = torch.cat([total, numbers], dim=1).to(comm_device(group, prefer=total.device))
@@ -367,8 +368,8 @@ def _sum_ranks(
     world_size = distributed.get_world_size(group)
     if message[:, -1].tolist() != [world_size * number, world_size * number**2]:
         raise CollectiveError(
-            f"the ranks are in the backward of different calls of {name}: all of them must use the "
-            "same outputs, in the same order, for what they differentiate"
+            f"the ranks are in the backward of different calls of {name}: all ranks must run the "
+            "backward of the same outputs, in the same order"
         )
     return message[:, :-1].to(total.device)
 
@@ -382,32 +383,33 @@ class SynchronizedBatchNorm1d(SynchronizedBatchNorm):
 
 @MODELS.register_module()
 class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
-    """``BatchNorm2d`` that trains with the statistics of the whole batch, however it is spread.
+    """A ``BatchNorm2d`` that trains with the statistics of the whole batch.
 
-    Over the replicas of a ``StepDataParallel`` (or another wrapper with replication callbacks),
-    else over the ranks of a process group when there are several. Statistics, outputs and
-    gradients are those of ``BatchNorm2d`` on the whole batch; parts may be uneven or empty. Alone
-    and in evaluation it is torch's ``batch_norm``, without communication.
+    The batch may be split over the replicas of a ``StepDataParallel`` (or another wrapper with
+    replication callbacks), or over the ranks of a process group. Statistics, outputs and gradients
+    are the same as with ``BatchNorm2d`` on the whole batch; parts may be uneven or empty. With a
+    single replica and rank, and in evaluation, it is torch's ``batch_norm``, without communication.
 
-    In training every replica, or every rank, must call the layer equally often and in the same
-    order. With ranks, also the backward is collective, when any rank's input needs a gradient.
-    docs/data_parallel.md has the limits: compiling, CUDA graphs, double backward, checkpointing.
+    In training every replica, or every rank, must call the layer the same number of times and in
+    the same order. Over ranks the backward is collective too if any rank's input requires a
+    gradient. docs/data_parallel.md lists the limits: compiling, CUDA graphs, double backward,
+    checkpointing.
 
     Args:
         num_features: as in torch, like ``eps``, ``momentum``, ``affine`` and
             ``track_running_stats``.
-        process_group: the ranks to synchronise over; default: all.
-        eps_mode: in synchronised training divide by sqrt(var + eps) ("plus", as torch) or
-            sqrt(max(var, eps)) ("clamp"); default: what ``set_sbn_eps_mode`` said, else "plus".
-        precision: compute in it in synchronised training, "fp32" or "fp64", fp64 inputs always in
-            fp64. Means and variances are fp64 in both.
-        factory: ``device``, ``dtype`` and what else torch's class takes.
+        process_group: the ranks to synchronise over; default: all ranks.
+        eps_mode: in synchronised training, divide by sqrt(var + eps) ("plus", as torch) or by
+            sqrt(max(var, eps)) ("clamp"); default: the mode of ``set_sbn_eps_mode``, or "plus".
+        precision: the precision of synchronised training, "fp32" or "fp64". fp64 inputs are always
+            computed in fp64, and so are means and variances.
+        factory: ``device``, ``dtype`` and other options of torch's class.
 
     Raises:
-        ValueError: another dimension of the input, or only one value per channel.
-        AssertionError: another number of channels.
+        ValueError: the input has a wrong number of dimensions, or one value per channel.
+        AssertionError: the input has a wrong number of channels.
         CollectiveError: a rank failed; raised on every rank, with the rank and the reason.
-        ReplicationError: a replica does not come to the layer.
+        ReplicationError: a replica does not call the layer.
     """
 
     _check_input_dim = nn.BatchNorm2d._check_input_dim

@@ -1,4 +1,4 @@
-"""DistributedDataParallel with the same sums in every step, and all private names of torch for it.
+"""A ``DistributedDataParallel`` with reproducible sums; the only user of torch's private reducer.
 
 torch sums gradients in buckets, and by default rebuilds these once: after the first backward of a
 process, in the order in which the gradients became ready. From three ranks on, the position of a
@@ -30,10 +30,10 @@ _USED = (
 
 
 class FixedBuckets(DistributedDataParallel):
-    """``DistributedDataParallel`` that sums a step in the same order whenever a process starts.
+    """A ``DistributedDataParallel`` that sums gradients in the same order when a run is resumed.
 
-    Its buckets follow the reverse order of the parameters, in which most models compute gradients,
-    from the first step on. With ``find_unused_parameters`` torch keeps its first buckets anyway.
+    From the first step on, its buckets follow the reverse order of the parameters, in which most
+    models compute gradients. With ``find_unused_parameters`` torch never changes its buckets.
     """
 
     _hook: CommHook | None = None
@@ -44,15 +44,15 @@ class FixedBuckets(DistributedDataParallel):
         if self._is_static:
             # The recorded graph shows unused parameters.
             options["find_unused_parameters"] = False
-        # While torch records it, a hook sees the parameters of the first bucket only, which is
-        # harmless for averages alone.
-        may_look = self._is_static and self._hook is not None and not self._hook.averages
+        # While torch records the graph, it shows a hook only the parameters of the first bucket.
+        # Hooks that average do not use them.
+        may_inspect = self._is_static and self._hook is not None and not self._hook.averages
         rebuilds = not options.get("find_unused_parameters", False)
-        self._is_reversed = is_known and rebuilds and not may_look
+        self._is_reversed = is_known and rebuilds and not may_inspect
         super().__init__(module, **options)
         self._prepare_reducer()
         if self._is_reversed and options.get("init_sync", True) and hasattr(self, "reducer"):
-            # The first forward would do it as well, but that may run on a single rank.
+            # Not left to the first forward, which may run on a single rank.
             self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class FixedBuckets(DistributedDataParallel):
     def _prepare_reducer(self) -> None:
         # torch makes no reducer if `delay_all_reduce_named_params` has all parameters.
         if self._is_reversed and hasattr(self, "reducer"):
-            # As if gradients had come in this order. The next forward rebuilds the buckets.
+            # Reports that gradients came in this order, by which torch then rebuilds the buckets.
             self.reducer._push_all_rebuilt_params()
         self._waits_for_sync = self._is_static
         if self._is_static:
@@ -81,7 +81,7 @@ class FixedBuckets(DistributedDataParallel):
             self._static_graph_delay_allreduce_enqueued = True
 
     def _record_graph(self) -> None:
-        """Let torch record a static graph from now on, if the coming backward averages.
+        """Start to record a static graph if the next backward averages.
 
         torch cannot record under ``no_sync``, and an early average would change the sums of a
         window.
@@ -94,7 +94,7 @@ class FixedBuckets(DistributedDataParallel):
 
 
 def _has_names() -> bool:
-    """Whether this torch has the names that are used here; warns otherwise."""
+    """Whether torch has the private names used here; warns if not."""
     missing = [name for owner, name in _USED if not hasattr(owner, name)]
     if missing:
         warnings.warn(

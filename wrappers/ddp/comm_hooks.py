@@ -1,4 +1,4 @@
-"""How the gradients of the ranks are combined, by name."""
+"""Communication hooks by name, which combine the gradients of the ranks."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from torch.futures import Future
 from ...collectives import all_gather_object
 from ...registry import COMM_HOOKS, build_tree, did_you_mean
 
-# What torch calls with the state and one bucket of gradients.
+# Called by torch with the state and a bucket of gradients.
 HookFunction = Callable[[Any, GradBucket], Any]
 
 
 class CommHook:
-    """A communication hook with its options; ``bind`` makes it for a group of ranks.
+    """A communication hook with its options, to be bound to a group of ranks.
+
+    Subclasses must override ``bind``.
 
     Attributes:
-        averages: whether it gives the mean over the ranks, up to rounding, whatever came before:
-            others exclude ``loss_weight``.
+        averages: whether the hook always computes the mean over the ranks, up to rounding;
+            ``loss_weight`` requires this.
     """
 
     averages = False
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        """What torch's ``register_comm_hook`` takes; every rank of ``group`` must call this."""
+        """Return state and function of torch's hook; every rank of ``group`` must call this."""
         raise NotImplementedError(f"{type(self).__name__} must override bind(group)")
 
 
 def _mean_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
-    # torch's own hook of this kind refuses gloo.
+    # torch's bf16_compress_hook does not support gloo.
     gradients = bucket.buffer()
     small = gradients.to(torch.bfloat16).div_(group.size())
     work = distributed.all_reduce(small, group=group, async_op=True)
@@ -50,7 +52,7 @@ def _mean_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]
 
 @dataclass(frozen=True)
 class _Function(CommHook):
-    """A function; without a state of its own it gets the process group."""
+    """A hook function, which gets the process group as its state if no state is given."""
 
     function: HookFunction
     state: Any = None
@@ -62,7 +64,7 @@ class _Function(CommHook):
 
 @COMM_HOOKS.register_module(name=["allreduce", "AllReduce"])
 class AllReduce(_Function):
-    """The mean in the precision of the gradients, as without any hook."""
+    """The mean in the precision of the gradients, the default of torch."""
 
     averages = True
 
@@ -93,10 +95,10 @@ class BF16Compress(_Function):
 @COMM_HOOKS.register_module(name=["powerSGD", "PowerSGD"])
 @dataclass(frozen=True)
 class PowerSGD(CommHook):
-    """Low-rank approximations of the gradients after some exact steps; torch's ``PowerSGDState``.
+    """Low-rank approximations of the gradients after some exact steps, by ``PowerSGDState``.
 
-    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. What
-    error feedback remembers is in no checkpoint: a resumed run begins with exact steps again.
+    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. The
+    state of the error feedback is not saved in checkpoints: a resumed run starts with exact steps.
     """
 
     matrix_approximation_rank: int = 1
@@ -117,14 +119,14 @@ class PowerSGD(CommHook):
 @COMM_HOOKS.register_module(name=["post_localSGD", "PostLocalSGD"])
 @dataclass(frozen=True)
 class PostLocalSGD(CommHook):
-    """The mean over all ranks at first, over subgroups of neighbouring ranks later on.
+    """The mean over all ranks at first, later over subgroups of consecutive ranks.
 
-    The optimizer ``PostLocalSGD`` brings the subgroups together from time to time; its
+    The optimizer ``PostLocalSGD`` averages the subgroups' parameters periodically; its
     ``warmup_steps`` should equal ``start_localSGD_iter``.
 
     Attributes:
-        start_localSGD_iter: backward passes with the mean over all ranks.
-        subgroup_size: ranks that continue to average their gradients; 1: none.
+        start_localSGD_iter: the number of backward passes with the mean over all ranks.
+        subgroup_size: the number of ranks that average their gradients later; 1: no averages.
     """
 
     start_localSGD_iter: int  # noqa: N815 torch's own spelling
@@ -141,7 +143,7 @@ class PostLocalSGD(CommHook):
         return state, post_localSGD_hook.post_localSGD_hook
 
     def _subgroup(self, group: ProcessGroup) -> ProcessGroup:
-        # All ranks of the run must make all subgroups of the run.
+        # All ranks of the run must create all subgroups.
         size, ranks = self.subgroup_size, distributed.get_process_group_ranks(group)
         if len(ranks) % size:
             raise ValueError(
@@ -150,13 +152,13 @@ class PostLocalSGD(CommHook):
             )
         rows = sorted({tuple(one) for one in all_gather_object(ranks)})
         parts = [list(row[at : at + size]) for row in rows for at in range(0, len(row), size)]
-        made = distributed.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
-        mine: ProcessGroup = made[0]
-        return mine
+        subgroup: ProcessGroup
+        subgroup, _ = distributed.new_subgroups_by_enumeration(parts)  # type: ignore[no-untyped-call]
+        return subgroup
 
 
 def read_comm_hook(setting: Any) -> CommHook:
-    """Return the hook that ``setting`` names or is, with its options checked.
+    """Return the communication hook for a setting, with its options checked.
 
     Args:
         setting: a registered name, ``{"type": name, **options}``, the import path of a function,
@@ -165,8 +167,8 @@ def read_comm_hook(setting: Any) -> CommHook:
             with a type is built.
 
     Raises:
-        ValueError: there is no hook of that name.
-        TypeError: it has no such option, or is nothing of the above.
+        ValueError: no hook is registered under the name.
+        TypeError: the hook does not have an option, or ``setting`` has another type.
     """
     if isinstance(setting, CommHook):
         return setting
@@ -174,28 +176,28 @@ def read_comm_hook(setting: Any) -> CommHook:
         kind = setting.get("type")
         target = _find(kind) if isinstance(kind, str) else kind
         if not (isinstance(target, type) and issubclass(target, CommHook)):
-            raise TypeError(f"comm_hook: {kind!r} takes no options; name it without a dict")
+            raise TypeError(f"comm_hook: {kind!r} takes no options; give its name without a dict")
         hook: CommHook = COMM_HOOKS.build({**setting, "type": target})
         return hook
     if isinstance(setting, str):
         target = _find(setting)
-        return target() if isinstance(target, type) else _Function(_checked(target))
+        return target() if isinstance(target, type) else _Function(_check_function(target))
     if isinstance(setting, Sequence) and len(setting) == 2:
         state, function = setting
         if isinstance(state, Mapping) and "type" in state:
             state = build_tree(state, COMM_HOOKS)
         function = _find(function) if isinstance(function, str) else function
-        return _Function(_checked(function), state, given_state=True)
-    return _Function(_checked(setting))
+        return _Function(_check_function(function), state, given_state=True)
+    return _Function(_check_function(setting))
 
 
 def unannotated(function: HookFunction) -> HookFunction:
-    """Return ``function`` as torch takes it, which refuses annotations that are strings."""
+    """Return ``function`` without annotations, because torch refuses string annotations."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         return function(state, bucket)
 
-    # What torch writes into its logs.
+    # torch writes this name to its logs.
     hook.__qualname__ = getattr(function, "__qualname__", type(function).__name__)
     return hook
 
@@ -205,11 +207,11 @@ def _find(name: str) -> Any:
     if found is None:
         known = ", ".join(COMM_HOOKS)
         hint = did_you_mean(name, list(COMM_HOOKS))
-        raise ValueError(f"comm_hook: there is no {name!r}{hint}; give one of {known}, or a path")
+        raise ValueError(f"comm_hook must be one of {known}, or an import path, got {name!r}{hint}")
     return found
 
 
-def _checked(function: Any) -> HookFunction:
+def _check_function(function: Any) -> HookFunction:
     if not callable(function) or "bucket" not in inspect.signature(function).parameters:
         raise TypeError(
             "comm_hook must be a name, a dict with a type, hook(state, bucket) or a pair "

@@ -1,4 +1,4 @@
-"""The wrapper whose direct children are averaged one by one, for several optimizers."""
+"""The wrapper that averages the gradients of each direct child separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..steps.step import Steps, has_own_train_step
 from ..steps.step_checks import ThawWatch
 from .distributed import StepDistributedDataParallel
 
-# What concerns the whole model, and what a child has no use for.
+# Options of the whole model, which children do not have.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
 
 
@@ -25,31 +25,31 @@ _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs
     name=["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 )
 class SeparateDistributedDataParallel(Steps, nn.Module):
-    """Averages the gradients of each direct child of a model by itself, as a GAN needs it.
+    """A wrapper that averages the gradients of each direct child separately, as a GAN needs it.
 
-    Needs a process group, and every rank must construct it. Each child that has parameters to
-    train is replaced by a ``StepDistributedDataParallel`` around it; the others are only moved to
-    the model's device. The names of parameters and in state dicts remain those of the model.
-    A model with a ``train_step(data, optim_wrapper)`` of its own is trained by it, and calls its
-    children as ever (docs/wrappers.md has an example); any other model gets the usual step.
+    Needs a process group, and every rank must construct it. Each child with trained parameters is
+    replaced by a ``StepDistributedDataParallel`` around it; other children are only moved to the
+    model's device. Names of parameters, also in state dicts, do not change. If the model has its
+    own ``train_step(data, optim_wrapper)``, the wrapper calls it, and the step calls the children
+    as usual (docs/wrappers.md has an example). Other models get the default step.
 
-    All calls of a child since its last backward belong to its next one: with calls A and B, then
-    backward of A, then of B, the gradients of B would stay apart; sum the losses, or run backward
-    after each call. For accumulation enter ``optim_wrapper[name].optim_context(child)``, which
-    skips what need not be sent. Where a backward passes through a child that is not to be trained
-    by it, freeze that child meanwhile (``requires_grad_(False)``); its gradients are averaged
-    otherwise, and must be cleared.
+    All calls of a child since its last backward belong to its next backward. With calls A and B,
+    then the backward of A, then of B, the gradients of B would not be averaged: sum the losses, or
+    run the backward after each call. For gradient accumulation enter
+    ``optim_wrapper[name].optim_context(child)``, which skips unnecessary communication. If a
+    backward passes through a child that it should not train, freeze this child meanwhile
+    (``requires_grad_(False)``); otherwise its gradients are averaged too, and must be cleared.
 
     Args:
         module: the model.
-        broadcast_buffers: give all ranks the buffers of the first at each forward of a child.
-        find_unused_parameters: for children of which a forward uses some parameters only.
+        broadcast_buffers: broadcast the first rank's buffers at each forward of a child.
+        find_unused_parameters: for children whose forward uses only some parameters.
         sync_batchnorm: as in ``StepDistributedDataParallel``.
-        ddp_kwargs: further options of ``StepDistributedDataParallel``, for each child.
+        ddp_kwargs: other options of ``StepDistributedDataParallel``, for each child.
 
     Raises:
-        ValueError: no process group, parameters of the model that belong to no child, or no child
-            with parameters to train. The model is then as it was.
+        ValueError: the process group is missing, a trained parameter belongs to no child, or no
+            child has trained parameters. The model is not changed.
     """
 
     averages_ranks = True
@@ -76,15 +76,15 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         ddp_kwargs["broadcast_buffers"] = broadcast_buffers
         ddp_kwargs["find_unused_parameters"] = find_unused_parameters
         device = device_of(module)
-        # Also of the children that get no wrapper, since they are wholly frozen.
+        # Also watches frozen children, which get no wrapper.
         thawed = ThawWatch(type(self).__name__, module, (), group)
-        # A child may have several names.
+        # Keyed by child, because a child may have several names.
         wrapped = {
             child: _Child(child, name, thawed, **ddp_kwargs)
             for name, child in module.named_children()
             if _is_trained(child)
         }
-        # All or none: what fails above leaves the model alone.
+        # The model is changed only after all wrappers have been created.
         for name, child in list(module._modules.items()):
             if child in wrapped:
                 setattr(module, name, wrapped[child])
@@ -104,14 +104,14 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of all children's forwards inside on their ranks."""
+        """Keep the gradients of the forwards inside on their ranks, for all children."""
         with ExitStack() as stack:
             for child in self._wrapped():
                 stack.enter_context(child.no_sync())
             yield
 
     def weigh_by(self, loss_weight: Any) -> None:
-        """Learn what losses are means over; raises ValueError as the wrapper of a child does."""
+        """Accept weighted gradients; raises ValueError as the wrappers of the children do."""
         for child in self._wrapped():
             child.weigh_by(loss_weight)
 
@@ -126,7 +126,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raise TypeError or ValueError for an option that this class does not take."""
+        """Raise TypeError or ValueError for an option that this class does not accept."""
         super().check_options(options)
         StepDistributedDataParallel.check_options(
             {k: v for k, v in options.items() if k not in _NOT_FOR_CHILDREN}
@@ -134,7 +134,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
 
 class _Child(StepDistributedDataParallel):
-    """One child; it adds nothing to the names of its parameters and buffers."""
+    """A wrapped child, whose parameters and buffers keep their names."""
 
     def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
@@ -146,7 +146,7 @@ class _Child(StepDistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
-        # Nothing to average, and evaluation must not wait for other ranks' buffers.
+        # Without gradients, because an evaluation must not wait for the buffers of other ranks.
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ class _Child(StepDistributedDataParallel):
 
 
 def check_children(module: nn.Module) -> None:
-    """Raise ValueError where a part of the training would belong to no child."""
+    """Raise ValueError unless children can average all gradients."""
     kind = type(module).__name__
     direct = [name for name, one in module.named_parameters(recurse=False) if one.requires_grad]
     if direct:
@@ -176,7 +176,7 @@ def check_children(module: nn.Module) -> None:
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _is_trained(child):
             raise ValueError(
-                f"{kind}.{name} is a {type(child).__name__}, which is never called itself, so its "
+                f"{kind}.{name} is a {type(child).__name__}, which has no forward, so its "
                 "gradients could not be averaged: make it a module with a forward, or use "
                 "StepDistributedDataParallel"
             )
@@ -192,14 +192,14 @@ def _is_trained(child: nn.Module) -> bool:
 
 
 def _rename_weights(child: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Put the weights of a child where torch looks for those of a wrapped one."""
+    """Rename the weights of a child for loading into its wrapper."""
     inner = f"{prefix}module."
     for name in [name for name in state if name.startswith(prefix)]:
         state[inner + name[len(prefix) :]] = state.pop(name)
 
 
 def _rename_misfits(module: nn.Module, misfits: Any) -> None:
-    """Tell of missing and unexpected weights by the user's names."""
+    """Remove the wrappers from the names of missing and unexpected weights."""
     wrapped = [name for name, child in module.named_children() if isinstance(child, _Child)]
     added = re.compile(rf"((?:^|\.)(?:{'|'.join(map(re.escape, wrapped))}))\.module\.")
     for names in (misfits.missing_keys, misfits.unexpected_keys):
@@ -207,12 +207,12 @@ def _rename_misfits(module: nn.Module, misfits: Any) -> None:
 
 
 def _rename_versions(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
-    """Likewise the modules' version numbers, which torch keeps beside the weights."""
+    """Rename the version numbers of modules in a state dict for loading into wrappers."""
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return
     for name, child in module.named_children():
         if isinstance(child, _Child):
-            place = prefix + name
-            for one in [one for one in versions if f"{one}.".startswith(f"{place}.")]:
-                versions[f"{place}.module{one[len(place) :]}"] = versions[one]
+            path = prefix + name
+            for one in [one for one in versions if f"{one}.".startswith(f"{path}.")]:
+                versions[f"{path}.module{one[len(path) :]}"] = versions[one]

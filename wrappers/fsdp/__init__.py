@@ -1,3 +1,3 @@
-"""Parameters spread over the ranks. What torch does not document is read in torch_internals.py
-alone. Imports steps, sharding, batchnorm and blocks. Start with fully_sharded.py.
+"""Parameters sharded over the ranks. Undocumented state of torch is read in torch_internals.py
+only. Imports steps, sharding, batchnorm and blocks. Start with fully_sharded.py.
 """

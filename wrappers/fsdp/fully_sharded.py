@@ -1,4 +1,4 @@
-"""The wrapper for a model whose parameters are spread over the ranks."""
+"""The wrapper for a model whose parameters are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..sharding.mesh import Mesh, agree
 from ..sharding.meta_init import materialise
 from ..steps.preprocess import DataPreprocessor
 from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
-from .options import FURTHER, FsdpOptions, read_options, sharding_mesh
+from .options import EXTRA_OPTIONS, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
 from .torch_internals import call_as_forward
 from .units import calls_children, check_model, shard_model
@@ -29,7 +29,7 @@ __all__ = ["StepFullyShardedDataParallel"]
 
 
 def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``train_step`` of the wrapper that tidies up after an error, and says more about some."""
+    """Wrap a ``train_step`` to reset the roots after an error, and to explain errors of torch."""
 
     @wraps(step)
     def train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         except BaseException as error:
             for root in self._roots:
-                root.leave()
+                root.reset_depth()
                 root.recover()
             for part, advice in _ADVICE.items():
                 if part in str(error):
@@ -47,72 +47,76 @@ def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
     return train_step
 
 
-# What to do about errors of torch that come from parameters in shards.
+# Parts of torch's error messages -> a better message.
 _ADVICE = {
     "mixed torch.Tensor and DTensor": (
-        "parameters of the model were used where they are shards. Run layers through "
-        "self(...) of the wrapper, or through children of a model that steps itself; make "
-        "sums over parameters of shards alone, and whole before they meet other tensors: "
-        "sum(one.square().sum().full_tensor() for one in self.parameters()). A model whose "
-        "step does otherwise runs under ddp, or under separate with several optimizers"
+        "parameters must be used in a forward, but were used where they are shards. Run layers "
+        "through self(...) of the wrapper, or, if the model has its own train_step, through the "
+        "model's children. Compute sums over parameters from shards only, and gather the results "
+        "before combining them with other tensors: sum(one.square().sum().full_tensor() for one "
+        "in self.parameters()). Otherwise use ddp, or separate with several optimizers"
     ),
     "already been lazily initialized": (
-        "a part of the model was called by itself before the whole that it is sharded in: run "
-        "it through self(...), or let the step of the model call its children only; a model "
-        "whose step does otherwise runs under ddp, or under separate with several optimizers"
+        "a part of the model was called before the module that it is sharded with. Run it through "
+        "self(...), or, if the model has its own train_step, call only the model's children. "
+        "Otherwise use ddp, or separate with several optimizers"
     ),
 }
 
 
 @MODEL_WRAPPERS.register_module()
 class StepFullyShardedDataParallel(Steps, nn.Module):
-    """Parameters, gradients and optimizer state in shards, by torch's ``fully_shard``.
+    """A wrapper that shards parameters, gradients and optimizer state with ``fully_shard``.
 
     Needs a process group, and every rank must construct it, train and evaluate with it. ``module``
-    is the user's model with its own names; its parameters are DTensors outside of a forward. Make
-    the optimizer afterwards, from the ``parameters()`` of the wrapper: asking for them frees what a
-    forward without a backward left gathered, so do it on all ranks or none. Evaluate and clear
-    gradients through the wrapper as well: the model's own ``val_step`` and ``zero_grad`` only see
-    shards. Weights and buffers become those of the first rank. Parameters on the meta device are
-    filled here (see ``meta_parameters``).
+    is the user's model with its own names; outside of a forward its parameters are DTensors.
+    Create the optimizer from the wrapper's ``parameters()`` after wrapping. This call frees
+    parameters that a forward without a backward has gathered, so make it on all ranks or on none.
+    Evaluate and clear gradients through the wrapper as well: the model's own ``val_step`` and
+    ``zero_grad`` see only shards. All ranks get the weights and buffers of the first rank.
+    Parameters on the meta device are initialised here (see ``meta_parameters``).
 
-    A model with a ``train_step`` of its own is stepped by it: docs/wrappers.md has what it may
-    call. For another optimization step override ``train_step(data, optim_wrapper)`` in a subclass,
-    with ``self(...)`` for the forward: docs/extending.md has an example with sums over parameters.
+    If the model has its own ``train_step``, the wrapper calls it; docs/wrappers.md describes what
+    it may call. For another optimization step override ``train_step(data, optim_wrapper)`` in a
+    subclass, with ``self(...)`` for the forward: docs/extending.md has an example with sums over
+    parameters.
 
     Args:
         module: the model.
-        shard: what is gathered on its own, as for ``find_blocks``; the rest is one more block.
-        mesh: over which ranks, default: all of them. With the axes replicate and shard, copies
-            of the shards (HSDP).
+        shard: the blocks that are gathered separately, as for ``find_blocks``; all other
+            parameters form one more block.
+        mesh: the ranks to shard over; default: all ranks. With the axes replicate and shard, the
+            shards are replicated (HSDP).
         mixed_precision: ``param_dtype``, ``reduce_dtype``, ``output_dtype`` of the whole model
             (names of dtypes) and ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep
             their dtype.
-        cpu_offload: keep shards, gradients and optimizer state in the memory of the host; or a
-            mapping with ``pin_memory``, which has no effect without an accelerator.
+        cpu_offload: keep shards, gradients and optimizer state in host memory; or a mapping with
+            ``pin_memory``, which has no effect without an accelerator.
         reshard_after_forward: free blocks between forward and backward (default). False keeps
-            them, a number keeps them shared out over so many ranks. What is in no block is kept.
+            them gathered; a number keeps them sharded over this many ranks. Parameters outside of
+            all blocks are kept.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks;
             or a mapping with the ``precision`` of ``convert_sync_batchnorm``.
         detect_anomalous_params: log the parameters that the loss does not reach, on every step.
         fsdp_kwargs: ``prefetch``: how many blocks are gathered ahead, a number or a mapping of
             ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
-            parameters on the meta device, in place of its ``reset_parameters``. And the options
-            of torch's older ``FullyShardedDataParallel``, as objects or as names.
+            parameters on the meta device, instead of its ``reset_parameters``. Also the options
+            of torch's ``FullyShardedDataParallel`` (FSDP1), as objects or as names.
 
     Raises:
         TypeError: an option is unknown, or a value has the wrong type.
-        ValueError: no process group; an option has no counterpart or contradicts another one; a
-            parameter cannot be sharded or initialised; models or options differ between ranks.
-        RuntimeError: this version of torch has changed what torch_internals.py reads of it.
+        ValueError: the process group is missing, an option is not supported or contradicts another
+            one, a parameter cannot be sharded or initialised, or models or options differ between
+            ranks.
+        RuntimeError: this version of torch lacks a name that torch_internals.py reads.
     """
 
     averages_ranks = True
-    # A policy of wrapping is a mapping with a type, but no part of its own.
+    # These mappings with a type are options; configs must not build objects from them.
     config_plain = ("auto_wrap_policy", "param_init_fn")
     passed_on = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        for name, default in FURTHER.items()
+        for name, default in EXTRA_OPTIONS.items()
     ]
     _shows_leaves = False
 
@@ -140,25 +144,25 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         }
         self._roots: list[Root] = []
         options = _read(type(self), module, given, detect_anomalous_params)
-        place = sharding_mesh(options, module)
-        self.data_group = place.data_group
+        meshes = sharding_mesh(options, module)
+        self.data_group = meshes.data_group
         self.collective_eval = True
         apply_sync_batchnorm(module, sync_batchnorm, self.data_group)
-        roots = shard_model(module, options, place.shards)
+        roots = shard_model(module, options, meshes.shards)
         self.module = module
         if any(one.is_meta for one in module.parameters()):
-            materialise(module, place.everywhere, options.param_init_fn)
+            materialise(module, meshes.everywhere, options.param_init_fn)
         self._model_steps = has_own_train_step(module)
         self._roots = [Root(one, steps_itself=calls_children(module)) for one in roots]
         self._prepare_steps(detect_anomalous_params)
         for one in self.modules():
-            # Batches go where blocks are gathered, which need not be where the shards are.
+            # Batches move to the device of the gathered blocks; shards may be on another one.
             if isinstance(one, DataPreprocessor):
-                one.to(place.device)
+                one.to(meshes.device)
         self._leaves = _watch_leaves(self, self._roots) if detect_anomalous_params else {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the errors of a step of its own say what to do under shards."""
+        """Explain the errors of a subclass's ``train_step`` too."""
         super().__init_subclass__(**kwargs)
         if "train_step" in vars(cls):
             cls.train_step = _explained(vars(cls)["train_step"])  # type: ignore[method-assign]
@@ -179,12 +183,12 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def _freed(self, *, keep: bool = False) -> Iterator[None]:
-        """Free what the forwards inside gather, unless a backward follows that does."""
+        """Free parameters that the forwards inside gather; with ``keep``, the backward does."""
         try:
             yield
         except BaseException:
             for root in self._roots:
-                root.leave()
+                root.reset_depth()
             raise
         if not keep:
             for root in self._roots:
@@ -195,18 +199,18 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         with self._freed():
             if step is None:
                 return super()._evaluate(name, data)
-            # The model's own method may use parameters without calling a layer.
+            # The method of the model may use parameters without calling a layer.
             is_root = self._roots[0].module is self.module
             with ExitStack() as stack:
                 for root in self._roots:
-                    stack.enter_context(root.inside(whole=not is_root))
+                    stack.enter_context(root.in_use(gather=not is_root))
                 return call_as_forward(self.module, step, data) if is_root else step(data)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of the forwards inside on their ranks, whole and unsharded.
+        """Keep the gradients of the forwards inside on their ranks, unsharded.
 
-        The first backward of a forward outside adds them up over the ranks.
+        The backward of the next forward outside reduces them with its own gradients.
         """
         with ExitStack() as stack:
             for root in self._roots:
@@ -214,15 +218,15 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards, also after a forward without a backward, which leaves a root gathered."""
+        """Yield the shards, after freeing parameters that a forward has left gathered."""
         if self._shows_leaves:
             return iter(self._leaves.items())
         for root in self._roots:
-            root.settle()
+            root.free_if_unused()
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those kept by ``no_sync`` among them."""
+        """Clear all gradients, including the ones that ``no_sync`` keeps."""
         super().zero_grad(set_to_none)
         for root in self._roots:
             root.drop_gradients()
@@ -231,7 +235,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self.__reduce_ex__(0)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise TypeError: shards cannot leave the processes that they are spread over."""
+        """Raise TypeError: shards are tied to their process group."""
         raise TypeError(
             f"a {type(self).__name__} can be neither copied nor pickled, because its parameters "
             "are shards tied to this group of processes: copy the bare model before it is "
@@ -239,7 +243,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         )
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """As in the other wrappers, by the parameters that the last forward saw."""
+        """Update and detect as other wrappers do, with the parameters of the last forward."""
         self._shows_leaves = True
         try:
             super().update_and_detect(total, optim_wrapper)
@@ -249,34 +253,33 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
 
 def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
-    """Read the options; what is wrong on one rank is raised on every rank."""
-    read: list[FsdpOptions] = []
+    """Read the options; an error on one rank is raised on every rank."""
 
-    def describe() -> dict[str, Any]:
+    def check() -> dict[str, Any]:
         cls.check_options(given)
-        read.append(read_options(given))
+        read_options(given)
         check_model(module, detect)
         return {}
 
     ranks = given.get("device_mesh") if given["mesh"] is None else given["mesh"]
     ranks = ranks.device_mesh if isinstance(ranks, Mesh) else ranks
     if given.get("process_group") is None:
-        agree(describe, ranks if isinstance(ranks, DeviceMesh) else None)
+        agree(check, ranks if isinstance(ranks, DeviceMesh) else None)
     else:
-        # The other ranks may do something else.
-        describe()
-    return read[0]
+        # Ranks outside of the group need not construct the wrapper.
+        check()
+    return read_options(given)
 
 
 def _watch_leaves(wrapper: nn.Module, roots: Iterable[Root]) -> dict[str, nn.Parameter]:
-    """Return what holds the parameters that the last graph was made of: not the shards."""
+    """Return a dict that collects the gathered parameters of the last graph, by name."""
     leaves: dict[str, nn.Parameter] = {}
     paths = {id(one): path for path, one in wrapper.named_modules()}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def note(unit: nn.Module, inputs: Any) -> None:
+    def collect(unit: nn.Module, inputs: Any) -> None:
         leaves.update(unit.named_parameters(paths[id(unit)]))
 
     for unit in (one for root in roots for one in root.units):
-        unit.register_forward_pre_hook(note)
+        unit.register_forward_pre_hook(collect)
     return leaves

@@ -1,6 +1,4 @@
-"""The options of fully sharded training in all their spellings, read into one form, and the mesh
-that they ask for.
-"""
+"""Read the options of fully sharded training, in all their spellings, and create its mesh."""
 
 from __future__ import annotations
 
@@ -37,14 +35,14 @@ WrapPolicy: TypeAlias = Callable[..., bool]
 
 
 class _Spelling(NamedTuple):
-    """An option of torch's older class.
+    """An option of torch's ``FullyShardedDataParallel``, which is FSDP1.
 
     Attributes:
         default: its default here.
         ours: options with the same meaning; only one of them may be given.
         enum: torch's enum of its values.
-        remedies: advice for values without a counterpart; None stands for all values except the
-            default.
+        remedies: advice for values that FSDP2 does not support, by value; the key None stands for
+            all values except the default.
     """
 
     default: Any = None
@@ -53,7 +51,7 @@ class _Spelling(NamedTuple):
     remedies: Mapping[str | None, str] = {}
 
 
-# All spellings of torch's older class; those with a dot are members of an option.
+# All options of FSDP1; names with a dot are members of an option.
 _SPELLINGS = {
     "process_group": _Spelling(ours=("mesh", "device_mesh")),
     "device_mesh": _Spelling(ours=("mesh",)),
@@ -61,7 +59,7 @@ _SPELLINGS = {
         ours=("reshard_after_forward",),
         enum=ShardingStrategy,
         remedies={
-            "NO_SHARD": "without shards every rank has the whole model, which is "
+            "NO_SHARD": "every rank would hold the whole model; use "
             "StepDistributedDataParallel (wrapper: ddp)"
         },
     ),
@@ -90,8 +88,8 @@ _SPELLINGS = {
     "limit_all_gathers": _Spelling(
         default=True,
         remedies={
-            None: "memory is freed in order without a limiter; leave the option out, prefetch sets "
-            "how far ahead parameters are gathered"
+            None: "FSDP2 needs no limiter; leave the option out, prefetch sets how far ahead "
+            "parameters are gathered"
         },
     ),
     "mixed_precision.buffer_dtype": _Spelling(
@@ -106,16 +104,16 @@ _SPELLINGS = {
     ),
     "mixed_precision.cast_root_forward_inputs": _Spelling(
         default=True,
-        remedies={None: "cast_forward_inputs=False leaves the inputs of all blocks as they are"},
+        remedies={None: "cast_forward_inputs=False leaves the inputs of all blocks unchanged"},
     ),
 }
-# Options besides the arguments that the wrapper names itself, with their defaults.
-FURTHER: dict[str, Any] = {
+# The options in **fsdp_kwargs of the wrapper, with their defaults.
+EXTRA_OPTIONS: dict[str, Any] = {
     "prefetch": None,
     **{name: one.default for name, one in _SPELLINGS.items() if "." not in name},
 }
 _OF_PRECISION = tuple(name.partition(".")[2] for name in _SPELLINGS if "." in name)
-# Strategy -> (parameters are freed after forward, copies on several hosts).
+# Strategy -> (parameters are freed after the forward, every host has a copy).
 _STRATEGIES = {
     "FULL_SHARD": (True, False),
     "SHARD_GRAD_OP": (False, False),
@@ -124,7 +122,7 @@ _STRATEGIES = {
 }
 _HYBRID_AXES = ("replicate", "shard")
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype")
-# Names of torch's policies, each with the option that it has.
+# Names of torch's wrapping policies -> the option of the policy.
 _POLICIES = {
     "size_based_auto_wrap_policy": "min_num_params",
     "transformer_auto_wrap_policy": "transformer_layer_cls",
@@ -135,19 +133,22 @@ _POLICIES = {
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """What the options come down to, whatever they were called."""
+    """The options after reading all spellings.
+
+    Attributes:
+        groups: no group, one group, or the group of the shards and the group of the copies.
+        hybrid: shards within a host, and a copy of the model on every host.
+        prefetch: how many blocks are gathered ahead in forward and backward; 0: torch's default.
+    """
 
     blocks: BlockSpec | None
     policy: WrapPolicy | None
     mesh: Mesh | DeviceMesh | None
-    # None, one, or that of the shards and that of the copies.
     groups: tuple[ProcessGroup, ...]
-    # Shards within a host, copies on every host.
     hybrid: bool
     precision: MixedPrecisionPolicy
     offload: OffloadPolicy
     free_after_forward: bool | int
-    # How many blocks ahead, in forward and in backward; 0 is torch's own way.
     prefetch: tuple[int, int]
     ignored: tuple[Any, ...]
     param_init_fn: Callable[[nn.Module], Any] | None
@@ -156,14 +157,13 @@ class FsdpOptions:
 
 
 def read_options(given: Mapping[str, Any]) -> FsdpOptions:
-    """Read checked names with any spelling of their values; ``given`` stays as it is.
+    """Read options, whose names have been checked; ``given`` is not changed.
 
     Raises:
-        ValueError: settings against each other, or something that FSDP2 has no counterpart for;
-            the text says what to use.
-        TypeError: a value of another kind.
+        ValueError: options contradict each other, or FSDP2 does not support a value.
+        TypeError: a value has a wrong type.
     """
-    options = _checked({**FURTHER, **given})
+    options = _read_spellings({**EXTRA_OPTIONS, **given})
     blocks, policy = _read_policy(options["auto_wrap_policy"])
     free, hybrid = _STRATEGIES[options["sharding_strategy"] or "FULL_SHARD"]
     device, mesh = options["device_id"], options.get("mesh")
@@ -185,18 +185,18 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
     )
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the spellings in ``options``; members of enums are replaced by their names."""
+def _read_spellings(options: dict[str, Any]) -> dict[str, Any]:
+    """Check the options of FSDP1 in ``options``, and replace members of enums by their names."""
     for name, spelling in _SPELLINGS.items():
         value = options.get(name)
         instead = spelling.remedies.get(None)
         if instead is not None and value not in (spelling.default, None):
-            raise ValueError(f"{name}={value!r} has no counterpart: {instead}")
+            raise ValueError(f"{name}={value!r} has no counterpart in FSDP2: {instead}")
         if spelling.enum is not None:
             options[name] = _member(name, value, spelling)
-        said = [one for one in (*spelling.ours, name) if options.get(one) is not None]
-        if spelling.ours and value is not None and len(said) > 1:
-            raise ValueError(f"{' and '.join(said)} say the same thing: give one of them")
+        same = [one for one in (*spelling.ours, name) if options.get(one) is not None]
+        if value is not None and len(same) > 1:
+            raise ValueError(f"{' and '.join(same)} set the same thing: give only one of them")
     return options
 
 
@@ -205,20 +205,20 @@ def _read_free(value: Any, default: bool) -> bool | int:
         return default
     if not isinstance(value, int) or (value is not False and value < 1):
         raise TypeError(
-            "reshard_after_forward must be true, false or a number of ranks that the parameters "
-            f"stay shared out over, got {value!r}"
+            "reshard_after_forward must be true, false or a number of ranks over which the "
+            f"parameters stay sharded, got {value!r}"
         )
     return value
 
 
 def _read_groups(value: Any) -> tuple[ProcessGroup, ...]:
-    groups = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if value is None:
         return ()
+    groups = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if len(groups) not in (1, 2) or not all(isinstance(one, ProcessGroup) for one in groups):
         raise TypeError(
-            "process_group must be a process group, or two of them (that of the shards and that of "
-            f"the copies), got {value!r}"
+            "process_group must be a process group, or two of them (for the shards and for the "
+            f"copies), got {value!r}"
         )
     return groups
 
@@ -233,16 +233,16 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
         found = (depth.get("forward", 0), depth.get("backward", 0))
     for one in found:
         if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            raise TypeError(f"prefetch must count blocks to gather ahead, from 0, got {depth!r}")
+            raise TypeError(f"prefetch must be a number of blocks to gather ahead, got {depth!r}")
     return found
 
 
 def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
-    """Blocks, or a function of torch's wrapping policies."""
-    kind, settings = _typed(value)
+    """Read a policy as blocks, or as a function of torch's wrapping policies."""
+    kind, settings = _split_type(value)
     if isinstance(kind, CustomPolicy):
         raise TypeError(
-            "auto_wrap_policy of torch's CustomPolicy has no counterpart: give the blocks by shard"
+            "auto_wrap_policy: CustomPolicy is not supported by FSDP2; give the blocks by shard"
         )
     if not isinstance(kind, str) or "." in kind:
         return None, _read_function("auto_wrap_policy", value)
@@ -259,14 +259,16 @@ def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
     if key == "min_num_params":
         return {"min_params": settings.get(key, 100_000_000)}, None
     if key not in settings:
-        raise ValueError(f"auto_wrap_policy {kind} needs {key}: the classes of the blocks")
+        raise ValueError(f"auto_wrap_policy {kind} needs {key}, the classes of the blocks")
     return settings[key], None
 
 
 def _listed(name: str, value: Any) -> list[Any]:
     kinds = (str, nn.Module, nn.Parameter)
-    if value is None or isinstance(value, kinds):
-        return [] if value is None else [value]
+    if value is None:
+        return []
+    if isinstance(value, kinds):
+        return [value]
     if not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of names, modules or parameters, got {value!r}")
     items = list(value)
@@ -283,7 +285,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _member(name: str, value: Any, spelling: _Spelling) -> str | None:
-    """Return the name of an enum's member, given by name or as the member itself."""
+    """Return the name of a member of an enum, given by name or as the member itself."""
     enum = spelling.enum
     value = value.name if isinstance(value, enum) else value
     allowed = [one.name for one in enum]
@@ -292,7 +294,7 @@ def _member(name: str, value: Any, spelling: _Spelling) -> str | None:
             f"{name} must be one of {', '.join(allowed)}, or a {enum.__name__}, got {value!r}"
         )
     if value in spelling.remedies:
-        raise ValueError(f"{name} {value} has no counterpart: {spelling.remedies[value]}")
+        raise ValueError(f"{name} {value} has no counterpart in FSDP2: {spelling.remedies[value]}")
     if value is not None and value not in allowed:
         hint = did_you_mean(value, allowed)
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
@@ -300,10 +302,10 @@ def _member(name: str, value: Any, spelling: _Spelling) -> str | None:
 
 
 def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
-    """A function, its import path, or a mapping of ``type`` and further arguments."""
+    """Read a function, its import path, or a mapping of ``type`` and further arguments."""
     if value is None:
         return None
-    function, settings = _typed(value)
+    function, settings = _split_type(value)
     if isinstance(function, str):
         try:
             function = pkgutil.resolve_name(function)
@@ -314,15 +316,15 @@ def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
     return functools.partial(function, **settings) if settings else function
 
 
-def _typed(value: Any) -> tuple[Any, dict[str, Any]]:
-    """What is named, and its arguments."""
+def _split_type(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the ``type`` of a mapping and its other items; other values have no items."""
     if not isinstance(value, Mapping):
         return value, {}
     return value.get("type"), {name: one for name, one in value.items() if name != "type"}
 
 
 def _read_precision(value: Any) -> MixedPrecisionPolicy:
-    """torch's policy from a mapping of dtype names, or from its older class."""
+    """Read torch's policy, a mapping of dtype names, or FSDP1's ``MixedPrecision``."""
     if value is None:
         return MixedPrecisionPolicy()
     if isinstance(value, MixedPrecisionPolicy):
@@ -330,7 +332,7 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
     if isinstance(value, MixedPrecision):
         names = (*_DTYPES[:2], "cast_forward_inputs", *_OF_PRECISION)
         value = {name: getattr(value, name) for name in names}
-        # Here every block casts what comes in, and the root is one of them.
+        # In FSDP2 every block casts its inputs, and the root is a block too.
         value["cast_forward_inputs"] |= value["cast_root_forward_inputs"]
         value["cast_root_forward_inputs"] = True
     if not isinstance(value, Mapping):
@@ -339,7 +341,7 @@ def _read_precision(value: Any) -> MixedPrecisionPolicy:
             f"{type(value).__name__}"
         )
     check_options("mixed_precision", value, [*_DTYPES, "cast_forward_inputs", *_OF_PRECISION])
-    _checked({f"mixed_precision.{name}": one for name, one in value.items()})
+    _read_spellings({f"mixed_precision.{name}": one for name, one in value.items()})
     dtypes = {name: _read_dtype(name, value.get(name)) for name in _DTYPES}
     cast = _flag("cast_forward_inputs", value.get("cast_forward_inputs", True))
     return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=cast)
@@ -362,7 +364,7 @@ def _read_dtype(name: str, value: Any) -> torch.dtype | None:
 
 
 def _read_offload(value: Any) -> OffloadPolicy:
-    """torch's policy from a bool, a mapping, or its older class."""
+    """Read torch's policy, a bool, a mapping, or FSDP1's ``CPUOffload``."""
     if isinstance(value, OffloadPolicy):
         return value
     pin: Any = None
@@ -374,14 +376,21 @@ def _read_offload(value: Any) -> OffloadPolicy:
         value = value.get("offload_params", True)
     if not _flag("cpu_offload", value or False):
         return OffloadPolicy()
-    # Pinning needs the driver of an accelerator; without one there is nothing to copy to.
+    # Pinned memory needs the driver of an accelerator.
     has_device = torch.accelerator.is_available()
     wanted = has_device if pin is None else _flag("cpu_offload.pin_memory", pin)
     return CPUOffloadPolicy(pin_memory=wanted and has_device)
 
 
 class ShardingMesh(NamedTuple):
-    """What ``fully_shard`` takes; that with the tensor axis; its ranks; where to gather."""
+    """The meshes of a sharded model.
+
+    Attributes:
+        shards: the mesh for ``fully_shard``.
+        everywhere: the same mesh with the tensor axis, if there is one.
+        data_group: the ranks that see different batches; None for all.
+        device: the device on which blocks are gathered.
+    """
 
     shards: DeviceMesh
     everywhere: DeviceMesh
@@ -390,10 +399,10 @@ class ShardingMesh(NamedTuple):
 
 
 def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
-    """Read or make the mesh; every rank must call this.
+    """Return the mesh that the options name, or create one; every rank must call this.
 
     Raises:
-        ValueError: there is no process group, or the mesh does not fit the options.
+        ValueError: the process group is missing, or the mesh does not fit the options.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
@@ -406,14 +415,14 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     if isinstance(given, Mesh):
         shards = given.fsdp
         if shards is None or given.device_mesh is None:
-            raise ValueError("the mesh was built without a process group: build it inside")
+            raise ValueError("mesh must be built after the process group, but was built before it")
         everywhere, group = given.device_mesh, given.data_group
     else:
-        shards = given if given is not None else _make(options, _device_type(options, model))
+        shards = given if given is not None else _create_mesh(options, _device_type(options, model))
         everywhere, group = shards, _data_group(shards)
     if shards.ndim > 2 or (shards.ndim == 2 and shards.mesh_dim_names is None):
         raise ValueError(
-            f"the mesh must have one axis, or two named ones (copies and shards), got {shards}"
+            f"the mesh must have one axis, or two named axes (copies and shards), got {shards}"
         )
     if options.hybrid and shards.ndim != 2:
         raise ValueError(
@@ -437,41 +446,41 @@ def _data_group(mesh: DeviceMesh) -> ProcessGroup | None:
     )
 
 
-def _make(options: FsdpOptions, device_type: str) -> DeviceMesh:
+def _create_mesh(options: FsdpOptions, device_type: str) -> DeviceMesh:
     groups = options.groups
     if len(groups) == 2:
-        return _of_two_groups(*groups, device_type=device_type)
+        return _mesh_of_groups(*groups, device_type=device_type)
     if options.hybrid and groups:
         raise ValueError(
-            "sharding_strategy HYBRID_SHARD needs two process groups, that of the shards and "
-            "that of the copies, or a mesh of two axes"
+            "sharding_strategy HYBRID_SHARD needs two process groups (for the shards and for the "
+            "copies), or a mesh of two axes, got one process group"
         )
     if options.hybrid:
-        return _by_host(device_type)
+        return _mesh_of_hosts(device_type)
     if groups:
         return DeviceMesh.from_group(groups[0], device_type)
     return init_device_mesh(device_type, (get_world_size(),), mesh_dim_names=("data",))
 
 
-def _of_two_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: str) -> DeviceMesh:
+def _mesh_of_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: str) -> DeviceMesh:
     own = distributed.get_process_group_ranks(shards)
     rows = sorted({tuple(ranks) for ranks in all_gather_object(own)})
     if len({len(row) for row in rows}) > 1 or sum(map(len, rows)) != get_world_size():
         raise ValueError(
-            f"the groups of the shards must be alike in size and hold every rank once, got {rows}"
+            f"the groups of the shards must have equal sizes and hold every rank once, got {rows}"
         )
     return DeviceMesh.from_group(
         [copies, shards], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
     )
 
 
-def _by_host(device_type: str) -> DeviceMesh:
+def _mesh_of_hosts(device_type: str) -> DeviceMesh:
     hosts = all_gather_object(socket.gethostname())
     sizes = [len(list(ranks)) for _, ranks in itertools.groupby(hosts)]
     if len(set(sizes)) > 1 or len(sizes) > len(set(hosts)):
         raise ValueError(
-            "HYBRID_SHARD needs equally many neighbouring ranks on every host; give the mesh, "
-            f"such as {{replicate: 2, shard: -1}}. Neighbouring ranks on one host: {sizes}"
+            "HYBRID_SHARD needs the same number of consecutive ranks on every host, got "
+            f"{sizes}; give the mesh, such as {{replicate: 2, shard: -1}}"
         )
     return init_device_mesh(device_type, (len(sizes), sizes[0]), mesh_dim_names=_HYBRID_AXES)
 
@@ -482,6 +491,6 @@ def _device_type(options: FsdpOptions, model: nn.Module) -> str:
     for parameter in model.parameters():
         if not parameter.is_meta:
             return parameter.device.type
-    # A model without memory yet goes where there is an accelerator that the ranks can use.
+    # A model on the meta device moves to the accelerator if the backend supports it.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return comm_device(prefer=accelerator).type

@@ -1,4 +1,4 @@
-"""The modules of a model from which gathering starts, and when they are gathered and freed."""
+"""The root modules of a sharded model, and when they gather and free their parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .torch_internals import (
     check_torch,
     drop_gradients,
     groups_of,
+    init_dtypes,
     is_interrupted,
     is_running,
-    note_dtypes,
     reset,
     whole_flags,
     whole_of,
@@ -26,16 +26,16 @@ from .torch_internals import (
 
 
 class Root:
-    """A module that ``fully_shard`` was applied to last, with the units inside it.
+    """An outermost module that ``fully_shard`` was applied to, with the units inside it.
 
-    It also keeps ``requires_grad`` of shards and of whole parameters the same: FSDP2 takes it over
-    from the shard where it gathers, so of what is gathered already a change of the shard would
-    have no effect, and one of a whole parameter would be lost later.
+    It also keeps ``requires_grad`` of shards and whole parameters equal. FSDP2 copies it from the
+    shard when it gathers: later changes of the shard would have no effect on a parameter that is
+    gathered already, and changes of the whole parameter would be lost when it is freed.
 
     Attributes:
-        module: the root.
-        steps_itself: whether a step of the model may call its children by themselves.
-        units: all that is gathered on its own, the root first.
+        module: the root module.
+        steps_itself: whether the model's step may call its children directly.
+        units: the modules that are gathered separately, the root first.
     """
 
     def __init__(self, module: nn.Module, *, steps_itself: bool) -> None:
@@ -48,101 +48,105 @@ class Root:
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._params = [one for group in self._groups for one in group.fsdp_params]
         self._known = _shard_flags(self._params)
-        self._holds = self._held = False
+        # Whether `no_sync` is active, and the last setting of the module.
+        self._skips_sync = self._module_skips_sync = False
         self._gathered_once = False
-        self._inside = self._depth = 0
+        # How many `in_use` contexts and forwards are active.
+        self._num_uses = self._depth = 0
         holders.add(self)
-        # In front of torch's own hook, which gathers.
+        # Must run before torch's own hook, which gathers.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep the gradients of the forwards inside on their ranks."""
-        before, self._holds = self._holds, True
+        before, self._skips_sync = self._skips_sync, True
         try:
             yield
         finally:
-            self._holds = before
+            self._skips_sync = before
 
     @contextmanager
-    def inside(self, *, whole: bool) -> Iterator[None]:
-        """Run what uses parameters outside of a forward; with ``whole``, gather them."""
-        self._begin()
-        if whole:
+    def in_use(self, *, gather: bool) -> Iterator[None]:
+        """Allow code to use parameters outside of a forward; with ``gather``, gather them."""
+        self._prepare()
+        if gather:
             self.module.unshard()
-        self._inside += 1
+        self._num_uses += 1
         depth = self._depth
         try:
             yield
         finally:
-            self._inside -= 1
+            self._num_uses -= 1
             self._depth = depth
 
     def free(self) -> None:
-        """Leave nothing gathered: after a forward without gradients no backward would free it."""
+        """Free all gathered parameters, as no backward does after a forward without gradients."""
         for unit in self.units:
             unit.reshard()
 
-    def settle(self) -> None:
-        """Let the module have its shards for parameters, unless it is being used."""
-        if not self._inside and not self._depth and not is_running(self.module):
+    def free_if_unused(self) -> None:
+        """Free all gathered parameters, unless they are being used."""
+        if not self._num_uses and not self._depth and not is_running(self.module):
             self.free()
 
-    def leave(self) -> None:
-        """Take it that no forward runs: hooks of modules do not hear of an interrupt."""
+    def reset_depth(self) -> None:
+        """Assume that no forward is running; an interrupt can prevent the hooks after it."""
         self._depth = 0
 
     def recover(self) -> None:
-        """Let the next forward begin anew, where one or a backward has raised.
+        """Reset the state of torch if the last forward or backward has raised.
 
-        The gradients of the step that raised are dropped, and those of its window held so far.
+        The gradients of the failed step and of its window are dropped.
         """
-        # A model that calls itself in its forward has not failed.
-        if not self._inside and not self._depth and is_interrupted(self.module):
+        # Inside a forward, the state of an unfinished forward is not an error.
+        if not self._num_uses and not self._depth and is_interrupted(self.module):
             reset(self.module)
             self.drop_gradients()
 
     def drop_gradients(self, chosen: Collection[int] | None = None) -> None:
-        """Drop gradients that wait for a reduction: all, or of parameters with these ids."""
+        """Drop gradients that are not reduced yet, of all parameters or of these ids."""
         for group in self._groups:
             drop_gradients(group, chosen)
 
     def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
-        """The first of ``parameters`` that was put together for a forward and is freed after it."""
+        """Return the first of ``parameters`` that is gathered for a forward and not a shard."""
         whole = {id(whole_of(one)) for one in self._params}
         return next((one for one in parameters if id(one) in whole), None)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         try:
-            # torch keeps the states of modules in a dict that garbage collection may shrink just
-            # when the compiler walks through it.
-            _untraced(self._begin)
+            # Not traced: garbage collection may change torch's dict of module states while the
+            # compiler iterates over it.
+            _untraced(self._prepare)
             if not self._depth:
                 _untraced(self._unify_flags)
         finally:
-            # The hook after it is called in any case.
+            # The hook after the forward runs in any case.
             self._depth += 1
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        # Another hook may have raised before the first of ours.
+        # Another hook may have raised before `_before_forward`.
         self._depth = max(0, self._depth - 1)
         if not self._depth:
-            _untraced(self._take_over)
+            _untraced(self._copy_flags_to_shards)
 
-    def _begin(self) -> None:
+    def _prepare(self) -> None:
+        """Prepare torch's state for the use of parameters."""
         self.recover()
         if torch.is_inference_mode_enabled():
             self._gather_once()
-        elif torch.is_grad_enabled() and self._holds is not self._held:
-            # torch looks at this in backward, which runs outside of `optim_context`.
-            self.module.set_requires_gradient_sync(not self._holds)
-            self._held = self._holds
+        elif torch.is_grad_enabled() and self._skips_sync is not self._module_skips_sync:
+            # Set here, because the backward may run outside of `no_sync`.
+            self.module.set_requires_gradient_sync(not self._skips_sync)
+            self._module_skips_sync = self._skips_sync
 
     def _gather_once(self) -> None:
-        """Make the memory of whole parameters outside of inference mode.
+        """Allocate the whole parameters outside of inference mode.
 
-        It is made at the first use and reused, and what is made inside can never be trained.
+        torch allocates them at the first use and reuses them, and tensors that are created in
+        inference mode can never be trained.
         """
         if self._gathered_once:
             return
@@ -153,19 +157,21 @@ class Root:
                 unit.reshard()
 
     def _unify_flags(self) -> None:
-        """Make shards and whole parameters the same, as they were set last."""
+        """Set ``requires_grad`` of shards and whole parameters to the value that was set last."""
         shards = _shard_flags(self._params)
         if shards != whole_flags(self._params, shards):
-            # Where the shard is in the layers, its whole parameter is of the past.
-            self._take_over([g.is_unsharded for g in self._groups for _ in g.fsdp_params])
+            # Only whole parameters that are in the layers now can have been changed.
+            self._copy_flags_to_shards(
+                [g.is_unsharded for g in self._groups for _ in g.fsdp_params]
+            )
             shards = _shard_flags(self._params)
             for one, flag in zip(self._params, shards, strict=True):
                 _set_flag(whole_of(one), flag)
-            note_dtypes(self._groups)
+            init_dtypes(self._groups)
         self._known = shards
 
-    def _take_over(self, chosen: list[bool] | None = None) -> None:
-        """Let shards have what was set of whole parameters."""
+    def _copy_flags_to_shards(self, chosen: list[bool] | None = None) -> None:
+        """Copy changes of ``requires_grad`` from (chosen) whole parameters to their shards."""
         known = self._known
         now = whole_flags(self._params, known)
         if now == known:
@@ -173,7 +179,7 @@ class Root:
         for at, one in enumerate(self._params):
             if now[at] is not known[at] and (chosen is None or chosen[at]):
                 _set_flag(one.sharded_param, now[at])
-        note_dtypes(self._groups)
+        init_dtypes(self._groups)
 
 
 def _shard_flags(parameters: Iterable[Any]) -> list[bool]:
@@ -183,8 +189,8 @@ def _shard_flags(parameters: Iterable[Any]) -> list[bool]:
 def _refuse_double_backward(unit: nn.Module, inputs: Any, output: Any) -> None:
     refuse_double_backward(
         output,
-        "meets blocks that fsdp has freed by then; compute it inside of the model's forward with "
-        "no block named in shard, or use ddp",
+        "would use blocks that fsdp has freed; compute it inside of the model's forward and name "
+        "no blocks in shard, or use ddp",
     )
 
 
@@ -200,6 +206,6 @@ def _untraced(call: Callable[[], None]) -> None:
         call()
 
 
-@uncompiled("what is trained is looked at outside of graphs")
+@uncompiled("flags of parameters are compared outside of graphs")
 def _outside_of_graphs(call: Callable[[], None]) -> None:
     call()

@@ -1,8 +1,8 @@
-"""Everything of FSDP2 that torch does not document and this room uses, each read here alone.
+"""The undocumented state of FSDP2 that this room uses; no other file reads it.
 
 The tests check every name with torch 2.13 to 2.15. The names were compared with the source of 2.11
-and 2.12. `check_torch` looks for all of them when a model is wrapped, and refuses a torch that
-lacks one: without it gradients could be kept or lost without an error.
+and 2.12. ``check_torch`` looks for all of them when a model is wrapped, and raises if torch lacks
+one, because gradients could be kept or lost without an error.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ CHECKED = "2.13 to 2.15"
 
 
 def check_torch(unit: nn.Module) -> None:
-    """Raise RuntimeError where this torch has not what is used here of ``unit``'s state."""
+    """Raise RuntimeError if ``unit``'s state lacks a name that is used here."""
     missing = []
     for owner, names in _used(unit):
-        # What torch sets at the first forward is declared in the class.
+        # Attributes that torch sets at the first forward are declared in the class.
         declared = inspect.get_annotations(type(owner))
         missing += [
             f"{type(owner).__name__}.{name}"
@@ -32,8 +32,7 @@ def check_torch(unit: nn.Module) -> None:
     if missing:
         raise RuntimeError(
             f"torch {torch.__version__} has no {', '.join(missing)}, without which a fully sharded "
-            f"model could train wrongly: use torch {CHECKED}, with which this was checked, or the "
-            "wrapper ddp"
+            f"model could train wrongly: use torch {CHECKED}, which is tested, or the wrapper ddp"
         )
 
 
@@ -55,7 +54,7 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """What torch keeps of the parameters of ``unit`` that are gathered together."""
+    """Return torch's groups of parameters of ``unit`` that are gathered together."""
     groups = _groups_in(unit._get_fsdp_state())
     assert groups is not None
     return groups
@@ -71,25 +70,22 @@ def _groups_in(state: Any) -> list[Any] | None:
 
 
 def whole_of(parameter: Any) -> Tensor | None:
-    """The whole parameter that layers see; None before the first forward that uses it."""
+    """Return the whole parameter that layers use; None before the first forward."""
     whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
     return whole
 
 
 def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[bool]:
-    """``requires_grad`` of the whole parameters, or of the shard where there is none yet."""
-    try:
-        return [one._unsharded_param.requires_grad for one in parameters]
-    except AttributeError:
-        pairs = ((whole_of(one), flag) for one, flag in zip(parameters, shards, strict=True))
-        return [flag if one is None else one.requires_grad for one, flag in pairs]
+    """Return ``requires_grad`` of the whole parameters, or of shards that were never gathered."""
+    pairs = ((whole_of(one), flag) for one, flag in zip(parameters, shards, strict=True))
+    return [flag if one is None else one.requires_grad for one, flag in pairs]
 
 
 def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
-    """Drop what waits for a reduction, of all parameters or of those with these ids.
+    """Drop gradients that are not reduced yet, of all parameters or of these ids.
 
-    FSDP2 keeps gradients of forwards under ``no_sync``, and of a backward that raised, in the whole
-    parameters. Its own ``zero_grad`` does not reach them.
+    FSDP2 keeps the gradients of forwards under ``no_sync``, and of a backward that raised, in the
+    whole parameters, where ``zero_grad`` does not clear them.
     """
     dropped = 0
     for one in group.fsdp_params:
@@ -97,20 +93,20 @@ def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
         if chosen is None or id(one.sharded_param) in chosen or id(whole) in chosen:
             dropped += 1
             if "unsharded_accumulated_grad" in vars(one):
-                # From 2.15 on there is only that of the whole parameter.
+                # torch 2.15 keeps gradients only in the whole parameter.
                 one.unsharded_accumulated_grad = None
             if whole is not None:
                 whole.grad = None
     if dropped == len(group.fsdp_params):
-        # With copies of shards: the sum over the shards, without the copies yet.
+        # Under HSDP: gradients that are reduced over the shards, but not over the copies.
         group._partial_reduce_output = None
 
 
-def note_dtypes(groups: Iterable[Any]) -> None:
-    """Let what is trained from now on be reduced in its dtype.
+def init_dtypes(groups: Iterable[Any]) -> None:
+    """Initialise the reduction dtypes of groups whose parameters were all frozen at first.
 
-    torch notes the dtypes at the first forward, and nothing where all of a group is frozen then,
-    up to 2.14; 2.15 has no ``_orig_dtype``, and may note them twice.
+    Up to 2.14, torch reads the dtypes at the first forward, and from trained parameters only; 2.15
+    has no ``_orig_dtype``, and may read them twice.
     """
     for group in groups:
         if getattr(group, "_orig_dtype", None) is None:
@@ -128,18 +124,18 @@ def is_running(root: Any) -> bool:
 
 
 def is_interrupted(root: Any) -> bool:
-    """Whether a forward or a backward of ``root`` has raised; not to be asked inside of one."""
+    """Whether a forward or a backward of ``root`` has raised; not to be called inside of one."""
     context = root._get_fsdp_state()._state_ctx
     started = context.iter_forward_root is not None or context.post_backward_final_callback_queued
     return bool(started) and not in_backward()
 
 
 def reset(root: Any) -> None:
-    """Let ``root`` begin anew after a forward or a backward that has raised."""
+    """Reset the state of ``root`` after a forward or a backward that has raised."""
     if not hasattr(root, "reset_iter_state"):
         raise RuntimeError(
-            f"torch {torch.__version__} cannot go on with a sharded model after a forward or a "
-            f"backward that raised: make the model and its wrapper again, or use torch {CHECKED}"
+            f"torch {torch.__version__} cannot use a sharded model after a forward or a backward "
+            f"that raised: make the model and its wrapper again, or use torch {CHECKED}"
         )
     root.reset_iter_state()
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered and freed on their own, and how they become so."""
+"""Find the modules of a model that are gathered separately, and shard them."""
 
 from __future__ import annotations
 
@@ -29,29 +29,26 @@ def check_model(module: nn.Module, detect: bool) -> None:
     check_no_meta_buffers(module)
     if any(isinstance(one, FSDPModule) for one in module.modules()):
         raise ValueError(
-            f"{type(module).__name__} is sharded already: give the model as it was before "
-            "fully_shard; shard names its blocks"
+            f"{type(module).__name__} is sharded already: pass the model without fully_shard, and "
+            "name its blocks in shard"
         )
     if detect and calls_children(module):
         raise ValueError(
             f"detect_anomalous_params needs the wrapper's own train_step, but "
-            f"{type(module).__name__} steps itself"
+            f"{type(module).__name__} has a custom one"
         )
 
 
 def calls_children(model: nn.Module) -> bool:
-    """Whether a step of ``model`` may call its children by themselves, in any order.
+    """Whether a step of ``model`` may call its children directly, in any order.
 
-    So does a ``train_step`` of its own, and a step of Lightning's under manual optimization.
+    This holds for a custom ``train_step``, and for Lightning modules with manual optimization.
     """
     return has_own_train_step(model) or not getattr(model, "automatic_optimization", True)
 
 
 def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
-    """Spread the parameters over the mesh; returns the modules from which gathering starts.
-
-    Every rank must call this.
-    """
+    """Shard the parameters over the mesh; returns the root modules. Every rank must call this."""
     ignored: set[nn.Parameter] = set()
     units: dict[str, nn.Module] = {}
 
@@ -73,29 +70,29 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
         "offload_policy": options.offload,
         "ignored_params": ignored or None,
     }
-    # Between blocks nothing would cast back what is not in the dtype of the next one.
+    # Only the root has an output dtype: the next block expects inputs in its own dtype.
     inner = replace(options.precision, output_dtype=None)
-    # The innermost first: a unit takes what those inside it have left.
+    # Innermost first, because a unit takes all parameters that are not in a unit yet.
     for path, one in reversed(list(module.named_modules())):
         if path not in roots and (path in exact or path in units):
             policy = exact.get(path, inner)
             free = options.free_after_forward
             fully_shard(one, mp_policy=policy, reshard_after_forward=free, **common)
-    # None: torch keeps the outermost block, of which the backward begins.
+    # With None torch keeps the root gathered, because the backward starts with it.
     free_root = False if options.free_after_forward is False else None
     for path, root in roots.items():
         policy = exact.get(path, options.precision)
         fully_shard(root, mp_policy=policy, reshard_after_forward=free_root, **common)
         start = f"{path}." if path else ""
-        own = {name: units[name] for name in units if name != path and name.startswith(start)}
-        _set_prefetch(root, own, options.prefetch)
+        inside = {name: units[name] for name in units if name != path and name.startswith(start)}
+        _set_prefetch(root, inside, options.prefetch)
     return list(roots.values())
 
 
 def _description(
     module: nn.Module, options: FsdpOptions, units: list[str], ignored: set[nn.Parameter]
 ) -> dict[str, Any]:
-    """What must be the same on all ranks, so that they gather and reduce the same."""
+    """Describe the model and the options, which must be the same on all ranks."""
     parameters = dict(module.named_parameters())
     named = {**parameters, **dict(module.named_buffers())}
     return {
@@ -124,10 +121,10 @@ def _set_prefetch(module: Any, units: dict[str, nn.Module], depth: tuple[int, in
 def find_units(
     model: nn.Module, options: FsdpOptions, ignored: set[nn.Parameter]
 ) -> dict[str, nn.Module]:
-    """The blocks of ``options`` that can stand alone, by path and in module order.
+    """Return the blocks of ``options`` that can be gathered separately, by path, in module order.
 
-    A block that shares parameters with other parts of the model stays with what holds both, and
-    so does one whose parameters are used without calling it.
+    A block that shares parameters with other parts of the model is left to the unit that contains
+    both. A block whose parameters are used without calling it is left to the unit around it.
     """
     by_policy = options.policy and _by_policy(model, options.policy)
     blocks = find_blocks(model, options.blocks) if by_policy is None else by_policy
@@ -138,33 +135,33 @@ def find_units(
             owners.setdefault(parameter, set()).add(module)
     units = {}
     for path, block in blocks.items():
-        reason = _why_not_alone(model, path, block, owners)
+        reason = _reason_against(model, path, block, owners)
         if reason is None:
             units[path] = block
         else:
             logger.info("%s is not sharded on its own: %s", path, reason)
     _drop_overlaps(units, set().union(*owners.values()))
-    return _with_dtypes_apart(model, units, ignored)
+    return _split_by_dtype(model, units, ignored)
 
 
 def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Module]:
-    """The modules from which gathering starts, by path: each parameter is in one of them.
+    """Return the root modules by path; each parameter is in exactly one of them.
 
-    That is the model. The step of a model that steps itself may call its children in any order,
-    with several backwards: then each child that has parameters is a root, where each parameter is
-    in one child.
+    The only root is the model, unless its step may call its children in any order, with several
+    backwards. In this case each child with parameters is a root if no parameter is in two of them
+    or outside of all of them.
     """
     roots: dict[str, nn.Module] = {}
-    if not calls_children(model) or not _collect_called(model, "", ignored, roots):
+    if not calls_children(model) or not _collect_roots(model, "", ignored, roots):
         return {"": model}
     found = [one for root in roots.values() for one in set(root.parameters())]
     return roots if found and len(found) == len(set(found)) else {"": model}
 
 
-def _collect_called(
+def _collect_roots(
     module: nn.Module, path: str, ignored: set[nn.Parameter], roots: dict[str, nn.Module]
 ) -> bool:
-    """Put what is called by itself into ``roots``; False where parameters are in none of it."""
+    """Add the outermost modules with a forward to ``roots``; False if parameters are outside."""
     if any(one not in ignored for one in module.parameters(recurse=False)):
         return False
     for name, child in module.named_children():
@@ -173,7 +170,7 @@ def _collect_called(
         full = f"{path}.{name}" if path else name
         if type(child).forward is not nn.Module.forward:
             roots[full] = child
-        elif not _collect_called(child, full, ignored, roots):
+        elif not _collect_roots(child, full, ignored, roots):
             return False
     return True
 
@@ -181,9 +178,9 @@ def _collect_called(
 def full_precision_units(
     model: nn.Module, policy: MixedPrecisionPolicy
 ) -> dict[str, MixedPrecisionPolicy]:
-    """The layers that keep their dtype under mixed precision, with the policy for each.
+    """Return policies for the layers that keep their dtype under mixed precision, by path.
 
-    These are the BatchNorm layers: their statistics are sums over many values.
+    These are the BatchNorm layers, because their statistics are sums over many values.
     """
     found = {}
     for path, layer in model.named_modules():
@@ -197,7 +194,7 @@ def full_precision_units(
 
 
 def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]:
-    """The parameters that are named: by themselves, by modules, or by names and patterns."""
+    """Return the parameters that are given as parameters, modules, or names and patterns."""
     found: set[nn.Parameter] = set()
     for one in named:
         if isinstance(one, nn.Parameter):
@@ -210,15 +207,15 @@ def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]
     trained = [name for name, p in parameters if p in found and p.requires_grad]
     if trained:
         logger.warning(
-            "%s: ignored parameters that are trained; each rank updates its own copy by the "
-            "gradient of its own batches",
+            "%s: ignored parameters that require gradients; each rank updates its copy with the "
+            "gradients of the batches of this rank only",
             ", ".join(trained),
         )
     return found
 
 
 def check_shapes(model: nn.Module, ignored: set[nn.Parameter]) -> None:
-    """Raise ValueError for parameters that cannot be sharded."""
+    """Raise ValueError if a parameter has no dimensions and cannot be sharded."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0 and parameter not in ignored:
             raise ValueError(
@@ -228,15 +225,15 @@ def check_shapes(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
-    """Blocks by a function of torch's wrapping policies, asked from the leaves upwards."""
+    """Return the blocks that one of torch's wrapping policies selects, from the leaves upwards."""
     chosen: set[int] = set()
 
     def visit(module: nn.Module) -> int:
-        """Ask for everything in ``module``; the number of parameters that were taken."""
+        """Apply the policy inside ``module``; returns the number of elements in blocks."""
         count = sum(one.numel() for one in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=count):
             return 0
-        taken = 0
+        total = 0
         for child in module.children():
             if id(child) in chosen:
                 continue
@@ -245,8 +242,8 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
             if policy(module=child, recurse=False, nonwrapped_numel=own - inside):
                 chosen.add(id(child))
                 inside = own
-            taken += inside
-        return taken
+            total += inside
+        return total
 
     visit(model)
     return {
@@ -256,7 +253,7 @@ def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
     }
 
 
-def _why_not_alone(
+def _reason_against(
     model: nn.Module, path: str, block: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]
 ) -> str | None:
     if isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention):
@@ -271,21 +268,21 @@ def _why_not_alone(
 
 
 def _drop_overlaps(units: dict[str, nn.Module], owning: set[nn.Module]) -> None:
-    """Drop units that share a module with parameters, unless one holds the other."""
+    """Drop units that share a module with parameters, unless one contains the other."""
     parts = {path: set(unit.modules()) for path, unit in units.items()}
     for (path, own), (other, others) in combinations(parts.items(), 2):
         if own & others & owning and not own <= others and not others <= own:
             units.pop(path, None)
             units.pop(other, None)
-            logger.info("%s and %s share a module and are not sharded alone", path, other)
+            logger.info("%s and %s share a module and are not sharded on their own", path, other)
 
 
-def _with_dtypes_apart(
+def _split_by_dtype(
     model: nn.Module, units: dict[str, nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, nn.Module]:
-    """Make a unit of each module whose dtype is not that of the unit around it.
+    """Add a unit for each module whose parameters have another dtype than the unit around it.
 
-    The parameters of one unit are gathered and their gradients reduced together, in one dtype.
+    A unit gathers its parameters, and reduces their gradients, together and in one dtype.
     """
     more: set[nn.Module] = set()
     paths = {module: path for path, module in model.named_modules()}
@@ -304,10 +301,10 @@ def _with_dtypes_apart(
                 continue
             if len(found) > 1 or module is root:
                 raise ValueError(
-                    f"{paths[module] or 'the model'} ({type(module).__name__}) has trained "
-                    f"parameters of its own that cannot be sharded with those of {usual.pop()} "
-                    f"around them: {', '.join(sorted(map(str, found)))}; put them into a module of "
-                    "their own, or use one dtype"
+                    "the trained parameters of a module must have one dtype, but "
+                    f"{paths[module] or 'the model'} ({type(module).__name__}) has "
+                    f"{', '.join(sorted(map(str, found)))} next to parameters of {usual.pop()}; "
+                    "put them into a separate module, or use one dtype"
                 )
             more.add(module)
     wanted = {*units.values(), *more}
@@ -315,7 +312,7 @@ def _with_dtypes_apart(
 
 
 def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:
-    """``root`` and what is in it, without the units inside."""
+    """Yield ``root`` and the modules in it, without the units inside."""
     yield root
     for child in root.children():
         if child not in units:
@@ -323,7 +320,7 @@ def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:
 
 
 def in_backward_order(units: Iterable[str]) -> list[str]:
-    """Paths, given in module order, as backward needs them: what ended its forward last first."""
+    """Sort paths in module order for the backward, which starts where the forward ended."""
     ended: list[str] = []
     running: list[str] = []
     for path in units:

@@ -1,25 +1,25 @@
-"""The wrapper for several copies of a model in one process."""
+"""A ``DataParallel`` for any devices, which notifies submodules of their copies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..torch_functions import uncompiled
-from .replicate import parts_of, refuse_compiled, replicate, run_callbacks, run_copies
+from .replicate import refuse_compiled, replicate, run_callbacks, run_copies
 from .scatter_gather import Gather, Scatter, Scattered, dict_gather, scatter_batch, user_scattered
 from .session import ReplicationSession
 
 _CPU = torch.device("cpu")
 _SESSION = "_replication_session"
-# By the names that a config can give.
+# Strategies that a config can name.
 _STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
 
 
@@ -27,37 +27,37 @@ _STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
     name=["ReplicationCallbackDataParallel", "DataParallelWithCallback", "JacDataParallel"]
 )
 class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
-    """torch's ``DataParallel`` that notifies submodules of their copies, on any devices.
+    """A ``DataParallel`` that notifies submodules of their copies, on any devices.
 
     Every forward splits the batch, copies the module to as many devices as there are chunks,
-    calls ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that has it (see
-    ``exec_data_parallel_replication_callback``; with one copy too), runs the copies at the same
-    time, and joins their outputs. Gradients sum into the parameters of ``module``. Copies live
-    for one forward.
+    calls ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that has this method
+    (see ``exec_data_parallel_replication_callback``; also for a single copy), runs the copies at
+    the same time, and joins their outputs. Gradients are summed in the parameters of ``module``.
+    Copies are discarded after the forward.
 
-    Copies run in threads, copy 0 of a small model in the calling one. Of what is set for the
-    calling thread they have grad and inference mode, autocast, the default device, hooks on saved
-    tensors and context variables. ``torch.profiler`` sees them with ``profile_all_threads``. On
-    the CPU they are for trying out, not for speed: autograd has one thread there for the backward.
-    ``torch.compile`` around this wrapper leaves its forward uncompiled.
+    Several copies run in threads. They take over grad and inference mode, autocast, the default
+    device, hooks on saved tensors and context variables of the calling thread. ``torch.profiler``
+    sees them with ``profile_all_threads``. Several copies on the CPU are for testing, not for
+    speed, because autograd runs the backward of the CPU in one thread. ``torch.compile`` around
+    this wrapper leaves its forward uncompiled.
 
     Args:
-        module: the model, on the first of the devices.
-        device_ids: one entry per copy: CUDA ids or devices, "cpu", repeated at will, such as
-            ``["cpu", "cpu"]``; default: all CUDA devices for a module on CUDA, else one copy
-            on the CPU.
+        module: the model, on the first device.
+        device_ids: one entry per copy: CUDA ids, devices or "cpu", repeated any number of times,
+            such as ``["cpu", "cpu"]``; default: all CUDA devices for a module on CUDA, otherwise
+            one copy on the CPU.
         output_device: where the outputs are joined; default: the first device.
         dim: the dimension of the samples, in inputs and outputs.
-        scatter: called as ``scatter(inputs, kwargs, devices, dim)``; returns the positional
-            and the keyword arguments of every copy; default: ``torch.chunk`` of every tensor,
-            another one is ``user_scattered``, also by its name.
-        gather: called as ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
+        scatter: a function ``scatter(inputs, kwargs, devices, dim)`` that returns the positional
+            and the keyword arguments of every copy, or "user_scattered"; default: ``torch.chunk``
+            of every tensor.
+        gather: a function ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
             With one device the output of the copy is returned unchanged.
-        timeout_s: how long copies wait for each other inside a layer that synchronises them;
-            a slow forward that no copy waits for has no limit.
+        timeout_s: how many seconds copies wait for each other inside a layer that synchronises
+            them; a slow forward that no copy waits for has no limit.
 
     Raises:
-        ValueError: a CUDA device that is not there, or no device.
+        ValueError: ``device_ids`` is empty, or a CUDA device does not exist.
         TypeError: a part of the module is compiled.
     """
 
@@ -78,10 +78,12 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         gather: Gather | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        # Not DataParallel's own: it refuses the CPU, and forgets its arguments without a GPU.
+        # DataParallel.__init__ refuses the CPU, and ignores its arguments without a GPU.
         nn.Module.__init__(self)
         if device_ids is not None and not device_ids:
-            raise ValueError("device_ids must name a device; leave it out for the default")
+            raise ValueError(
+                "device_ids must name a device, got none; leave it out for the default"
+            )
         self.module = module
         self.device_ids: Any = _devices(device_ids or ())
         if output_device is not None:
@@ -94,7 +96,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the copies on their parts of the batch; returns their outputs, joined.
+        """Call the copies on their parts of the batch and join their outputs.
 
         Raises:
             RuntimeError: a parameter or buffer is not on the first device, or a CUDA graph is
@@ -110,7 +112,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
         """Copy ``module`` to the devices and run the callbacks of the copies."""
-        return self._called_back(replicate(module, _devices(device_ids)))
+        return self._call_back(replicate(module, _devices(device_ids)))
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
         """Split positional and keyword arguments over the devices."""
@@ -118,11 +120,9 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         return strategy(tuple(inputs), dict(kwargs or {}), _devices(device_ids), self.dim)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> Any:
-        """Call every copy in a thread of its own; returns the list of their outputs."""
-        # Taken out: the first copy may be a module that outlives the forward.
-        session = replicas[0].__dict__.pop(_SESSION, None)
-        if session is None:
-            session = ReplicationSession(len(replicas), self.timeout_s)
+        """Call every copy, several in one thread each; returns the list of their outputs."""
+        # Removed here, because the first copy may be a module that outlives the forward.
+        session = replicas[0].__dict__.pop(_SESSION, None) or self._session(replicas)
         devices = self._copy_devices()[: len(replicas)]
         return run_copies(replicas, inputs, kwargs, devices=devices, session=session)
 
@@ -132,7 +132,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         return strategy(outputs, _device(output_device, "output_device"), self.dim)
 
     def _outputs(self, inputs: Any, kwargs: Any) -> tuple[list[Any], Scattered]:
-        """What the copies return, and the arguments that each of them had."""
+        """Return the outputs of the copies, and the arguments of each copy."""
         devices = self._copy_devices()
         started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if started and torch.cuda.is_current_stream_capturing():
@@ -140,7 +140,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
                 f"{type(self).__name__} cannot be captured in a CUDA graph: its copies are new "
                 "modules and threads on every forward; capture the model itself, on one device"
             )
-        for tensor in _tensors(self.module):
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != devices[0]:
                 raise RuntimeError(
                     "module must have its parameters and buffers on device "
@@ -152,17 +152,21 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         copies = self.replicate(self.module, devices[: len(chunks)])
         return self.parallel_apply(copies, chunks, named), (chunks, named)
 
-    def _called_back(self, copies: list[nn.Module]) -> list[nn.Module]:
+    def _call_back(self, copies: list[nn.Module]) -> list[nn.Module]:
+        """Run the callbacks of ``copies``, unless ``replicate`` of a subclass has run them."""
         if _SESSION not in copies[0].__dict__:
-            session = ReplicationSession(len(copies), self.timeout_s)
+            session = self._session(copies)
             run_callbacks(copies, session)
             copies[0].__dict__[_SESSION] = session
         return copies
 
+    def _session(self, copies: Sequence[nn.Module]) -> ReplicationSession:
+        return ReplicationSession(len(copies), self.timeout_s)
+
     def _copy_devices(self) -> list[torch.device]:
         if self.device_ids:
             return _devices(self.device_ids)
-        tensor = next(_tensors(self.module), None)
+        tensor = next(chain(self.module.parameters(), self.module.buffers()), None)
         if tensor is None or not tensor.is_cuda:
             return [_CPU]
         return _devices(range(torch.cuda.device_count()))
@@ -173,34 +177,34 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
 
 
 def patch_replication_callback(data_parallel: DataParallel[Any]) -> None:
-    """Have a ``DataParallel`` made elsewhere run the callbacks, as if it were one of ours.
+    """Make an existing ``DataParallel`` run the replication callbacks, in place.
 
-    Works in place, once however often it is called, and stays through ``deepcopy`` and pickle.
-    Its type becomes ``ReplicationCallbackDataParallel``, or a subclass of that and of its own
-    type, whose overridden methods are used.
+    Its class becomes ``ReplicationCallbackDataParallel``, or a subclass of both this class and its
+    previous class, whose overridden methods are used. Repeated calls change nothing. ``deepcopy``
+    and pickle keep the new class.
 
     Raises:
-        AssertionError: not a ``DataParallel``.
+        AssertionError: ``data_parallel`` is not a ``DataParallel``.
     """
     if not isinstance(data_parallel, DataParallel):
-        # As documented by the systems this is for.
+        # AssertionError as in the documented interface of earlier implementations.
         raise AssertionError(f"expected a DataParallel, got {type(data_parallel).__name__}")
     data_parallel.__class__ = _patched(type(data_parallel))  # type: ignore[arg-type]
 
 
 class _Patched:
-    """What a patched object has in front of the methods of its own class."""
+    """A mixin that comes before the original class of a patched ``DataParallel``."""
 
     _patched_from: type[DataParallel[Any]]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Copy by the own class, which may do it without ours; call back in either case."""
+        """Copy by the original class, then run the callbacks unless it has run them."""
         copies: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[misc]
-        called: list[nn.Module] = self._called_back(copies)  # type: ignore[attr-defined]
+        called: list[nn.Module] = self._call_back(copies)  # type: ignore[attr-defined]
         return called
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class has no name to be found under: it is made again from the original one.
+        # Pickle cannot find this class by name, so it is made again from the original one.
         make, arguments, *rest = tuple(super().__reduce_ex__(protocol))
         original = (self._patched_from if one is type(self) else one for one in arguments)
         return _make_patched, (make, tuple(original)), *rest
@@ -212,15 +216,15 @@ def _patched(kind: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
         return kind
     if kind is DataParallel:
         return ReplicationCallbackDataParallel
-    # Ours comes last, where the original class looks for torch's.
+    # Our class comes last, so that the original class calls our methods instead of torch's.
     names = {"_patched_from": kind, "__module__": kind.__module__}
     return type(kind.__name__, (_Patched, kind, ReplicationCallbackDataParallel), names)
 
 
 def _make_patched(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    made = make(*arguments)
-    patch_replication_callback(made)
-    return made
+    data_parallel = make(*arguments)
+    patch_replication_callback(data_parallel)
+    return data_parallel
 
 
 def _devices(given: Iterable[Any]) -> list[torch.device]:
@@ -228,9 +232,7 @@ def _devices(given: Iterable[Any]) -> list[torch.device]:
 
 
 def _device(given: Any, setting: str) -> torch.device:
-    """``given`` (a number is a CUDA device) as a device that exists."""
-    if given == _CPU:
-        return _CPU
+    """Return ``given`` (a number is a CUDA device) as a device that exists."""
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     if device.type == "cpu":
         return _CPU
@@ -254,11 +256,3 @@ def _callable(given: Any, setting: str) -> Any:
     if given is not None and not callable(given):
         raise TypeError(f"{setting} must be a function, got {type(given).__name__}")
     return given
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers, those that occur twice as often."""
-    for part in parts_of(module):
-        for tensor in chain(part._parameters.values(), part._buffers.values()):
-            if tensor is not None:
-                yield tensor

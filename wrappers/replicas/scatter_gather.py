@@ -1,4 +1,4 @@
-"""Split a batch over the copies of a module, and join what they return."""
+"""Split a batch over the copies of a module, and join their outputs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import gather as torch_gather
-from torch.nn.parallel import scatter as torch_scatter
 
 from ..steps.preprocess import move
 
@@ -21,19 +19,20 @@ Gather = Callable[[Sequence[Any], torch.device, int], Any]
 def scatter_batch(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
-    """Cut every tensor into chunks along ``dim``, as ``torch.chunk`` cuts it.
+    """Split every tensor along ``dim`` as ``torch.chunk`` does.
 
-    Goes into dicts, lists, tuples and namedtuples. Tensors without dimensions go to every
-    copy, other objects by reference. There may be fewer chunks than devices: 5 samples for 3
-    devices give 2, 2, 1, and 4 give 2, 2. Without any tensor every device gets the arguments.
+    Tensors may be nested in dicts, lists, tuples and namedtuples. Every copy gets the tensors
+    without dimensions, and the same other objects. There may be fewer chunks than devices: for 3
+    devices, 5 samples give 2, 2, 1, and 4 samples give 2, 2. Without a tensor, every device
+    gets all arguments.
 
     Returns:
-        The positional and the keyword arguments of every copy, both of the same length; both
-        empty when there are no arguments.
+        The positional and the keyword arguments of every copy, in two lists of the same length;
+        both are empty if there are no arguments.
 
     Raises:
-        ValueError: two tensors would be cut into different numbers of chunks, or a tensor has
-            no dimension ``dim``.
+        ValueError: two tensors would give different numbers of chunks, or a tensor has no
+            dimension ``dim``.
     """
     if not inputs and not kwargs:
         return [], []
@@ -41,24 +40,24 @@ def scatter_batch(
     used = devices[: _count(tensors, len(devices), dim)]
     chunks = {id(tensor): _chunks(tensor, used, dim) for _, tensor in tensors}
 
-    def part_of(data: Any, index: int) -> Any:
-        return join([data], lambda one: chunks[id(one[0])][index], lambda one: one[0])
+    def part_of(data: Any, copy_id: int) -> Any:
+        return join([data], lambda one: chunks[id(one[0])][copy_id], lambda one: one[0])
 
-    places = range(len(used))
-    return [part_of(inputs, index) for index in places], [part_of(kwargs, one) for one in places]
+    copies = range(len(used))
+    return [part_of(inputs, one) for one in copies], [part_of(kwargs, one) for one in copies]
 
 
 def user_scattered(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
-    """Take a batch that the caller has split already: one list with an entry per device.
+    """Distribute a batch that the caller has split already: one list with an entry per device.
 
-    Give it as ``scatter=user_scattered``. Entry i goes to device i, tensors inside moved, and
-    becomes the only positional argument of copy i; entries may differ in size.
+    A strategy for ``scatter=user_scattered``. Entry i is moved to device i and becomes the only
+    positional argument of copy i. Entries may differ in size.
 
     Raises:
-        ValueError: there are keyword arguments, or not exactly one positional argument, or it
-            is no list or tuple with an entry per device.
+        ValueError: there are keyword arguments, or the positional arguments are not a single
+            list or tuple with one entry per device.
     """
     if kwargs:
         raise ValueError(f"user_scattered takes no keyword arguments, got {', '.join(kwargs)}")
@@ -78,14 +77,14 @@ def user_scattered(
 
 
 def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Join what the copies returned, leaf by leaf, in the order of the copies.
+    """Join the outputs of the copies, in the order of the copies.
 
-    Tensors are concatenated along ``dim``, those without dimensions stacked to ``(copies,)``.
-    Dicts, lists and tuples are joined entry by entry, None stays None, and anything else (a
-    string, a number) becomes the list of what the copies returned.
+    Tensors are concatenated along ``dim``; tensors without dimensions are stacked to
+    ``(copies,)``. Dicts, lists and tuples are joined entry by entry, None stays None, and any
+    other values (strings, numbers) are returned as a list with one value per copy.
 
     Raises:
-        ValueError: the copies returned different keys, lengths or types.
+        ValueError: the copies returned different keys, lengths, types or numbers of dimensions.
     """
 
     def leaf(parts: list[Tensor]) -> Tensor:
@@ -94,9 +93,6 @@ def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> A
             raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
         if not parts[0].ndim:
             return torch.stack([part.to(device) for part in parts])
-        if device.type == "cuda" and all(part.is_cuda for part in parts):
-            gathered: Tensor = torch_gather(parts, device, dim)
-            return gathered
         return torch.cat([part.to(device) for part in parts], dim)
 
     return join(outputs, leaf)
@@ -107,18 +103,20 @@ def join(
     leaf: Callable[[list[Tensor]], Tensor],
     other: Callable[[list[Any]], Any] = list,
 ) -> Any:
-    """Join nested ``outputs``: tensors of one place by ``leaf``, what is no container by ``other``.
+    """Join nested ``outputs``: corresponding tensors by ``leaf``, other values by ``other``.
 
     Raises:
         ValueError: the copies returned different keys, lengths or types.
     """
     if not outputs:
-        raise ValueError("outputs must be those of one copy at least, got none")
+        raise ValueError("outputs must hold the output of at least one copy, got none")
     first = outputs[0]
     if all(isinstance(one, Tensor) for one in outputs):
         return leaf(list(outputs))
     if any(type(one) is not type(first) for one in outputs):
-        raise ValueError(f"copies returned different types: {_listed(outputs, type)}")
+        raise ValueError(
+            f"copies returned different types: {_listed(outputs, lambda one: type(one).__name__)}"
+        )
     if first is None:
         return None
     if isinstance(first, Mapping):
@@ -127,11 +125,11 @@ def join(
         items = {key: join([one[key] for one in outputs], leaf, other) for key in first}
         if not isinstance(first, dict):
             return items
-        # Not by its type: a defaultdict takes its factory first.
-        again = copy.copy(first)
-        # Hugging Face's outputs refuse their own `update`; this one sets each item.
-        MutableMapping.update(again, items)
-        return again
+        # Copied, because not every dict class can be called with its items (defaultdict).
+        joined = copy.copy(first)
+        # Outputs of Hugging Face override `update` to raise; this one sets each item.
+        MutableMapping.update(joined, items)
+        return joined
     if isinstance(first, (list, tuple)):
         if any(len(one) != len(first) for one in outputs):
             raise ValueError(f"copies returned different lengths: {_listed(outputs, len)}")
@@ -144,20 +142,20 @@ def join(
 def share_of_each(
     inputs: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]], dim: int
 ) -> list[float]:
-    """The part of the batch that each copy has, by the first tensor among its arguments."""
-    copies = len(inputs)
+    """Return each copy's share of the batch, by the first tensor among its arguments."""
+    equal = [1 / len(inputs)] * len(inputs)
     sizes = []
     for arguments in zip(inputs, kwargs, strict=True):
         tensor = next((one for _, one in _tensors(arguments) if one.ndim), None)
         if tensor is None:
-            return [1 / copies] * copies
+            return equal
         sizes.append(tensor.shape[dim])
     total = sum(sizes)
-    return [size / total if total else 1 / copies for size in sizes]
+    return [size / total for size in sizes] if total else equal
 
 
 def _count(tensors: Sequence[tuple[str, Tensor]], devices: int, dim: int) -> int:
-    """Into how many chunks the tensors of a batch are cut, which must be the same for all."""
+    """Return the number of chunks, which must be the same for all tensors of a batch."""
     counts: dict[int, str] = {}
     for path, tensor in tensors:
         if not tensor.ndim:
@@ -172,13 +170,13 @@ def _count(tensors: Sequence[tuple[str, Tensor]], devices: int, dim: int) -> int
         found = ", ".join(f"{what} into {count} chunks" for count, what in counts.items())
         raise ValueError(
             f"over {devices} devices along dim={dim}, tensors are split differently: {found}; "
-            "give what is not to be split in another form than a tensor"
+            "pass values that must not be split in another form than a tensor"
         )
     return next(iter(counts), devices)
 
 
 def _tensors(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in nested ``data`` and how to reach it from the arguments."""
+    """Yield every tensor in nested ``data``, with its path for messages."""
     if isinstance(data, Tensor):
         yield f"argument {path}", data
     elif isinstance(data, Mapping):
@@ -192,14 +190,10 @@ def _tensors(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def _chunks(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[Tensor]:
     if not tensor.ndim:
         return [tensor.to(device) for device in devices]
-    if all(device.type == "cuda" for device in devices):
-        return list(torch_scatter(tensor, devices, dim))
     chunks = tensor.chunk(len(devices), dim)
     return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
 
 
-def _listed(outputs: Sequence[Any], what: Callable[[Any], Any]) -> str:
-    """What every copy has, for a message."""
-    found = [what(one) for one in outputs]
-    named = [one.__name__ if isinstance(one, type) else one for one in found]
-    return ", ".join(f"copy {copy_id} {one}" for copy_id, one in enumerate(named))
+def _listed(outputs: Sequence[Any], describe: Callable[[Any], Any]) -> str:
+    """Describe the output of every copy, for a message."""
+    return ", ".join(f"copy {copy_id} {describe(one)}" for copy_id, one in enumerate(outputs))

@@ -1,4 +1,4 @@
-"""Where the copies of a module meet during one forward."""
+"""Exchange messages between the copies of a module during one forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 class ReplicationError(RuntimeError):
-    """Copies of a module could not meet: one did not come, left early, or came too late."""
+    """Copies of a module could not meet: one finished without arriving, or came too late."""
 
 
 @dataclass(eq=False)
@@ -35,18 +35,18 @@ class _Round:
 class ReplicationSession:
     """The meetings of a fixed number of copies during one forward; created for each forward.
 
-    Every copy calls from one thread at a time; no thread is started. A copy that waits is
-    always woken: by the last one to arrive, by the end or the error of a copy it waits for,
-    when all wait in different layers, or by the timeout.
+    Every copy uses one thread at a time; the session starts no threads. A waiting copy is woken
+    by the last copy to arrive, by the end or the error of a copy that it waits for, when all
+    copies wait in different layers, or by the timeout.
 
-    Pickling or deep-copying one gives a fresh one of the same size.
+    A pickle or deep copy is a new session of the same size.
 
     Args:
         num_copies: how many copies meet in every round.
-        timeout_s: how long a round waits for its copies, from the first to arrive.
+        timeout_s: how many seconds a round waits for its copies, from the first arrival.
 
     Raises:
-        ValueError: no copies, or a timeout that is not positive.
+        ValueError: ``num_copies`` is below 1, or ``timeout_s`` is not positive.
     """
 
     def __init__(self, num_copies: int, timeout_s: float = 60.0) -> None:
@@ -73,29 +73,29 @@ class ReplicationSession:
             return {one for meeting in self._rounds.values() for one in meeting.messages}
 
     def rendezvous(self, layer: str, copy_id: int, message: Any, combine: Combine) -> Any:
-        """Give a message, wait for those of all copies, and return the reply to this one.
+        """Send a message, wait for the messages of all copies, and return the reply.
 
-        Every copy must call this equally often for a layer; the k-th calls belong together.
-        The copy that comes last runs ``combine``, once for all.
+        Every copy must call this the same number of times for a layer; the k-th calls belong
+        together. The last copy to arrive runs ``combine`` for all of them.
 
         Args:
-            layer: the name of the layer, as in ``ctx.layer``.
-            copy_id: the copy that calls, from 0.
-            message: anything; tensors stay tensors, with their autograd graph.
-            combine: takes the list of the messages by copy id, and returns as many replies.
+            layer: the path of the layer, which is ``ctx.layer``.
+            copy_id: the calling copy, from 0.
+            message: any object; tensors keep their autograd graph.
+            combine: takes the list of messages by copy id, and returns one reply for each.
 
         Raises:
-            ReplicationError: a copy ended without coming, all wait in different layers, or
-                the time is over.
-            Exception: the error of a copy that failed, of ``abort`` or of ``combine``: one of
-                the same type where possible, with the original as its cause.
+            ReplicationError: a copy finished without arriving, all copies wait in different
+                layers, or the timeout is over.
+            Exception: the error of another copy, of ``abort`` or of ``combine``. It has the same
+                type if possible, and the original as its cause.
         """
         with self._changed:
             meeting = self._arrive(layer, copy_id, message)
             if len(meeting.messages) < self.num_copies:
                 return self._wait(meeting, copy_id)
         try:
-            # Outside the lock: it may take long, or use another session.
+            # Outside of the lock, because combine may take long or use another session.
             replies = list(combine([meeting.messages[one] for one in range(self.num_copies)]))
             if len(replies) != self.num_copies:
                 raise ValueError(
@@ -113,10 +113,10 @@ class ReplicationSession:
             raise
 
     def finish(self, copy_id: int, error: BaseException | None = None) -> None:
-        """Say that the forward of a copy has ended, well or with ``error``.
+        """Report that the forward of a copy has ended, with ``error`` if it failed.
 
-        Copies that wait for it, or will, raise: its error, or a ``ReplicationError`` that
-        names the layer.
+        Copies that wait for it now or later raise its error, or a ``ReplicationError`` that names
+        the layer.
         """
         self._check(copy_id)
         if error is not None:
@@ -126,7 +126,7 @@ class ReplicationSession:
             self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
-        """Have every copy that waits, or will, raise ``error``; only the first call counts."""
+        """Make every copy that waits now or later raise ``error``; later calls have no effect."""
         with self._changed:
             if self._aborted is None:
                 self._aborted = error
@@ -153,10 +153,10 @@ class ReplicationSession:
 
     def _raise_if_aborted(self) -> None:
         if self._aborted is not None:
-            raise _twin(self._aborted) from self._aborted
+            raise _copy_of(self._aborted) from self._aborted
 
     def _wait(self, meeting: _Round, copy_id: int) -> Any:
-        """Wait, with the lock held, for the reply or for what prevents it."""
+        """Wait for the reply, or raise if it cannot come; the caller holds the lock."""
         self._waiting[copy_id] = meeting
         try:
             while True:
@@ -164,31 +164,30 @@ class ReplicationSession:
                     return meeting.replies.pop(copy_id)
                 self._raise_if_aborted()
                 missing = [one for one in range(self.num_copies) if one not in meeting.messages]
-                left = meeting.deadline - time.monotonic()
+                left_s = meeting.deadline - time.monotonic()
                 if not missing:
-                    # The last one computes, however long that takes.
-                    left = threading.TIMEOUT_MAX
-                elif why := self._hopeless(meeting, missing, copy_id, left):
-                    error = ReplicationError(why)
-                    self.abort(error)
-                    raise error
-                try:
-                    self._changed.wait(min(left, threading.TIMEOUT_MAX))
-                except BaseException as error:
-                    # An interrupt, or what a signal handler raises.
-                    self.abort(error)
-                    raise
+                    # The last copy runs combine, which has no time limit.
+                    left_s = threading.TIMEOUT_MAX
+                elif why := self._reason_to_give_up(meeting, missing, copy_id, left_s):
+                    raise ReplicationError(why)
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+        except BaseException as error:
+            # Also interrupts, and errors that a signal handler raises.
+            self.abort(error)
+            raise
         finally:
             del self._waiting[copy_id]
 
-    def _hopeless(self, meeting: _Round, missing: list[int], copy_id: int, left_s: float) -> str:
-        """Why the ``missing`` will not come, if so."""
+    def _reason_to_give_up(
+        self, meeting: _Round, missing: list[int], copy_id: int, left_s: float
+    ) -> str:
+        """Return why the ``missing`` copies will not arrive; empty if they may."""
         if gone := self._finished.intersection(missing):
             return (
                 f"copy {min(gone)} finished without reaching {meeting.place}, where copy {copy_id} "
-                "waits; every copy must call the layer equally often"
+                "waits; every copy must call the layer the same number of times"
             )
-        # Whether no copy runs that could complete a round.
+        # If all copies wait for incomplete rounds, none is left that could complete one.
         all_wait = len(self._waiting) == self.num_copies and all(
             len(one.messages) < self.num_copies and one.replies is None
             for one in self._waiting.values()
@@ -209,23 +208,23 @@ def _named(layer: str) -> str:
     return f"layer {layer!r}" if layer else "the module itself"
 
 
-def _twin(error: BaseException) -> BaseException:
-    """An error like ``error`` that another thread can raise, with a traceback of its own."""
-    for make in (copy.copy, _without_init):
+def _copy_of(error: BaseException) -> BaseException:
+    """Return an error like ``error`` that another thread can raise with its own traceback."""
+    for make in (copy.copy, _copy_without_init):
         try:
             made = make(error)
             alike = type(made) is type(error) and str(made) == str(error)
         except Exception:
             continue
         if alike and made is not error:
-            # Shown with the cause.
+            # The notes are shown with the cause.
             vars(made).pop("__notes__", None)
             return made
     return ReplicationError(f"another copy failed: {type(error).__name__}: {error}")
 
 
-def _without_init(error: BaseException) -> BaseException:
-    # The arguments of an own __init__ need not be those that the error keeps.
+def _copy_without_init(error: BaseException) -> BaseException:
+    # A custom __init__ may take other arguments than the ones in ``args``.
     made = type(error).__new__(type(error), *error.args)
     vars(made).update(vars(error))
     return made

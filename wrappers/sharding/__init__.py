@@ -1,3 +1,3 @@
-"""Where the parts of a tensor lie: layouts, meshes of ranks, tensor parallelism, models built
-without memory. Imports nothing of the other rooms. Start with layout.py.
+"""Sharded and split tensors: layouts, meshes of ranks, tensor parallelism, models built without
+memory. Imports nothing of the other rooms. Start with layout.py.
 """

@@ -1,6 +1,8 @@
-"""Where this process's part of a tensor lies in the whole, for any mixture of three kinds: torch's
-``DTensor`` (FSDP2), *localised* parameters (ordinary ones that hold one part of a tensor-parallel
-weight and say so by an attribute ``tensor_layout``), and plain ones, which are whole.
+"""The position of this process's part of a tensor in the whole tensor.
+
+There are three kinds of tensors: torch's ``DTensor`` (FSDP2); *localised* parameters, which are
+ordinary parameters that hold one part of a tensor-parallel weight and have an attribute
+``tensor_layout``; and plain tensors, which are whole.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one process's part in a whole tensor.
+    """The position of one process's part in a whole tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        offsets: where the part begins, by dimension.
-        sizes: of the part; a size may be 0.
-        sharded_over: the groups over whose ranks the parts are spread; empty where each
-            process has the whole.
-        mesh: of a ``DTensor``, or what a localised parameter was before; None for plain ones.
-        placements: the same, by mesh dimension.
+        shape: the shape of the whole tensor.
+        offsets: the start of the part, by dimension.
+        sizes: the shape of the part; a size may be 0.
+        sharded_over: the groups over whose ranks the parts are spread; empty if each process has
+            the whole tensor.
+        mesh: the mesh of the ``DTensor`` (of a localised parameter: before it was localised);
+            None for plain tensors.
+        placements: the placements of this ``DTensor``, by mesh dimension.
     """
 
     shape: tuple[int, ...]
@@ -47,21 +50,21 @@ class Layout:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What cuts the part out of the whole."""
+        """Slices that select the part in the whole tensor."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
     def __deepcopy__(self, memo: Any) -> Layout:
-        """Itself: a copy is in the same place."""
+        """Return the same object, because a copy has the same position."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise TypeError: parts cannot leave the processes that they are spread over."""
+        """Raise TypeError: parts are tied to their process group."""
         raise TypeError(refusal("a layer split over a tensor axis"))
 
 
 def refusal(what: str) -> str:
-    """Why ``what`` cannot be pickled, and what can."""
+    """Return a message that ``what`` cannot be pickled, with alternatives."""
     return (
         f"{what} cannot be pickled, because it is tied to this group of processes: pickle the bare "
         "model before it is split and wrapped, or save state_dict() and load it into a new one; "
@@ -71,13 +74,13 @@ def refusal(what: str) -> str:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether ``value`` is a ``DTensor``."""
-    # Importing them costs as much as half of torch; before somebody has, there is none.
+    # Not imported here, because the import is slow. Without it, no DTensor exists.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return the place of ``tensor``'s part; RuntimeError where parts are still to be summed."""
+    """Return the layout of ``tensor``; RuntimeError if its placements include partial sums."""
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return Layout(
@@ -93,7 +96,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def is_placed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a ``DTensor`` or localised, be it spread over ranks or not."""
+    """Whether ``tensor`` is a ``DTensor`` or localised, even if it is not spread over ranks."""
     return is_dtensor(tensor) or _localised(tensor) is not None
 
 
@@ -103,20 +106,20 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of ``tensor``, in the same memory; ``tensor`` where plain."""
+    """Return this process's part of ``tensor``, in the same memory; plain tensors unchanged."""
     if not is_dtensor(tensor):
         return tensor
+    # With gradients enabled the part would be a new node of the graph.
     with torch.no_grad():
-        # Without gradients this is the part itself and no node of a graph.
         part: Tensor = tensor.to_local()
     return part
 
 
 def as_global(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the part ``tensor`` as a ``DTensor`` laid out as ``like``; itself where plain.
+    """Return the part ``tensor`` as a ``DTensor`` with the layout of ``like``, unless it is plain.
 
     Raises:
-        ValueError: its shape is not that of ``like``'s part.
+        ValueError: the part of ``like`` has another shape.
     """
     if is_dtensor(tensor) or not is_placed(like):
         return tensor
@@ -130,10 +133,10 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def placed_as(part: Tensor, layout: Layout) -> Tensor:
-    """Return ``part`` as the ``DTensor`` that ``layout`` describes; itself where plain."""
+    """Return ``part`` as the ``DTensor`` that ``layout`` describes, unless that is plain."""
     if layout.mesh is None:
         return part
-    # Not at the top of the file: it takes as long as half of torch.
+    # Imported here, because the import is slow.
     from torch.distributed.tensor import DTensor
 
     shape = torch.Size(layout.shape)
@@ -150,14 +153,16 @@ def placed_as(part: Tensor, layout: Layout) -> Tensor:
 
 
 def take_part(source: Any, like: Tensor) -> Tensor:
-    """Return this process's part of ``source``, of the kind, dtype and device of ``like``.
+    """Return this process's part of ``source``, with the kind, dtype and device of ``like``.
 
     Args:
-        source: a whole tensor, or anything with ``shape`` and ``[slices]`` that returns
-            tensors; also a tensor with the layout of ``like``, whose memory may be shared.
-            A ``DTensor`` of another layout is gathered, for which every rank must call this.
-        like: a ``DTensor`` gives a ``DTensor``, a localised or plain parameter a plain tensor;
-            ValueError where its whole has another shape than ``source``.
+        source: a whole tensor; an object with ``shape`` whose ``[slices]`` are tensors; or a
+            tensor with the layout of ``like``, whose memory may be shared. A ``DTensor`` with
+            another layout is gathered, for which every rank must call this.
+        like: the result is a ``DTensor`` if ``like`` is one, otherwise a plain tensor.
+
+    Raises:
+        ValueError: the whole tensors have different shapes.
     """
     part = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
     return as_global(part, like) if is_dtensor(like) else part
@@ -165,19 +170,19 @@ def take_part(source: Any, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_whole_(target: Tensor, source: Any) -> None:
-    """Copy this process's part of ``source`` into ``target``; arguments as in `take_part`."""
+    """Copy this process's part of ``source`` into ``target``; arguments as in ``take_part``."""
     local_part(target).copy_(_cut(source, target))
 
 
 def reshard(model: nn.Module) -> None:
-    """Give up what FSDP2 has put together for a forward, so that only parts are left; local.
+    """Free the parameters that FSDP2 has gathered, so that only parts are left; not collective.
 
-    The outermost module keeps its parameters whole after a forward without a backward, and the
-    next forward would not see a change of the parts.
+    After a forward without a backward, the outermost module keeps its parameters gathered, and the
+    next forward would not use a change of the parts.
     """
     module: Any
     for module in model.modules():
-        # FSDP2 makes classes with this method; its module is not imported for others' sake.
+        # Sharded modules are recognised by this method, because importing FSDP2 is slow.
         if hasattr(module, "set_reshard_after_forward"):
             module.reshard()
 
@@ -187,13 +192,15 @@ def total_norm(
 ) -> Tensor:
     """Return the norm of all ``tensors`` as one vector: a plain 0-d tensor, equal on every rank.
 
-    Every rank must call this where a tensor is sharded, each with the same tensors in the
-    same order.
+    If a tensor is sharded, every rank must call this with the same tensors in the same order.
 
     Args:
-        norm_type: the order of the norm, above 0 (ValueError) for sharded ones; ``math.inf`` for
-            the largest.
-        like: the parameters whose gradients ``tensors`` are; needed where they are localised.
+        tensors: plain tensors, DTensors or gradients of localised parameters.
+        norm_type: the order of the norm; ``math.inf`` for the largest absolute value.
+        like: the parameters of the gradients ``tensors``; required if these are localised.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive and a tensor is sharded.
     """
     tensors = list(tensors)
     owners = tensors if like is None else list(like)
@@ -209,33 +216,34 @@ def total_norm(
     inf = math.isinf(norm_type)
     device = _comm_device(next(one for one, over in zip(owners, groups, strict=True) if over))
     powers = {over: _power(some, norm_type).to(device) for over, some in by_groups.items()}
-    # Each value over its groups, all values of a group in one collective.
+    # Each value is reduced over its groups, in one collective for all values of a group.
     for group in dict.fromkeys(group for over in powers for group in over):
-        concerned = [over for over in powers if group in over]
-        values = torch.stack([powers[over] for over in concerned])
+        keys = [over for over in powers if group in over]
+        values = torch.stack([powers[over] for over in keys])
         all_reduce(values, ReduceOp.MAX if inf else ReduceOp.SUM, group)
-        powers.update(zip(concerned, values.unbind(), strict=True))
+        powers.update(zip(keys, values.unbind(), strict=True))
     values = torch.stack(list(powers.values()))
     total = values.max() if inf else values.sum() ** (1.0 / norm_type)
     dtype = torch.float64 if torch.float64 in {part.dtype for part in parts} else torch.float32
     return total.to(device=parts[0].device, dtype=dtype)
 
 
-# Models with split layers, the tensor group, and whether every rank of the run is in such a group:
-# the ranks of a group must train alike what each of them holds whole.
+# Models with split layers -> (the tensor group, whether every rank of the run is in such a group).
+# The ranks of a group must train parameters that each of them holds whole in the same way.
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
-# What keeps whole parameters and gradients where optimizer wrappers do not look. Each one has a
-# ``module``, whether the model ``steps_itself``, and, not collective, ``no_sync()``;
-# ``drop_gradients(ids)``, which drops those not given to these parameters yet; and
-# ``gathered(parameters)``, the first that is there for a forward only.
+# Objects that keep whole parameters and gradients where optimizer wrappers do not look. Each has a
+# ``module``; ``steps_itself``, whether the model's step may call its children directly;
+# ``no_sync()``, not collective; ``drop_gradients(ids)``, which drops gradients of these parameters
+# that are not reduced yet; and ``gathered(parameters)``, which returns the first parameter that is
+# only gathered for a forward.
 holders: WeakSet[Any] = WeakSet()
 
 
 def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
-    """Drop gradients of ``parameters`` that wait for the end of their window; not collective.
+    """Drop gradients of ``parameters`` that fsdp has not reduced yet; not collective.
 
-    Under fsdp, those of the forwards under ``no_sync``, and those of a backward that raised.
+    These come from forwards under ``no_sync``, and from a backward that raised.
     """
     chosen = {id(one) for one in parameters} if holders else ()
     for holder in list(holders):
@@ -244,7 +252,7 @@ def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients of the forwards inside on their ranks, where ``model`` steps itself."""
+    """Keep gradients of forwards inside on their ranks if ``model`` has its own step."""
     inside = {id(one) for one in model.modules()} if holders else ()
     with ExitStack() as stack:
         for holder in list(holders):
@@ -254,22 +262,13 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what ``optimizer`` updates."""
+    """Yield the parameters of ``optimizer``."""
     return (one for group in optimizer.param_groups for one in group["params"])
-
-
-_seen: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
 
 
 def has_placed(optimizer: Optimizer) -> bool:
     """Whether a parameter of ``optimizer`` is a ``DTensor`` or localised."""
-    # By the sizes of the groups: asking each parameter on each step costs as much as clipping.
-    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    known, answer = _seen.get(optimizer, ((), False))
-    if known != sizes:
-        answer = any(map(is_placed, parameters_of(optimizer)))
-        _seen[optimizer] = (sizes, answer)
-    return answer
+    return any(map(is_placed, parameters_of(optimizer)))
 
 
 def _localised(tensor: Tensor) -> Layout | None:
@@ -277,7 +276,7 @@ def _localised(tensor: Tensor) -> Layout | None:
 
 
 def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups over which ``tensor`` is spread, as in ``Layout.sharded_over``."""
+    """Return ``Layout.sharded_over`` of a tensor."""
     if not is_dtensor(tensor):
         return getattr(_localised(tensor), "sharded_over", ())
     mesh = tensor.device_mesh
@@ -302,18 +301,18 @@ def _cut(source: Any, like: Tensor) -> Tensor:
     if isinstance(source, Tensor) and layout.sizes == layout.shape:
         return source.detach()
     part: Tensor = source[layout.slices]
-    # A view would keep the memory of the whole.
+    # Cloned, because a view would keep the memory of the whole tensor.
     return part.detach().clone() if isinstance(source, Tensor) else part
 
 
 def _power(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of ``parts`` to the power in which norms of several processes add up."""
-    # An empty part has no largest element; without any torch gives 0.
+    """Return the norm of ``parts`` to the power ``norm_type``, which can be summed over ranks."""
+    # Empty parts are left out, because they have no largest element.
     norm = get_total_norm([part for part in parts if part.numel()], norm_type).double()
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
 def _comm_device(owner: Tensor) -> torch.device:
-    """Where the groups of a sharded tensor communicate; its parts may be offloaded from there."""
+    """Return the device of a sharded tensor's groups; its parts may be offloaded from there."""
     mesh, here = layout_of(owner).mesh, local_part(owner).device
     return here if mesh is None or mesh.device_type == here.type else torch.device(mesh.device_type)

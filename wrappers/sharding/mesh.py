@@ -1,4 +1,4 @@
-"""Ranks laid out along named axes, and what they tell each other before they train."""
+"""Meshes of ranks with named axes, and checks and broadcasts over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ...registry import did_you_mean
 from .layout import local_part
 
 _BUCKET_BYTES = 64 * 2**20
-# None: all ranks of the run.
+# None stands for all ranks of the run.
 Ranks: TypeAlias = DeviceMesh | ProcessGroup | None
 
 # From the outermost to the innermost: the ranks of one tensor group are neighbours.
@@ -37,14 +37,14 @@ AXES = ("data", "replicate", "shard", "tensor")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run, laid out along axes.
+    """The ranks of a run in a grid with named axes.
 
-    Ranks that differ only on the tensor axis see the same batches; all others see their own.
+    Ranks that differ only on the tensor axis see the same batches; all others see different ones.
 
     Attributes:
-        axes: size of every axis, from the outermost to the innermost.
+        axes: the size of every axis, from the outermost to the innermost.
         device_mesh: torch's mesh with these axes; None without a process group.
-        data_group: the ranks that see different batches, this one among them; None for all.
+        data_group: this rank and all ranks that see other batches; None for all ranks.
     """
 
     axes: dict[str, int]
@@ -53,27 +53,27 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """Among how many ranks the batches are shared out."""
+        """The number of different batches, one per rank or tensor group."""
         return math.prod(self.axes.values()) // self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        """Which of them this one is."""
+        """The index of this rank's batch, from 0."""
         return 0 if self.device_mesh is None else self.device_mesh.get_rank() // self.tensor_size
 
     @property
     def tensor_size(self) -> int:
-        """How many ranks share one copy of a layer."""
+        """The number of ranks that share one copy of a layer."""
         return self.axes.get("tensor", 1)
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """The axis over which layers are split; None without one."""
+        """The mesh over which layers are split; None without a tensor axis."""
         return self._part("tensor") if "tensor" in self.axes else None
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """What ``fully_shard`` takes: the data axis, or (replicate, shard)."""
+        """The mesh for ``fully_shard``: the data axis, or (replicate, shard)."""
         return self._part(*(name for name in self.axes if name != "tensor"))
 
     def _part(self, *names: str) -> DeviceMesh | None:
@@ -86,10 +86,10 @@ def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
 
     Args:
         axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
-            ``tensor``. One of them may be -1: the ranks that the others leave.
+            of ``tensor``. One size may be -1, for the remaining ranks.
 
     Raises:
-        ValueError: the axes do not go together, or do not make up ``world_size``.
+        ValueError: the axes exclude each other, or their product is not ``world_size``.
     """
     _check_names(axes)
     sizes = {name: axes[name] for name in AXES if name in axes}
@@ -97,35 +97,38 @@ def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
         sizes = {"data": 1, **sizes}
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"only one axis can be -1 (the rest of the ranks), got {_product(sizes)}")
+        raise ValueError(
+            f"only one axis can be -1 (the rest of the ranks), got {_axes_text(sizes)}"
+        )
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ValueError(f"the size of axis {name} must be at least 1, or -1, got {size!r}")
-    taken = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     if free:
-        if world_size % taken:
-            raise ValueError(f"{world_size} ranks cannot be divided into {_product(sizes)}")
-        sizes[free[0]] = world_size // taken
-    elif taken != world_size:
-        raise ValueError(f"{_product(sizes)} = {taken} ranks, but there are {world_size}")
+        if world_size % product:
+            raise ValueError(f"{world_size} ranks cannot be divided into {_axes_text(sizes)}")
+        sizes[free[0]] = world_size // product
+    elif product != world_size:
+        raise ValueError(f"{_axes_text(sizes)} = {product} ranks, but there are {world_size}")
     return sizes
 
 
 def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
-    """Lay out all ranks along ``axes``; every rank must call this with the same ones.
+    """Build a mesh of all ranks; every rank must call this with the same ``axes``.
 
     Args:
-        axes: as for ``check_axes``.
-        device_type: where the tensors of a rank live.
+        axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
+            of ``tensor``. One size may be -1, for the remaining ranks.
+        device_type: the type of device of the ranks' tensors.
 
     Raises:
-        ValueError: the axes do not fit the ranks, or differ between ranks.
+        ValueError: the axes do not fit the number of ranks, or differ between ranks.
     """
-    agree(lambda: {"mesh": _product(check_axes(axes, get_world_size()))})
+    agree(lambda: {"mesh": _axes_text(check_axes(axes, get_world_size()))})
     sizes = check_axes(axes, get_world_size())
     if not distributed_available():
         return Mesh(sizes)
-    # A mesh of a world made later counts as equal to one of before, though its groups differ.
+    # Meshes of an earlier process group compare as equal, but their groups no longer exist.
     forget_meshes()
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, mesh, _data_group(mesh, sizes))
@@ -142,10 +145,12 @@ def _check_names(axes: Mapping[str, int]) -> None:
             f"got {', '.join(axes)}"
         )
     if "replicate" in axes and "shard" not in axes:
-        raise ValueError("axis replicate needs shard beside it; copies alone are the data axis")
+        raise ValueError(
+            "axis replicate needs shard as well; for copies without shards use the data axis"
+        )
 
 
-def _product(sizes: Mapping[str, int]) -> str:
+def _axes_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
@@ -154,35 +159,39 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
         return None
     if "replicate" not in sizes:
         return mesh.get_group("data" if "data" in sizes else "shard")
-    own: ProcessGroup | None = None
-    # Every rank makes all of the groups: torch names a group by counting the calls.
+    data_group: ProcessGroup | None = None
+    # Every rank must create all groups, because torch names a group by the number of the call.
     for ranks in mesh.mesh.flatten(0, 1).T.tolist():
         group = distributed.new_group(ranks)
         if distributed.get_rank() in ranks:
-            own = group
-    return own
+            data_group = group
+    return data_group
 
 
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
-    """Raise on every rank what ``describe`` raises on one, or ValueError where its results differ.
+    """Raise on every rank if ``describe`` raises on one, or if its results differ.
 
-    Every rank of the mesh (default: of the run) must call this: one small object for each axis.
+    Every rank of the mesh (default: of the run) must call this. It exchanges hashes.
 
     Args:
-        describe: what is compared, by a name for the message; values that can be pickled.
+        describe: returns values to compare, by names for the message; they must be picklable.
+
+    Raises:
+        ValueError: the results differ between ranks.
+        Exception: the error of ``describe``, on all ranks.
     """
     described: dict[str, Any] = {}
 
     def digest() -> bytes:
         described.update(describe())
-        # Descriptions grow with the model: of a thousand ranks they would take long to exchange.
+        # Hashed, because large descriptions of many ranks would take long to exchange.
         return hashlib.sha256(obj2tensor(described, "cpu").numpy().data).digest()
 
-    digests, failures, own = run_together(digest, lambda report: _gather(report, mesh))
-    if own is not None and len({failure and failure.told for failure in failures}) == 1:
-        raise own
+    digests, failures, error = run_together(digest, lambda report: _gather(report, mesh))
+    if error is not None and len({failure and failure.told for failure in failures}) == 1:
+        raise error
     for failure in filter(None, failures):
-        raise failure.kind(f"on rank {failure.rank}: {failure.text}") from own
+        raise failure.kind(f"on rank {failure.rank}: {failure.text}") from error
     if len(set(digests)) == 1:
         return
     (first_rank, first), *others = _gather((get_rank(), described), mesh)
@@ -196,10 +205,10 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
                 )
 
 
-def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
+def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     if mesh is None or not distributed_available():
-        return all_gather_object(own)
-    known = {get_rank(): own}
+        return all_gather_object(value)
+    known = {get_rank(): value}
     for group, _ in _routes(mesh):
         known = dict(ChainMap(*all_gather_object(known, group)))
     return [known[rank] for rank in sorted(known)]
@@ -207,24 +216,24 @@ def _gather(own: Any, mesh: DeviceMesh | None) -> list[Any]:
 
 @torch.no_grad()
 def broadcast_first(tensors: Iterable[Tensor], ranks: Ranks) -> None:
-    """Overwrite ``tensors`` with those of the first of ``ranks``; every rank must call this.
+    """Overwrite ``tensors`` with the tensors of the first rank; every rank must call this.
 
-    Of sharded tensors the local parts travel; those on the meta device are left out.
+    Only the local parts of sharded tensors are sent. Tensors on the meta device are skipped.
     """
     buckets: dict[tuple[Any, ...], list[Tensor]] = {}
-    taken: Counter[tuple[Any, ...]] = Counter()
+    num_bytes: Counter[tuple[Any, ...]] = Counter()
     for part in map(local_part, tensors):
         if part.numel() and not part.is_meta:
             kind = (part.dtype, part.device)
-            buckets.setdefault((*kind, taken[kind] // _BUCKET_BYTES), []).append(part)
-            taken[kind] += part.nbytes
+            buckets.setdefault((*kind, num_bytes[kind] // _BUCKET_BYTES), []).append(part)
+            num_bytes[kind] += part.nbytes
     for group, source in _routes(ranks):
         for (_, device, _), bucket in buckets.items():
             _send(bucket, group, source, comm_device(group, prefer=device))
 
 
 def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
-    """One group for each axis, and its rank that has what the first rank of the mesh has."""
+    """Yield a group for each axis, and the rank in it that has the first rank's tensors."""
     if not isinstance(mesh, DeviceMesh):
         yield mesh, 0 if mesh is None else distributed.get_global_rank(mesh, 0)
         return
@@ -233,9 +242,9 @@ def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
         raise ValueError(f"rank {distributed.get_rank()} is not in the mesh {mesh}")
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
-            place = list(coordinate)
-            place[axis] = 0
-            yield mesh.get_group(axis), int(mesh.mesh[tuple(place)])
+            source = list(coordinate)
+            source[axis] = 0
+            yield mesh.get_group(axis), int(mesh.mesh[tuple(source)])
 
 
 def _send(bucket: Sequence[Tensor], group: Any, source: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Models that are too large for one device: built without memory, filled shard by shard."""
+"""Construct models without memory, and initialise them shard by shard."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _Slot: TypeAlias = tuple[nn.Module, str]
 def meta_parameters() -> Iterator[None]:
     """Put the parameters of modules that are constructed inside onto the meta device.
 
-    They have shapes but no memory; buffers are real, because nothing could compute them again.
-    Random streams do not move, so that a wrapper made right after gives the model the weights that
-    the same seed gives an ordinary one. It holds for all threads. Weights that a constructor sets
-    by itself, outside of ``reset_parameters``, are lost.
+    The parameters have shapes but no memory; buffers are real, because they cannot be computed
+    again later. No random numbers are drawn, so a wrapper that is constructed next gives the model
+    the same weights as an ordinary construction with the same seed. The context affects all
+    threads. Weights that a constructor sets outside of ``reset_parameters`` are lost.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:
@@ -38,36 +38,37 @@ def meta_parameters() -> Iterator[None]:
 
 
 def check_no_meta_buffers(model: nn.Module) -> None:
-    """Raise ValueError where a buffer has no memory."""
+    """Raise ValueError if a buffer is on the meta device."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"the buffer {name} is on the meta device and nothing can compute its values: "
+                f"the buffer {name} is on the meta device, and its values cannot be computed: "
                 "construct the model inside stepwrap.wrappers.meta_parameters(), which leaves "
                 'buffers real, instead of torch.device("meta")'
             )
 
 
 def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = None) -> None:
-    """Give the parameters on the meta device memory and values; every rank must call this.
+    """Allocate and initialise parameters on the meta device; every rank must call this.
 
-    To be called after ``fully_shard``. Memory: the shards, and the whole parameters of one module
-    at a time, with those inside it that its ``reset_parameters`` writes as well. Modules come in
-    the order of an ordinary construction, and the first one that has it makes a tied parameter.
+    Must be called after ``fully_shard``. It needs memory for the shards and for the whole
+    parameters that one module's ``reset_parameters`` writes. Modules are initialised in the order
+    of an ordinary construction; a tied parameter is initialised by the first module that has it.
 
-    All ranks draw from the random state of the mesh's first rank; one whose own state differs gets
-    it back after that.
+    All ranks use the random state of the mesh's first rank. A rank whose state differs gets its
+    own state back afterwards.
 
     Args:
+        model: the sharded model.
         mesh: all ranks that hold parts of the model.
-        init: called with every module that has such parameters; default: ``reset_parameters``
-            (or ``_reset_parameters``, as in ``nn.MultiheadAttention``).
+        init: called with every module that has parameters on the meta device; default:
+            ``reset_parameters``, or ``_reset_parameters`` (``nn.MultiheadAttention``).
 
     Raises:
-        ValueError: a parameter that nothing has written.
+        ValueError: a parameter was not written by any initialiser.
     """
-    jobs, device = _plan(model, init), torch.device(mesh.device_type)
-    # Not `to_empty`, which would empty the buffers too.
+    jobs, device = _find_jobs(model, init), torch.device(mesh.device_type)
+    # `to_empty` would empty the buffers too.
     model._apply(  # type: ignore[no-untyped-call]
         lambda one: torch.empty_like(one, device=device) if one.is_meta else one
     )
@@ -76,7 +77,7 @@ def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = N
 
 
 class _Job(NamedTuple):
-    """One module to fill, and the parameters that its initialiser may write."""
+    """One module to initialise, and the parameters that its initialiser may write."""
 
     module: nn.Module
     init: Callable[[], Any] | None
@@ -84,20 +85,20 @@ class _Job(NamedTuple):
 
 
 class _Builder:
-    """Fills the modules one after the other, with whole parameters only while they are needed."""
+    """Initialises modules one by one, and keeps whole parameters only while they are needed."""
 
     def __init__(self, model: nn.Module, jobs: Sequence[_Job], device: torch.device) -> None:
         self._names = {p: name for name, p in model.named_parameters()}
         self._jobs = jobs
         self._device = device
-        # All by the shard: tied parameters have several slots.
+        # Keyed by shard, because tied parameters have several slots.
         self._whole: dict[nn.Parameter, nn.Parameter] = {}
         self._written: set[nn.Parameter] = set()
-        self._makers: dict[nn.Parameter, nn.Module] = {}
+        self._owners: dict[nn.Parameter, nn.Module] = {}
         for job in jobs:
             for slot in job.slots:
                 if slot[0] is job.module and job.init is not None:
-                    self._makers.setdefault(_parameter_in(slot), job.module)
+                    self._owners.setdefault(_parameter_in(slot), job.module)
         self._last = {
             _parameter_in(slot): at
             for at, job in enumerate(jobs)
@@ -115,45 +116,45 @@ class _Builder:
                     owner._parameters[name] = shard
             for shard in dict.fromkeys(shards.values()):
                 if self._last[shard] == at:
-                    self._keep(shard)
+                    self._store(shard)
 
     def _fill(self, job: _Job, shards: Mapping[_Slot, nn.Parameter]) -> None:
-        kept: dict[_Slot, nn.Parameter] = {}
+        created: dict[_Slot, nn.Parameter] = {}
         for slot, shard in shards.items():
-            is_kept = not self._is_tied_copy(job, slot)
-            whole = self._whole.get(shard) if is_kept else None
+            is_used = not self._is_tied_copy(job, slot)
+            whole = self._whole.get(shard) if is_used else None
             if whole is None:
                 memory = torch.empty(shard.shape, dtype=shard.dtype, device=self._device)
                 whole = nn.Parameter(memory, shard.requires_grad)
-            if is_kept:
-                kept[slot] = self._whole[shard] = whole
+            if is_used:
+                created[slot] = self._whole[shard] = whole
             slot[0]._parameters[slot[1]] = whole
         with _Writes() as writes, torch.no_grad():
             if job.init is not None:
                 job.init()
-        for slot, whole in kept.items():
+        for slot, whole in created.items():
             now = _parameter_in(slot)
-            if now is not whole or writes.reached(now):
+            if now is not whole or writes.contains(now):
                 self._whole[shards[slot]] = now
                 self._written.add(shards[slot])
 
     def _is_tied_copy(self, job: _Job, slot: _Slot) -> bool:
-        """Whether a module that came before has made the parameter: this one draws in vain."""
-        return slot[0] is job.module is not self._makers.get(_parameter_in(slot), job.module)
+        """Whether an earlier module has initialised the parameter; new values are discarded."""
+        return slot[0] is job.module is not self._owners.get(_parameter_in(slot), job.module)
 
-    def _keep(self, shard: nn.Parameter) -> None:
+    def _store(self, shard: nn.Parameter) -> None:
         whole = self._whole.pop(shard)
         if shard not in self._written:
             raise ValueError(
-                f"nothing initialises the parameter {self._names[shard]}, which is on the "
-                "meta device: let its module have a reset_parameters() that does, or give "
+                f"nothing initialises the parameter {self._names[shard]}, which is on the meta "
+                "device: initialise it in reset_parameters() of its module, or pass "
                 "param_init_fn(module) to the wrapper"
             )
         copy_whole_(shard, whole)
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes into which memory operations write."""
+    """Records the memory that operations write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,12 +167,12 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value = args[at] if at < len(args) else named.get(argument.name)
                 for one in value if isinstance(value, (list, tuple)) else [value]:
                     if isinstance(one, Tensor):
-                        # It is kept, so that its memory is not given to another one.
+                        # The reference prevents another tensor from reusing the memory.
                         self._seen[one.untyped_storage()._cdata] = one
         return func(*args, **named)
 
-    def reached(self, tensor: Tensor) -> bool:
-        """Whether something was written into the memory of ``tensor``."""
+    def contains(self, tensor: Tensor) -> bool:
+        """Whether an operation has written the memory of ``tensor``."""
         return tensor.untyped_storage()._cdata in self._seen
 
 
@@ -181,23 +182,23 @@ def _parameter_in(slot: _Slot) -> nn.Parameter:
     return found
 
 
-def _plan(model: nn.Module, init: Initialiser | None) -> list[_Job]:
-    """The modules to fill in order, each with what its initialiser writes."""
+def _find_jobs(model: nn.Module, init: Initialiser | None) -> list[_Job]:
+    """Return the modules to initialise, in order, with the parameters that each one writes."""
     jobs = []
-    for module in _inside_out(model, set()):
+    for module in _children_first(model, set()):
         slots: list[_Slot] = [(module, name) for name, _ in _meta_parameters(module)]
         start: Any = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if init is not None:
             start = functools.partial(_call, init, module)
         elif start is not None:
-            slots += [slot for slot in _rehearse(module, start) if slot not in slots]
+            slots += [slot for slot in _dry_run(module, start) if slot not in slots]
         if slots:
             jobs.append(_Job(module, start, slots))
     return jobs
 
 
 def _call(init: Initialiser, module: nn.Module) -> None:
-    # Functions for torch's older wrapper begin with `to_empty`, but the memory is there already.
+    # Functions for FSDP1 start with `to_empty`, but the memory is allocated already.
     vars(module)["to_empty"] = lambda **_: module
     try:
         init(module)
@@ -205,11 +206,11 @@ def _call(init: Initialiser, module: nn.Module) -> None:
         del vars(module)["to_empty"]
 
 
-def _inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     if module not in seen:
         seen.add(module)
         for child in module.children():
-            yield from _inside_out(child, seen)
+            yield from _children_first(child, seen)
         yield module
 
 
@@ -218,13 +219,13 @@ def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, one) for name, one in own if one.is_meta]
 
 
-def _rehearse(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
-    """Run ``init`` on the meta device, where it costs nothing, to see what it writes."""
+def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
+    """Run ``init`` on the meta device, which is cheap, and return the parameters it writes."""
     slots = {(one, name): p for one in module.modules() for name, p in _meta_parameters(one)}
     if all(owner is module for owner, _ in slots):
         return []
     state = torch.get_rng_state()
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     stand_ins = {
         p: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
         for p in slots.values()
@@ -237,15 +238,15 @@ def _rehearse(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
         return [
             slot
             for slot, p in slots.items()
-            if _parameter_in(slot) is not stand_ins[p] or writes.reached(stand_ins[p])
+            if _parameter_in(slot) is not stand_ins[p] or writes.contains(stand_ins[p])
         ]
     except (RuntimeError, NotImplementedError):
-        # It reads values, which do not exist there: it may write whatever is inside.
+        # It reads values, which do not exist on the meta device: assume that it writes all.
         return list(slots)
     finally:
         for (owner, name), p in slots.items():
             owner._parameters[name] = p
-        for buffer, values in kept:
+        for buffer, values in buffers:
             buffer.copy_(values)
         torch.set_rng_state(state)
 
@@ -266,8 +267,8 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
     kinds: list[Any] = [torch.random]
     if device.type != "cpu":
         kinds.append(torch.get_device_module(device))
-    own = [kind.get_rng_state() for kind in kinds]
-    first = [state.clone() for state in own]
+    states = [kind.get_rng_state() for kind in kinds]
+    first = [state.clone() for state in states]
     if distributed.is_initialized():
         broadcast_first(first, mesh)
     for kind, state in zip(kinds, first, strict=True):
@@ -275,6 +276,6 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
     try:
         yield
     finally:
-        for kind, before, state in zip(kinds, own, first, strict=True):
+        for kind, before, state in zip(kinds, states, first, strict=True):
             if not torch.equal(before, state):
                 kind.set_rng_state(before)

@@ -1,4 +1,4 @@
-"""The loss scale where each rank sees only parts of the gradients."""
+"""A gradient scaler for ranks that hold only parts of the gradients."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .layout import local_part, parameters_of
 
 
 class PartScaler(ShardedGradScaler):
-    """torch's ``ShardedGradScaler``, for parameters of several meshes as well.
+    """A ``ShardedGradScaler`` that also supports parameters of several meshes.
 
-    Every rank of ``process_group`` (default: all) must call ``unscale_``: there they tell each
-    other of infinities.
+    Every rank of ``process_group`` (default: all) must call ``unscale_``, which exchanges whether
+    a rank has infinite gradients.
     """
 
     def __init__(
         self, *args: Any, process_group: ProcessGroup | None = None, **options: Any
     ) -> None:
-        # torch's own default is the group that there was when its file was imported.
+        # Passed explicitly, because torch's default is the group at the time of its import.
         super().__init__(*args, process_group=process_group, **options)  # type: ignore[misc]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        # torch's kernel takes all gradients at once, and fails when their meshes differ.
+        # Local parts, because torch's kernel takes all gradients at once, from one mesh only.
         parts = [
             SimpleNamespace(grad=local_part(parameter.grad))
             for parameter in parameters_of(optimizer)
@@ -40,10 +40,10 @@ class PartScaler(ShardedGradScaler):
         return super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and learn whether any rank has an infinity among them."""
+        """Unscale the gradients, and find infinities in the gradients of all ranks."""
         super().unscale_(optimizer)
         if self.is_enabled():
-            # Fused steps take it beside DTensors, for which it must have no dimension.
+            # Fused steps combine this tensor with DTensors, so it must have no dimensions.
             found = self._per_optimizer_states[id(optimizer)]
             for device, overflow in found["found_inf_per_device"].items():
                 found["found_inf_per_device"][device] = overflow.squeeze()

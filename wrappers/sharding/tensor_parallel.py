@@ -1,4 +1,4 @@
-"""Layers of which every rank of a tensor group holds a part."""
+"""Split layers over a tensor group, each rank of which holds a part of every layer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .mesh import Mesh
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
-# A layer is split by its outputs, by its inputs, as a norm over a part of the sequence, or by its
-# outputs, which are put together again.
+# A layer is split by its outputs; by its inputs; not at all, with inputs split along the sequence;
+# or by its outputs, which are gathered again.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
-# The number of a hook; torch counts from 0.
-_HIDE = -1
+# The id of a hook; torch counts from 0.
+_RESTORE_HOOK_ID = -1
 _DOUBLE = (
     "loses the parts that go through layers split over a tensor axis, because torch's collectives "
     "have a first derivative only; use ddp or a mesh without a tensor axis"
 )
-# Over which dimension of its weight a layer is split, and which argument is the size of that.
+# The dimension of the weight that is split, and the argument of the layer with its size.
 _SPLITS = {
     (ColwiseParallel, nn.Linear): (0, "out_features"),
     (ColwiseParallel, nn.Embedding): (1, "embedding_dim"),
@@ -51,27 +51,28 @@ def parallelize(
 ) -> nn.Module:
     """Split layers of ``model`` over the tensor axis of ``mesh``, in place.
 
-    Every rank must call this, with the same weights outside of the plan. The layers then run by
-    torch's ``parallelize_module``; losses, gradients and updates stay those of the whole layers.
-    Dropout between them draws the same mask for the parts of all ranks. A split layer's parameters
-    can be used by its own ``forward`` alone. docs/wrappers.md has an example of attention.
+    Every rank must call this, with the same weights outside of the plan. The layers are split with
+    torch's ``parallelize_module``; losses, gradients and updates are the same as without. Dropout
+    between split layers draws the same mask on all ranks. Only the ``forward`` of a split layer
+    may use its parameters. docs/wrappers.md has an example of attention.
 
-    Before the first step of an ``OptimWrapper`` the ranks compare the gradients of parameters that
-    each of them holds whole: one that differs (a norm left out of the plan) is an error.
+    Before the first step of an ``OptimWrapper``, the ranks compare the gradients of parameters that
+    each of them holds whole, and raise if they differ (for example, of a norm that the plan lacks).
 
     Args:
-        mesh: with a tensor axis; or torch's mesh of that axis.
-        plan: by the path of a module, or an ``fnmatch`` pattern of paths, one of ``STYLES``, a
-            mapping of such a ``type`` and its options (``input`` and ``output``, "replicate" or
-            "shard(dimension)", ``local_output``; for sequence ``dim`` and ``local_output``), or
-            an object of torch's ``ParallelStyle``.
-        localise: keep this rank's part as an ordinary parameter, which ``DistributedDataParallel``
-            and every optimizer take, with an attribute ``tensor_layout``. False leaves torch's
-            DTensors, for ``fully_shard``.
+        model: the model, which is changed in place and returned.
+        mesh: a mesh with a tensor axis, or torch's mesh of this axis.
+        plan: styles by the path of a module or by an ``fnmatch`` pattern of paths. A style is one
+            of ``STYLES``, a mapping with such a ``type`` and its options (``input`` and
+            ``output``, each "replicate" or "shard(dimension)", and ``local_output``; for sequence
+            ``dim`` and ``local_output``), or a ``ParallelStyle`` of torch.
+        localise: keep this rank's part as an ordinary parameter with an attribute
+            ``tensor_layout``, which ``DistributedDataParallel`` and all optimizers support. False
+            keeps torch's DTensors, for ``fully_shard``.
 
     Raises:
-        ValueError: what in the plan cannot be; the model is unchanged then.
-        TypeError: a style is none.
+        ValueError: the plan does not fit the model or the mesh; the model is unchanged.
+        TypeError: a style or an option has a wrong type.
     """
     axis, size = _tensor_axis(mesh)
     styles = check_plan(model, plan, size)
@@ -85,25 +86,25 @@ def parallelize(
 def _split(
     model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle], localise: bool
 ) -> None:
-    before = [(one, name, value) for one in model.modules() for name, value in _own(one)]
+    before = [(one, name, value) for one in model.modules() for name, value in _parameters(one)]
     for path, style in styles.items():
         layer = model.get_submodule(path)
         parallelize_module(layer, mesh, style)
         layer.register_forward_hook(_finish)
-    _restore(before)
+    _keep_attributes(before)
     if localise:
         _localise_parts(model)
     present = {id(one) for one in model.parameters()}
     for _, _, old in before:
         if id(old) not in present:
-            # An optimizer that has it trains nothing.
+            # Marked, because an optimizer of this parameter would not train the model.
             old.is_replaced = True  # type: ignore[attr-defined]
 
 
 def check_plan(
     model: nn.Module, plan: Mapping[str, Style], tensor_size: int
 ) -> dict[str, ParallelStyle]:
-    """Return the style of every layer to be split, by path; ValueError with all that is wrong."""
+    """Return the style of every split layer, by path; ValueError with all problems of the plan."""
     problems: list[str] = []
     styles = _planned(model, plan, problems)
     for path, style in styles.items():
@@ -117,7 +118,7 @@ def check_plan(
 def planned_layers(
     model: nn.Module, plan: Mapping[str, Style], kind: type[ParallelStyle] = ParallelStyle
 ) -> dict[str, nn.Module]:
-    """The modules to which a plan gives such a style, by path; its mistakes are not checked."""
+    """Return the modules with a style of class ``kind``, by path, without checking the plan."""
     styles = _planned(model, plan, [])
     return {k: model.get_submodule(k) for k, style in styles.items() if isinstance(style, kind)}
 
@@ -137,7 +138,7 @@ def _tensor_axis(mesh: Mesh | DeviceMesh) -> tuple[DeviceMesh | None, int]:
 def _planned(
     model: nn.Module, plan: Mapping[str, Style], problems: list[str]
 ) -> dict[str, ParallelStyle]:
-    """Return the style of every module, by path and in module order."""
+    """Return the style of every planned module, by path, in module order."""
     modules = dict(model.named_modules())
     chosen: dict[str, tuple[str, ParallelStyle]] = {}
     for name, spec in plan.items():
@@ -152,21 +153,21 @@ def _planned(
                 problems.append(f"{path!r} is matched by {chosen[path][0]!r} and by {name!r}")
             fixed = isinstance(spec, ParallelStyle) or "input" in spec
             if isinstance(modules[path], nn.Embedding) and not fixed:
-                # torch takes the rows of a table for features that come split, which ids do not.
+                # By default torch expects split inputs for rowwise layers, but ids are not split.
                 style = read_style(name, {**_options(name, spec), "input": "replicate"})
             chosen[path] = name, style
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
 def read_style(name: str, spec: Any) -> ParallelStyle:
-    """Return torch's style for the entry ``name`` of a plan, or raise as ``parallelize``."""
+    """Return torch's style for the entry ``name`` of a plan; raises as ``parallelize``."""
     if isinstance(spec, ParallelStyle):
         return spec
     options = _options(name, spec)
     kind = options.pop("type", None)
     if kind not in STYLES:
         hint = did_you_mean(str(kind), STYLES)
-        raise ValueError(f"{name}: there is no style {kind!r}, only {', '.join(STYLES)}{hint}")
+        raise ValueError(f"{name}: a style must be one of {', '.join(STYLES)}, got {kind!r}{hint}")
     local = options.get("local_output")
     if local is not None and not isinstance(local, bool):
         raise TypeError(f"{name}: local_output must be true or false, got {local!r}")
@@ -177,13 +178,13 @@ def read_style(name: str, spec: Any) -> ParallelStyle:
         options.setdefault("output", "replicate")
     check_options(f"{name}: {kind}", options, ["input", "output", "local_output"])
     layouts = {f"{key}_layouts": _placement(name, options.get(key)) for key in ("input", "output")}
-    made = RowwiseParallel if kind == "rowwise" else ColwiseParallel
-    return made(**layouts, use_local_output=local is not False)
+    style = RowwiseParallel if kind == "rowwise" else ColwiseParallel
+    return style(**layouts, use_local_output=local is not False)
 
 
 def _options(name: str, spec: Any) -> dict[str, Any]:
     if not isinstance(spec, (str, Mapping)):
-        raise TypeError(f"{name}: a style is a name or a mapping with a type, got {spec!r}")
+        raise TypeError(f"{name}: a style must be a name or a mapping with a type, got {spec!r}")
     return {"type": spec} if isinstance(spec, str) else dict(spec)
 
 
@@ -194,11 +195,11 @@ def _placement(name: str, text: Any) -> Placement | None:
         return Replicate()
     if match := re.fullmatch(r"shard\((-?\d+)\)", str(text)):
         return Shard(int(match[1]))
-    raise ValueError(f"{name}: a layout is replicate or shard(dimension), got {text!r}")
+    raise ValueError(f"{name}: a layout must be replicate or shard(dimension), got {text!r}")
 
 
 def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: int) -> Iterator[str]:
-    """Yield what keeps a layer from being split in this way."""
+    """Yield the reasons why a layer cannot be split in this style."""
     what = f"{path!r} is a {type(module).__name__}"
     if any(map(is_placed, module.parameters())):
         yield f"{path!r} is split already"
@@ -211,12 +212,11 @@ def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: in
         if dim is None:
             yield f"{what}; {named} splits Linear and Embedding"
         elif (length := module.weight.shape[dim]) % size:  # type: ignore[index]
-            given = f"{argument}={length}"
-            yield f"{what} with {given}, of which {size} ranks cannot hold equal parts"
+            yield f"{what} with {argument}={length}, which {size} ranks cannot split evenly"
 
 
 def _split_of(module: nn.Module, style: ParallelStyle | None) -> tuple[int | None, str]:
-    """An entry of the table; None for the dimension when it is not split, or torch alone knows."""
+    """Return an entry of ``_SPLITS``; the dimension is None if there is no entry."""
     for (styles, kind), found in _SPLITS.items():
         if isinstance(style, styles) and isinstance(module, kind):
             return found
@@ -224,11 +224,11 @@ def _split_of(module: nn.Module, style: ParallelStyle | None) -> tuple[int | Non
 
 
 def _tie_problems(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[str]:
-    """Yield the parameters that several layers have and would no longer share."""
+    """Yield the tied parameters that would no longer be shared."""
     owners: dict[int, list[tuple[str, int | None]]] = {}
     for path, module in model.named_modules():
         dim, _ = _split_of(module, styles.get(path))
-        for name, value in _own(module):
+        for name, value in _parameters(module):
             owners.setdefault(id(value), []).append((f"{path}.{name}", dim))
     for shared in owners.values():
         dims = {dim for _, dim in shared}
@@ -238,62 +238,66 @@ def _tie_problems(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iter
             yield f"{names} are one parameter and must be split over the same dimension"
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(recurse=False, remove_duplicate=False)
 
 
-def _restore(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Give the new parameters what the old ones had, and to all owners of one the same."""
-    made: dict[int, nn.Parameter] = {}
+def _keep_attributes(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Copy attributes of the old parameters to the new ones, and tie the new ones as before."""
+    replaced: dict[int, nn.Parameter] = {}
     for module, name, old in before:
         new = module._parameters[name]
         assert new is not None
         if new is not old:
             new.requires_grad_(old.requires_grad)
             new.__dict__.update(old.__dict__)
-            module._parameters[name] = made.setdefault(id(old), new)
+            module._parameters[name] = replaced.setdefault(id(old), new)
 
 
-class _Parts:
-    """Shows a layer its parameters as DTensors while it runs, and everybody else its parts."""
+class _DTensorsInForward:
+    """Hooks that replace the local parts of a layer by DTensors during its forward.
 
-    def __init__(self, places: dict[str, tuple[Any, ...]], owned: list[Tensor]) -> None:
-        # By name of a parameter or buffer, mesh, placements, shape and stride of the whole.
-        self._places = places
-        # Those among the parts that say their layout.
-        self._owned = owned
-        self._kept: dict[str, Tensor] = {}
+    Args:
+        specs: mesh, placements, shape and stride of the whole tensor, by the name of a parameter
+            or buffer.
+        localised: the parts that have a ``tensor_layout``.
+    """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Parts:
-        """What does the same for the copy of the layer."""
-        owned: list[Any] = deepcopy(self._owned, memo)
-        for one, copied in zip(self._owned, owned, strict=True):
-            # A copied parameter has none of the attributes of the first.
+    def __init__(self, specs: dict[str, tuple[Any, ...]], localised: list[Tensor]) -> None:
+        self._specs = specs
+        self._localised = localised
+        self._parts: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _DTensorsInForward:
+        """Return hooks for a copy of the layer."""
+        localised: list[Any] = deepcopy(self._localised, memo)
+        for one, copied in zip(self._localised, localised, strict=True):
+            # Copies of parameters lose their attributes.
             copied.tensor_layout = layout_of(one)
-        return _Parts(self._places, owned)
+        return _DTensorsInForward(self._specs, localised)
 
-    def show(self, layer: nn.Module, inputs: Any) -> None:
-        """Before the forward."""
-        for name, (mesh, placements, shape, stride) in self._places.items():
+    def replace(self, layer: nn.Module, inputs: Any) -> None:
+        """Replace the parts before the forward."""
+        for name, (mesh, placements, shape, stride) in self._specs.items():
             store = _store(layer, name)
             part = store[name]
             if not isinstance(part, DTensor):
-                self._kept[name] = part
-                # What has a gradient without grad mode is more than torch 2.11 can do.
+                self._parts[name] = part
+                # torch 2.11 fails for parts that require gradients if grad mode is off.
                 local = part if torch.is_grad_enabled() else part.detach()
                 store[name] = DTensor.from_local(
                     local, mesh, placements, run_check=False, shape=shape, stride=stride
                 )
 
-    def hide(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        """After it, also when it failed."""
-        for name, kept in self._kept.items():
-            _store(layer, name)[name] = kept
-        self._kept = {}
+    def restore(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        """Restore the parts after the forward, even after an error."""
+        for name, part in self._parts.items():
+            _store(layer, name)[name] = part
+        self._parts = {}
 
 
 class _Waited(torch.autograd.Function):
-    """The plain tensor inside of one that is still on its way."""
+    """Waits for a tensor whose collective has not completed."""
 
     @staticmethod
     def forward(ctx: Any, output: AsyncCollectiveTensor) -> Any:
@@ -305,8 +309,8 @@ class _Waited(torch.autograd.Function):
 
 
 def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    # A block that torch has compiled would send the gradient of another kind of tensor past the
-    # layer, and its backward would fail.
+    # A following compiled block would return a gradient of a plain tensor, for which the backward
+    # of the layer fails.
     if type(output) is AsyncCollectiveTensor:
         output = _Waited.apply(output)  # type: ignore[no-untyped-call]
     refuse_double_backward(output, _DOUBLE)
@@ -318,33 +322,35 @@ def _store(layer: nn.Module, name: str) -> MutableMapping[str, Any]:
 
 
 def _localise_parts(model: nn.Module) -> None:
-    """Put this rank's parts in the place of all DTensors."""
+    """Replace all DTensors by this rank's parts."""
     locals_: dict[int, Tensor] = {}
     for layer in list(model.modules()):
-        places: dict[str, tuple[Any, ...]] = {}
+        specs: dict[str, tuple[Any, ...]] = {}
         for store in (layer._parameters, layer._buffers):
             for name, value in store.items():
                 if isinstance(value, DTensor):
                     mesh, placements = value.device_mesh, value.placements
-                    places[name] = mesh, placements, value.shape, value.stride()
+                    specs[name] = mesh, placements, value.shape, value.stride()
                     store[name] = locals_.setdefault(id(value), _local(value))  # type: ignore[assignment]
-        if places:
-            held = [_store(layer, name)[name] for name in places]
-            shown = _Parts(places, [one for one in held if hasattr(one, "tensor_layout")])
-            layer.register_forward_pre_hook(shown.show, prepend=True)
-            handle = layer.register_forward_hook(shown.hide, always_call=True)
-            # torch.compile asks for the number of such a hook, and would compile each of several
-            # equal blocks anew, up to its limit, if these numbers differed.
+        if specs:
+            parts = [_store(layer, name)[name] for name in specs]
+            hooks_of = _DTensorsInForward(
+                specs, [one for one in parts if hasattr(one, "tensor_layout")]
+            )
+            layer.register_forward_pre_hook(hooks_of.replace, prepend=True)
+            handle = layer.register_forward_hook(hooks_of.restore, always_call=True)
+            # torch.compile guards on the id of such a hook. With different ids it would compile
+            # each of several equal blocks again, up to its limit.
             for hooks in (layer._forward_hooks, layer._forward_hooks_always_called):
-                hooks[_HIDE] = hooks.pop(handle.id)  # type: ignore[assignment]
+                hooks[_RESTORE_HOOK_ID] = hooks.pop(handle.id)  # type: ignore[assignment]
 
 
 def _local(whole: DTensor) -> Tensor:
     part: Any = local_part(whole.detach())
     if isinstance(whole, nn.Parameter):
-        kept = {name: value for name, value in vars(whole).items() if name != "_is_param"}
+        attributes = {name: value for name, value in vars(whole).items() if name != "_is_param"}
         part = nn.Parameter(part, requires_grad=whole.requires_grad)
-        part.__dict__.update(kept)
+        part.__dict__.update(attributes)
     if (layout := layout_of(whole)).sharded_over:
         part.tensor_layout = layout
     return part  # type: ignore[no-any-return]
