@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import BaseMetric
 from stepwrap.loops import HookList, LoopState, ValLoop, build_loader
-from stepwrap.loops.metrics.scores import feed_metrics
+from stepwrap.loops.metrics.evaluation import feed_metrics
 from stepwrap.wrappers import BaseModel, SingleDevice
 
 CLASSES = 4

@@ -91,7 +91,19 @@ def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict
     return first, count.batches
 
 
-def check_against_one_rank(world_size: int, samples: int, batch_size: int, sized: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "samples", "batch_size", "sized"),
+    [
+        (2, 1, 4, True),
+        *slow(*((world, samples, 1, True) for world in (2, 4) for samples in (3, 5, 7))),
+        (2, 1, 2, False),
+        *slow((2, 7, 2, False), (4, 2, 2, False)),
+    ],
+)
+def test_each_sample_counts_once_where_steps_are_collective(
+    world_size: int, samples: int, batch_size: int, sized: bool
+) -> None:
+    """Also if a rank has no batch, and if loaders have no length."""
     alone, _ = evaluate(samples, batch_size)
     assert sum(value for name, value in alone.items() if name.startswith("conf")) == samples
     by_rank = run_ranks(evaluate, world_size, samples, batch_size, sized=sized)
@@ -99,22 +111,6 @@ def check_against_one_rank(world_size: int, samples: int, batch_size: int, sized
         assert metrics == pytest.approx(alone, rel=1e-6)
         own = len(range(rank, samples, world_size))
         assert batches == -(-own // batch_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("samples", [3, 5, 7])
-@pytest.mark.slow
-def test_each_sample_counts_once_where_steps_are_collective(world_size: int, samples: int) -> None:
-    check_against_one_rank(world_size, samples, 1, sized=True)
-
-
-@pytest.mark.parametrize(("world_size", "samples"), [(2, 1), *slow((2, 7), (4, 2))])
-def test_loaders_without_a_length(world_size: int, samples: int) -> None:
-    check_against_one_rank(world_size, samples, 2, sized=False)
-
-
-def test_a_rank_without_a_batch_of_its_own() -> None:
-    check_against_one_rank(2, 1, 4, sized=True)
 
 
 class OneMore:

@@ -55,5 +55,5 @@ def test_it_goes_on_from_its_state() -> None:
 
 
 def test_a_schedule_of_no_steps() -> None:
-    with pytest.raises(ValueError, match="total_iters must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="total_iters must be a whole number >= 1, got 0"):
         PolyLR(two_groups(), 0)

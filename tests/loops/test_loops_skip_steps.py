@@ -151,7 +151,7 @@ def test_a_resumed_run_leaves_them_out_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [0, -3, True, "7-5", "a-b", "3-", 1.5, "1-99999999999"])
 def test_what_names_no_steps_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"skip_steps must hold numbers of steps from 1, .*got "):
+    with pytest.raises(ValueError, match=r"skip_steps must hold step numbers >= 1 .*got "):
         EpochTrainLoop([1], max_epochs=1, skip_steps=[2, wrong])
 
 
@@ -186,7 +186,7 @@ def test_steps_of_several_optimizers_are_left_out() -> None:
 
 
 def test_windows_of_several_optimizers_cannot_be_left_out() -> None:
-    with pytest.raises(ValueError, match=r"accumulative_counts=1 only, got \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"accumulative_counts=1 .*, got \[2, 2\]"):
         train(grouped(2), Spiky(size_of(1)), skip_steps=[3])
 
 
