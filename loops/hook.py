@@ -83,7 +83,7 @@ class Hook:
         """A log record is complete: means over interval and ranks, equal on every rank."""
 
     def on_save_point(self, state: LoopState) -> None:
-        """Everything due at this update or end of an epoch is done: the place to save.
+        """The log and the validation of this update or epoch are done: the state can be saved.
 
         Called after ``on_update`` and its log and validation, and once more after each pass over
         the data and its validation (``state.batch`` is 0 there).

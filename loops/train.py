@@ -77,7 +77,7 @@ class _TrainLoop:
         self.prefetch_to_device = prefetch_to_device
         self.steps_per_call = positive("steps_per_call", steps_per_call)
         self._by_epoch = isinstance(budget, EpochBudget)
-        # The update after which to stop; None if epochs are counted.
+        # The last update of the run; None if epochs are counted.
         self._last_step = None if self._by_epoch else budget.last
 
     def _begin(self, state: LoopState, hooks: HookList) -> HookList:

@@ -375,7 +375,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
         disk.remove_folders(folder.glob("incomplete_*"))
         final = folder / f"incomplete_{name}"
     while final.exists():
-        # Both exist for a moment, so that a kill here loses neither.
+        # The old checkpoint is removed later, so that a kill here loses neither.
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
     meta["sha256"] = _digest(meta)

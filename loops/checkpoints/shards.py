@@ -184,7 +184,7 @@ class Reader:
 
     def _resolve(self, entries: Mapping[str, dict[str, Any]], value: Any, key: str) -> Any:
         if isinstance(value, Tensor):
-            # Small ones at once.
+            # Small tensors are copied at once.
             if value.numel() <= _SMALL:
                 return value.clone()
             whole_place = ([0] * value.ndim, list(value.shape), lambda: value)

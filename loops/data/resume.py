@@ -130,7 +130,7 @@ class StreamLoader(DataLoader[Any]):
         stream.keeps_workers = not self.num_workers or self.persistent_workers
         self._stream = stream
         self._places: list[dict[str, Any] | None] = [None] * max(1, self.num_workers)
-        # The worker that gave the last batch of this pass.
+        # The worker that read the last batch of this pass; -1 at its beginning.
         self._last = -1
         self._seed: int | None = None
 

@@ -130,19 +130,19 @@ class ShardedBatchSampler(Sampler[list[int]]):
             self.positions += -self.positions % self.world_size
         self.length = self.positions if length is None else length
         self.pads = self.positions > self.num_samples
-        # The epoch whose order was worked out last, and that.
+        # The last epoch whose order was computed, and that order.
         self._known: tuple[int, torch.Tensor] | None = None
 
     @property
     def batches(self) -> int:
-        """Batches in an epoch, of the rank that has most."""
+        """Batches in an epoch, on the rank with most batches."""
         full = self.length // self.global_batch
         rest = self.positions - full * self.global_batch
         return full * self.micro_batches - (-rest // self._last_run)
 
     def __len__(self) -> int:
         count = self.batches
-        # Only the last run can be too short for a rank.
+        # Only in the last run a rank can be without samples.
         if count and not (self._weighted or self.counts(count - 1)):
             count -= 1
         return count

@@ -168,7 +168,7 @@ def bad_parameter(state: LoopState) -> str:
 
 
 def _named_parameters(state: LoopState) -> list[tuple[str, Tensor]]:
-    # Buffers are left out: causal masks hold infinities on purpose.
+    # Buffers are not checked: causal masks contain infinities on purpose.
     model = user_model(state.model)
     reshard(model)
     named = model.named_parameters()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_parts import Recorder
+from listeners import on
 from ranks import run_ranks
 from spiky_runs import (
     Spiky,
@@ -93,14 +93,14 @@ def test_the_same_as_plain_pytorch() -> None:
 def test_events_counters_and_rates_go_on() -> None:
     seen: list[tuple[int, bool, float]] = []
 
-    class Rates(Recorder):
-        def on_update(self, state: Any) -> None:
-            rate = state.optim_wrapper.get_lr()["lr"][0]
-            seen.append((state.step, state.skipped, rate))
+    def on_update(state: Any) -> None:
+        rate = state.optim_wrapper.get_lr()["lr"][0]
+        seen.append((state.step, state.skipped, rate))
 
     state = make_state()
     schedule = torch.optim.lr_scheduler.ExponentialLR(state.optim_wrapper.optimizer, 0.5)
-    train(state, Spiky(size_of(1)), [SchedulerHook([(schedule, "step")]), Rates()], skip_steps=[4])
+    hooks = [SchedulerHook([(schedule, "step")]), on(on_update=on_update)]
+    train(state, Spiky(size_of(1)), hooks, skip_steps=[4])
     assert [step for step, _, _ in seen] == list(range(1, STEPS + 1))
     assert [step for step, skipped, _ in seen if skipped] == [4]
     assert [rate for _, _, rate in seen] == pytest.approx([1e-3 * 0.5**n for n in range(1, 13)])
@@ -123,12 +123,8 @@ def test_an_iteration_loop_leaves_them_out_in_each_pass_by_their_numbers() -> No
     IterTrainLoop(loader, max_steps=13, skip_steps=[7]).run(state, HookList())
     other = make_state()
     weights = {}
-
-    class At(Recorder):
-        def on_update(self, state: Any) -> None:
-            weights[state.step] = all_of(state)
-
-    IterTrainLoop(loader, max_steps=8, skip_steps=["7-8"]).run(other, HookList([At()]))
+    keep = on(on_update=lambda state: weights.update({state.step: all_of(state)}))
+    IterTrainLoop(loader, max_steps=8, skip_steps=["7-8"]).run(other, HookList([keep]))
     assert (state.step, state.epoch, state.batch) == (13, 2, 3)
     assert not differing(weights[6], weights[8])
     assert differing(weights[6], weights[5])
