@@ -191,16 +191,23 @@ def _error_of_rank(settings: dict[str, Any], poison: dict[str, Any]) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("settings", [{"every_steps": 1}, {"check": "all"}, {}], ids=repr)
-def test_a_loss_that_is_bad_on_rank_1_alone_ends_both_ranks(settings: dict[str, Any]) -> None:
-    first, second = run_ranks(_error_of_rank, 2, settings, {"step": 1})
-    assert first == second
-    assert first.startswith("loss is nan at step 1 on rank 1; ")
+BAD_BIAS = {"step": 2, "param": "net.bias"}
 
 
-@pytest.mark.parametrize("settings", [{"every_steps": 1}, {}], ids=repr)
-def test_a_parameter_that_is_bad_on_rank_1_alone_ends_both_ranks(settings: dict[str, Any]) -> None:
-    poison = {"step": 2, "param": "net.bias"}
-    first, second = run_ranks(_error_of_rank, 2, {"check": "all", **settings}, poison)
+@pytest.mark.parametrize(
+    ("settings", "poison"),
+    [
+        *(({"every_steps": 1}, {"step": 1}), ({"check": "all"}, {"step": 1}), ({}, {"step": 1})),
+        *(({"check": "all", "every_steps": 1}, BAD_BIAS), ({"check": "all"}, BAD_BIAS)),
+    ],
+    ids=repr,
+)
+def test_a_bad_value_of_rank_1_ends_both_ranks(
+    settings: dict[str, Any], poison: dict[str, Any]
+) -> None:
+    first, second = run_ranks(_error_of_rank, 2, settings, poison)
     assert first == second
-    assert first.startswith("parameter 'net.bias' has 1 of 1 values not finite at step 2 on rank 1")
+    text = "loss is nan at step 1 on rank 1; "
+    if poison is BAD_BIAS:
+        text = "parameter 'net.bias' has 1 of 1 values not finite at step 2 on rank 1"
+    assert first.startswith(text)

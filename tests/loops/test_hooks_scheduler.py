@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import loader, new_state, train
+from hook_runs import rates as rates_of
 from listeners import stop_at
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
@@ -59,13 +60,7 @@ def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
 def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
     """Return the rates that `make`'s schedule gives to successive steps."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = make(optimizer)
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return rates
+    return [rate for (rate,) in rates_of(optimizer, steps, make(optimizer))]
 
 
 def test_by_step() -> None:

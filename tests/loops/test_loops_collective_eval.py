@@ -234,8 +234,8 @@ def test_a_signal_cuts_a_collective_evaluation_on_all_ranks(
     assert at <= first[3] == second[3] < 200
 
 
-def _shared_samples(build: str) -> tuple[dict[str, float], int]:
-    mesh = build_mesh({"data": 2, "tensor": 2})
+def _shared_samples(build: str, data: int) -> tuple[dict[str, float], int]:
+    mesh = build_mesh({"data": data, "tensor": 2})
     wrapper = StepFullyShardedDataParallel if build == "fsdp" else None
     model = wrap_model(wrapper, make_model(), mesh=mesh, prepare=PLAN)
     loader = build_loader(make_data(7), batch_size=2, shard=(mesh.data_rank, mesh.data_size))
@@ -243,22 +243,9 @@ def _shared_samples(build: str) -> tuple[dict[str, float], int]:
     return ValLoop(loader, make_metrics()).run(LoopState(model), HookList([count])), count.batches
 
 
-@pytest.mark.parametrize("build", ["ddp", "fsdp"])
-def test_samples_that_ranks_share_count_once(build: str) -> None:
+@pytest.mark.parametrize(("build", "data"), [("ddp", 2), ("fsdp", 2), ("ddp", 1)])
+def test_samples_that_ranks_share_count_once(build: str, data: int) -> None:
     alone, _ = evaluate(7, 2)
-    for metrics, batches in run_ranks(_shared_samples, 4, build):
+    for metrics, batches in run_ranks(_shared_samples, 2 * data, build, data):
         assert metrics == pytest.approx(alone, rel=1e-6)
-        assert batches == 2
-
-
-def _alone_in_the_data_group() -> dict[str, float]:
-    mesh = build_mesh({"data": 1, "tensor": 2})
-    model = wrap_model(None, make_model(), mesh=mesh, prepare=PLAN)
-    loader = build_loader(make_data(5), batch_size=2, shard=(mesh.data_rank, mesh.data_size))
-    return ValLoop(loader, make_metrics()).run(LoopState(model), HookList())
-
-
-def test_ranks_that_all_share_their_samples() -> None:
-    alone, _ = evaluate(5, 2)
-    for metrics in run_ranks(_alone_in_the_data_group, 2):
-        assert metrics == pytest.approx(alone, rel=1e-6)
+        assert batches == 4 // data

@@ -265,14 +265,17 @@ def _check_contents(folder: Path, target: Path, name: str, new: Callable[[], Loo
     return len(told)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "optim.pt", "state.pt", "rank_00000.pt"])
-def test_content_of_another_kind_is_named(plain: Path, tmp_path: Path, name: str) -> None:
-    assert _check_contents(plain, tmp_path / "run", name, fresh) > 20
-
-
-@pytest.mark.parametrize("name", ["shards.json", "model.shard_00000.pt"])
-def test_parts_of_another_kind_are_named(sharded: Path, tmp_path: Path, name: str) -> None:
-    assert _check_contents(sharded, tmp_path / "run", name, lambda: make_run("single")) > 20
+@pytest.mark.parametrize(
+    "name",
+    [*("model.pt", "optim.pt", "state.pt", "rank_00000.pt"), "shards.json", "model.shard_00000.pt"],
+)
+def test_content_of_another_kind_is_named(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_sharded = "shard" in name
+    folder = request.getfixturevalue("sharded" if is_sharded else "plain")
+    new = (lambda: make_run("single")) if is_sharded else fresh
+    assert _check_contents(folder, tmp_path / "run", name, new) > 20
 
 
 class Harm:
