@@ -1,9 +1,8 @@
-"""Tools that examine runs: the ledger, `stepwrap bisect`, `replay` and `verify-resume`.
+"""Tools that examine runs: the ledger, ``stepwrap bisect``, ``replay`` and ``verify-resume``.
 
-They attach from outside, through hooks and through commands (entry-point group
-`stepwrap.commands`): nothing below imports this folder, and it may import from all others. Start
-with commands.py. Nothing here imports torch until a name is asked for, so that the command line
-answers at once.
+They attach through hooks and through commands (entry-point group ``stepwrap.commands``). No other
+folder imports this one, and it may import all others. Start reading in commands.py. Torch is
+imported lazily, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -15,14 +14,7 @@ if TYPE_CHECKING:
     from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
     from .ledger_hook import LedgerHook
 
-__all__ = [
-    "Difference",
-    "Ledger",
-    "LedgerError",
-    "LedgerHook",
-    "first_difference",
-    "read_ledger",
-]
+__all__ = ["Difference", "Ledger", "LedgerError", "LedgerHook", "first_difference", "read_ledger"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command `bisect`: find where two runs differ, by their ledgers and by training again."""
+"""The command ``bisect``: find where two runs differ, by their ledgers and by training again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..loops import list_checkpoints
-from ..registry import ConfigError, Problem, load_config
-from ..runner.command.command import Options
+from ..registry import load_config
+from ..runner.command.command import Options, mistake
 from ..runner.guard import raising_stops
 from ..runner.jobs import Job, on_ranks, prepared
 from ..runner.launcher import started_outside
@@ -19,11 +19,12 @@ from ..runner.runner import Runner
 from ..runner.sections import read_sections
 from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledger
 
-# The exit code where the runs differ.
+_NAME = "stepwrap bisect"
+# The exit code if the runs differ.
 DIFFERENT = 3
-# Stages whose parts, modules and parameters, are in full ledgers only.
+# The stages for which full ledgers also have entries by module and parameter.
 _BY_PARTS = ("forward", "gradient", "update")
-# Hooks that a repetition runs without, and the settings of its ledger.
+# The hooks that a repetition turns off, and the settings of its ledger.
 _OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
 _FULL = "every_steps: 1, full: true, max_mib: 4096"
 
@@ -32,12 +33,12 @@ def run_bisect(options: Options) -> int:
     """Print where two runs first differ; return 0 if their ledgers do not differ."""
     folders = [Path(word) for word in options.words]
     if started_outside():
-        raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
+        raise mistake(f"{_NAME}: must be run without torchrun or srun; it starts its ranks itself")
     try:
         ledgers = a, b = read_ledger(folders[0]), read_ledger(folders[1])
         found = first_difference(a, b)
     except LedgerError as error:
-        raise _mistake(str(error)) from error
+        raise mistake(f"{_NAME}: {error}") from error
     if found is None:
         common = sorted({*a.steps} & {*b.steps})
         print(
@@ -54,12 +55,8 @@ def run_bisect(options: Options) -> int:
     return DIFFERENT
 
 
-def _mistake(what: str) -> ConfigError:
-    return ConfigError([Problem("", f"stepwrap bisect: {what}")])
-
-
 def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
-    """Say whether steps before the difference have no entry, or its entry no parts."""
+    """Return whether steps before the difference have no entry, or its entry has no parts."""
     if found.agreed != found.step - 1:
         return True
     return found.stage in _BY_PARTS and not all(one.is_full(found.step) for one in ledgers)
@@ -68,12 +65,12 @@ def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
 def _narrow(
     found: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
 ) -> Difference:
-    """Return the difference by full ledgers of the interval, or `found` if they show none."""
+    """Return the difference in full ledgers of the interval, or ``found`` if they have none."""
     full = []
     for number, (folder, ledger) in enumerate(zip(folders, ledgers, strict=True)):
         repeated = _repeat(folder, found, ledger.world_size(found.step), scratch / str(number))
         if found.step not in repeated.steps:
-            print(f"{folder} could not be repeated: it ended before step {found.step}")
+            print(f"{folder} could not be repeated: the repetition ended before step {found.step}")
             return found
         other = first_difference(ledger, repeated)
         if other is not None:
@@ -94,13 +91,13 @@ def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledge
     """Train up to the difference from the nearest checkpoint before it; return the full ledger."""
     saved = [(meta["step"], path) for path, meta in list_checkpoints(folder / "checkpoints")]
     step, start = max((one for one in saved if one[0] <= found.agreed), default=(0, None))
-    whence = start or "the beginning"
-    print(f"repeating steps {step + 1} to {found.step} of {folder} from {whence}", flush=True)
+    source = start or "the beginning"
+    print(f"repeating steps {step + 1} to {found.step} of {folder} from {source}", flush=True)
     settings = folder / "config.yaml"
     if not settings.is_file():
-        raise _mistake(
-            f"{folder} has no config.yaml to repeat steps with, as a run of `stepwrap train` has; "
-            "--no-rerun compares the ledgers alone"
+        raise mistake(
+            f"{_NAME}: {folder} needs the config.yaml of `stepwrap train` to repeat steps, and has "
+            "none; use --no-rerun to compare only the ledgers"
         )
     overrides = [
         f"run_dir={json.dumps(str(run_dir))}",

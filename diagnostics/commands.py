@@ -1,4 +1,4 @@
-"""The commands of the diagnostics, as the entry points in setup.cfg name them."""
+"""The commands of the diagnostics, which are the entry points in setup.cfg."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..runner.command.command import (
 
 
 class _ReplayCommand(Command):
-    """Reads the config from the folder of a run, which stays as it is."""
+    """A command that reads the config from the folder of a run, which it does not change."""
 
     def source(self, options: Options) -> tuple[str, list[str]]:
         folder, *overrides = options.words
         settings = Path(folder) / "config.yaml"
         if not settings.is_file():
-            what = f"{folder} is not the folder of a run: no config.yaml in it"
+            what = f"{folder} is not the folder of a run: it has no config.yaml"
             raise mistake(f"stepwrap replay: {what}")
         own = [f"run_dir={json.dumps(folder)}", "hooks.progress=false"]
         return str(settings), [*own, *overrides]

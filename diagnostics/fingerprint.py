@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors, on their own device, of bytes and of the random streams."""
+"""64-bit hashes of tensors, computed on their device, of bytes and of random streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..wrappers.sharding.layout import local_part
 
-# Bytes that are hashed at once on an accelerator: a model needs no second copy of itself there.
+# The bytes that are hashed at once on an accelerator, which avoids a copy of the whole model.
 _BLOCK = 1 << 23
 # The state of Python's generator: 624 words and a position.
 _WORDS = struct.Struct("<625I")
@@ -28,10 +28,10 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 @torch.no_grad()
 def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
-    """Return a hash of all bits of `tensors` in their order; of sharded ones the parts count.
+    """Return a hash of all bits of ``tensors`` in their order; of sharded ones this rank's parts.
 
-    It is computed where the first tensor is: on an accelerator a 0-d int64 tensor, which nothing
-    waits for, by `hash_words`; on the CPU, where this takes less time, a number from SHA-1.
+    The hash is computed on the device of the first tensor: on an accelerator by ``hash_words``, as
+    a 0-d int64 tensor without waiting; on the CPU by SHA-1, which is faster there, as a number.
     """
     parts = [_bytes_of(tensor) for tensor in tensors]
     if parts and parts[0].device.type != "cpu":
@@ -44,10 +44,10 @@ def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
 
 
 def hash_words(parts: Sequence[Tensor]) -> Tensor:
-    """Return a hash of bytes, uint8 vectors, by integer arithmetic on the device of the first.
+    """Return a hash of uint8 vectors, by integer arithmetic on the device of the first.
 
-    Each 8 bytes are mixed with their position by a function that can be inverted, and the results
-    added: a change within 8 bytes is always seen, any other one but for 1 in 2**64.
+    Each 8 bytes are mixed with their position by an invertible function, and the results are
+    added. A change within 8 bytes is always detected, other changes except for 1 in 2**64.
     """
     device = parts[0].device
     sums: list[Tensor] = []
@@ -60,7 +60,7 @@ def hash_words(parts: Sequence[Tensor]) -> Tensor:
             sums.append(_sum_of_words(pieces, size))
             pieces, size = [], 0
     sums.append(_sum_of_words(pieces or [parts[0][:0]], size))
-    # The last word is filled up by zeros.
+    # The last word is padded with zeros, so that the length is added to the hash.
     return _mixed(torch.stack(sums)).sum() + sum(map(len, parts))
 
 
@@ -73,7 +73,7 @@ def bits_of(value: Tensor | float) -> int | Tensor:
 
 
 def hash_bytes(data: bytes) -> int:
-    """Return a hash of `data`."""
+    """Return a hash of ``data``."""
     return _number(hashlib.sha1(data, usedforsecurity=False).digest())
 
 
@@ -88,20 +88,6 @@ def hash_streams(device: torch.device) -> Iterator[tuple[str, int]]:
     yield "torch", hash_bytes(torch.get_rng_state().numpy().tobytes())
     if device.type == "cuda":
         yield "cuda", hash_bytes(torch.cuda.get_rng_state(device).numpy().tobytes())
-
-
-def fetch(values: Sequence[int | Tensor]) -> list[int]:
-    """Return hashes as numbers, waiting once for each device."""
-    fetched = [value if isinstance(value, int) else 0 for value in values]
-    places: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for at, value in enumerate(values):
-        if isinstance(value, Tensor):
-            places.setdefault(value.device, []).append((at, value))
-    for some in places.values():
-        numbers = torch.stack([value for _, value in some]).tolist()
-        for (at, _), number in zip(some, numbers, strict=True):
-            fetched[at] = number
-    return fetched
 
 
 def _number(digest: bytes) -> int:
@@ -132,13 +118,13 @@ def _mixed(words: Tensor) -> Tensor:
 
 @cache
 def _keys(device: torch.device, bits: int) -> Tensor:
-    """Return numbers for the positions of up to 2**bits words."""
+    """Return pseudo-random numbers for the positions of up to 2**bits words."""
     return _mix_(torch.arange(1, (1 << bits) + 1, device=device) * _GOLDEN)
 
 
 def _mix_(words: Tensor) -> Tensor:
-    """Mix words in place: each bit changes about half of the bits of its word."""
-    # Shifts would need a mask, since torch shifts keep the sign.
+    """Mix words in place, such that each bit changes about half of the bits of its word."""
+    # Views of halves instead of shifts, which would need a mask, since torch keeps the sign.
     halves = words.view(torch.int32)
     low, high = (halves[0::2], halves[1::2])[:: 1 if sys.byteorder == "little" else -1]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The ledger of a run: its files, written and read, and the comparison of two ledgers.
+"""Write, read and compare the ledgers of runs.
 
 docs/exactness.md has the format, byte by byte.
 """
@@ -21,9 +21,9 @@ _VERSION = 1
 _START, _LAYOUT, _ENTRY = 1, 2, 3
 _HEAD = struct.Struct("<BI")
 _CHECK = struct.Struct("<I")
-# Version, whether full, rank, ranks, step.
+# The version, whether the ledger is full, the rank, the number of ranks, the step.
 _START_FIELDS = struct.Struct("<IIIIQ")
-# Number of the layout, step.
+# The number of the layout, and the step.
 _ENTRY_FIELDS = struct.Struct("<IQ")
 
 
@@ -32,11 +32,12 @@ class LedgerError(ValueError):
 
 
 class Item(NamedTuple):
-    """What one hash of an entry is of.
+    """The hashed object of an entry.
 
     Attributes:
         stage: "data", "random state", "forward", "gradient" or "update".
-        name: Of a part of the batch, a stream, a log value or module, a parameter or their group.
+        name: The name of a part of the batch, a stream, a log value, a module, a parameter or a
+            parameter group.
     """
 
     stage: str
@@ -47,15 +48,15 @@ Entry = dict[Item, int]
 
 
 class LedgerWriter:
-    """Appends the entries of one rank to its file, each in one go, so that a kill loses none.
+    """Append the entries of a rank to its file, each by a single write, so that kills lose none.
 
     Args:
-        path: The file; an existing file is continued, or overwritten if `step` is 0.
-        full: Whether entries have parts of their groups as well.
-        rank: Whose entries they are.
-        world_size: Of how many ranks.
+        path: The file; an existing file is continued, or overwritten if ``step`` is 0.
+        full: Whether entries also have the members of each group.
+        rank: The rank of this process.
+        world_size: The number of ranks.
         step: The updates done so far; later entries in the file no longer count.
-        max_bytes: The file never becomes larger.
+        max_bytes: The maximum size of the file.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class LedgerWriter:
 
     @property
     def stride(self) -> int:
-        """How many times longer the interval between entries must be for the file to suffice.
+        """The factor by which to lengthen the interval between entries, to limit the file's size.
 
-        It doubles each time that half of the room that is left has been used.
+        The factor doubles each time that half of the remaining size has been used.
         """
         left = max(1, self._max_bytes - self._size)
         return 1 << (self._max_bytes // left).bit_length() - 1
 
     def write(self, step: int, entry: Mapping[Item, int]) -> None:
-        """Append an entry, unless the file would become too large."""
+        """Append the entry of a step, unless the file would become too large."""
         items = tuple(entry)
         layout = self._layouts.get(items, len(self._layouts))
         data = b""
@@ -116,13 +117,13 @@ class _RankFile:
 
     def __init__(self, path: Path) -> None:
         self._data = path.read_bytes()
-        # By step: layouts, and where the hashes begin; how many ranks there were, whether full.
+        # By step: layouts with offsets of their hashes; the number of ranks; whether it is full.
         self.entries: dict[int, list[tuple[tuple[Item, ...], int]]] = {}
         self.world_sizes: dict[int, int] = {}
         self.full: dict[int, bool] = {}
         at = self._data.find(_MAGIC)
         while at >= 0:
-            # A record that was cut off by a kill ends what was written in one go.
+            # An incomplete record, after a kill, ends a session; the next one starts with _MAGIC.
             at = self._data.find(_MAGIC, self._read_session(path, at + len(_MAGIC)))
 
     def entry(self, step: int) -> Entry:
@@ -153,7 +154,7 @@ class _RankFile:
         return at
 
     def _records(self, at: int) -> Iterator[tuple[int, int, int]]:
-        """Yield kind, start and end of the records from `at` on, as long as they are whole."""
+        """Yield kind, start and end of the records from ``at`` on, up to the first invalid one."""
         while at + _HEAD.size <= len(self._data):
             kind, length = _HEAD.unpack_from(self._data, at)
             start = at + _HEAD.size
@@ -167,12 +168,12 @@ class _RankFile:
 
 
 class Ledger:
-    """The entries of a run, as `read_ledger` returns them.
+    """The entries of a run, as returned by ``read_ledger``.
 
     Attributes:
-        folder: Where its files are.
-        steps: The updates of which every rank has an entry, ascending. Under the number at which a
-            run started, or was resumed, are the weights that it started with.
+        folder: The folder of its files.
+        steps: The updates of which every rank has an entry, ascending. The entry of the step at
+            which a run started, or was resumed, has the initial weights.
     """
 
     def __init__(self, folder: Path, files: Mapping[int, _RankFile]) -> None:
@@ -181,18 +182,18 @@ class Ledger:
         self.steps = [step for step in sorted(files[0].entries) if self._is_whole(step)]
 
     def world_size(self, step: int) -> int:
-        """Return how many ranks there were at a step."""
+        """Return the number of ranks at a step."""
         return self._files[0].world_sizes[step]
 
     def is_full(self, step: int) -> bool:
-        """Say whether the entries of a step have modules, parameters and buffers by themselves."""
+        """Return whether the entries of a step have each module, parameter and buffer."""
         return self._files[0].full[step]
 
     def entry(self, step: int, rank: int = 0) -> Entry:
-        """Return the hashes of a rank's step in the order in which they were taken.
+        """Return the hashes of a rank's step in the order in which they were computed.
 
         Raises:
-            KeyError: `step` is not in `steps`, or the rank did not exist.
+            KeyError: ``step`` is not in ``steps``, or the rank did not exist.
         """
         if rank >= self.world_size(step):
             raise KeyError(f"rank {rank} of {self.world_size(step)}")
@@ -204,10 +205,10 @@ class Ledger:
 
 
 def read_ledger(path: Path | str) -> Ledger:
-    """Return the ledger in a run's folder, also of a run that is still training.
+    """Return the ledger in a run's folder; the run may still be training.
 
     Raises:
-        LedgerError: There is none, or it is of a later format.
+        LedgerError: The ledger is missing or has a later format.
     """
     folder = Path(path)
     if (folder / "ledger").is_dir():
@@ -221,13 +222,13 @@ def read_ledger(path: Path | str) -> Ledger:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs part.
+    """The first difference between two runs.
 
     Attributes:
-        step: The number of the update, the first is 1; or of the updates before a start.
-        rank: The lowest rank of those that differ first.
-        stage, name: As in `Item`, the first that differs.
-        agreed: The last step before it of which the ledgers agree, -1 if there is none.
+        step: The number of the update; the first is 1. For initial weights, the updates before.
+        rank: The lowest rank with the difference.
+        stage, name: The first item that differs, see ``Item``.
+        agreed: The last step before it in which the ledgers agree; -1 if there is none.
     """
 
     step: int
@@ -241,13 +242,16 @@ class Difference:
 
 
 def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None:
-    """Return where two ledgers differ first, in the steps after `after` that both have.
+    """Return the first difference of two ledgers, in the steps after ``after`` that both have.
 
-    Within a step what was hashed earlier comes first, on whatever rank. Only hashes of the same
-    things are compared: where one ledger is full and the other not, the groups.
+    Within a step, items that were hashed earlier come first, on any rank. Only items that both
+    ledgers have are compared: if only one of them is full, the groups.
+
+    Returns:
+        The difference, or None if the ledgers agree.
 
     Raises:
-        LedgerError: They have no step in common, or one from different numbers of ranks.
+        LedgerError: They have no step in common, or a step with different numbers of ranks.
     """
     steps = sorted(step for step in {*a.steps} & {*b.steps} if step > after)
     if not steps:
@@ -257,8 +261,8 @@ def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None
         sizes = a.world_size(step), b.world_size(step)
         if sizes[0] != sizes[1]:
             raise LedgerError(
-                f"at step {step} {a.folder} is of {sizes[0]} ranks and {b.folder} of {sizes[1]}: "
-                "entries can be compared rank by rank only"
+                "entries can be compared only if both runs have the same number of ranks, but at "
+                f"step {step} {a.folder} has {sizes[0]} and {b.folder} has {sizes[1]}"
             )
         found: list[tuple[int, int, Item]] = []
         for rank in range(sizes[0]):

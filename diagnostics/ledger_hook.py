@@ -1,4 +1,4 @@
-"""Hashes of what each step does, so that two runs can be compared step by step."""
+"""Record hashes of each step, so that two runs can be compared step by step."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from torch.utils.hooks import RemovableHandle
 from ..collectives import get_rank, get_world_size
 from ..loops.checkpoints.weights import device_of, plain_name, user_model
 from ..loops.hook import Hook
-from ..loops.hooks.figures import optimizers_of
+from ..loops.hooks.monitors import optimizers_of
 from ..loops.schedule import positive
-from ..loops.state import LoopState
+from ..loops.state import LoopState, fetch
 from ..registry import HOOKS
 from ..wrappers.sharding.layout import reshard
-from .fingerprint import bits_of, fetch, hash_bytes, hash_streams, hash_tensors
+from .fingerprint import bits_of, hash_bytes, hash_streams, hash_tensors
 from .ledger import Item, LedgerWriter
 
 Named = list[tuple[str, Tensor]]
-# Stages of a whole accumulation window, not of each of its batches.
+# The stages that belong to a whole accumulation window, not to each of its batches.
 _OF_THE_WINDOW = ("gradient", "update")
-# Samples of some libraries are objects within objects.
-_DEEPEST = 8
+# The depth to which nested objects are searched for tensors.
+_MAX_DEPTH = 8
 
 
 @HOOKS.register_module()
 class LedgerHook(Hook):
-    """Writes hashes of data, random streams, losses, gradients and weights, for `stepwrap bisect`.
+    """Write hashes of data, random streams, losses, gradients and weights for ``stepwrap bisect``.
 
-    Every rank writes its own file, `<run_dir>/ledger/rank_<rank>.bin`; nothing is written if
-    `state.run_dir` is None, and nothing is communicated. docs/exactness.md lists the hashed values
-    and the cost. In a config the section `ledger` has the same arguments.
+    Every rank writes a file, ``<run_dir>/ledger/rank_<rank>.bin``; nothing is written if
+    ``state.run_dir`` is None. The hook does not communicate. docs/exactness.md lists the hashed
+    values and the cost. In a config the section ``ledger`` has the same arguments.
 
     Args:
         every_steps: Optimizer updates between two entries.
-        full: Also hash each parameter, gradient and buffer by itself and the output of each
+        full: Also hash each parameter, gradient and buffer separately, and the output of each
             innermost module (not of a compiled model).
-        max_mib: The size of a rank's file, in MiB. The interval between entries doubles each time
-            that half of what is left of it has been used.
+        max_mib: The maximum size of a rank's file, in MiB. The interval between entries doubles
+            each time that half of the remaining size has been used.
         until: The update after which training ends, for a run that repeats a part of another one.
+
+    Raises:
+        ValueError: ``every_steps`` or ``max_mib`` is not positive.
     """
 
-    # Last, so that changes that other hooks make to batches and weights are part of the step.
+    # After all other hooks, whose changes of batches and weights are part of the step.
     order = 99
 
     def __init__(
@@ -65,10 +68,10 @@ class LedgerHook(Hook):
         self._until = until
         self._writer: LedgerWriter | None = None
         self._handles: list[RemovableHandle] = []
-        # By the parameter's identity.
+        # By the id of the parameter.
         self._names: dict[int, str] = {}
         self._entry: dict[Item, int | Tensor] = {}
-        # Whether the running update will have an entry, and which of its batches is trained on.
+        # Whether the running update will have an entry; a suffix for names from later batches.
         self._due = False
         self._where = ""
 
@@ -103,7 +106,7 @@ class LedgerHook(Hook):
         self._due = (state.step + 1) % self._interval == 0 and self._writer is not None
         if not self._due:
             return
-        # Unknown if the run was resumed within a window: the entry lacks the earlier batches.
+        # After a resume inside a window `updated_at` is None: the entry lacks earlier batches.
         began = state.iteration if state.updated_at is None else state.updated_at[2]
         number = state.iteration - began + 1
         self._where = f" of batch {number}" if number > 1 else ""
@@ -151,7 +154,7 @@ class LedgerHook(Hook):
         self._add_group("update", "buffers", buffers)
 
     def _add_group(self, stage: str, group: str, named: Named) -> None:
-        # In a full ledger the most precise names come first.
+        # Members come before their group, so that a difference is reported for the member.
         for name, tensor in named if self._full else ():
             self._add(stage, name, hash_tensors([tensor]))
         if named:
@@ -162,16 +165,16 @@ class LedgerHook(Hook):
         item = Item(stage, name)
         number = 1
         while item in self._entry:
-            # A module that is called again, an optimizer that steps twice for a batch.
+            # A module was called again, or an optimizer stepped twice for a batch.
             number += 1
             item = Item(stage, f"{name} ({number})")
         self._entry[item] = value
 
     def _write(self, step: int) -> None:
         assert self._writer is not None
-        # Log values come after the step that they explain.
+        # Log values of later batches are added after the gradients; put them first.
         items = sorted(self._entry, key=lambda item: item.stage in _OF_THE_WINDOW)
-        hashes = fetch([self._entry[item] for item in items])
+        hashes = fetch([torch.as_tensor(self._entry[item]) for item in items])
         self._writer.write(step, dict(zip(items, hashes, strict=True)))
         self._entry.clear()
         self._interval = self._every_steps * self._writer.stride
@@ -182,7 +185,7 @@ class LedgerHook(Hook):
     def _watch_outputs(self, model: nn.Module) -> None:
         def watch(name: str, layer: nn.Module) -> None:
             def note(module: nn.Module, inputs: Any, output: Any) -> None:
-                # Not for copies, which run in threads, in any order.
+                # Replicas run in threads, in any order, and are left out.
                 if self._due and module is layer:
                     self._add("forward", f"output of {name}", hash_tensors(_tensors_in(output)))
 
@@ -214,7 +217,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return the parts of a batch, or of something in it, by key; none of a single value."""
+    """Return the parts of a batch, or of an object in it, by key; [] for a single value."""
     if isinstance(value, (Tensor, str, bytes)):
         return []
     if isinstance(value, Sequence):
@@ -222,8 +225,8 @@ def _items_of(value: Any) -> list[tuple[Any, Any]]:
     return list((value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).items())
 
 
-def _tensors_in(value: Any, depth: int = _DEEPEST) -> Iterator[Tensor]:
-    """Yield the tensors in nested data, and for numbers, texts and arrays their hashes."""
+def _tensors_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in nested data, and hashes of numbers, strings and arrays."""
     if isinstance(value, Tensor):
         yield value
     elif hasattr(value, "tobytes"):

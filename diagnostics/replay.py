@@ -1,4 +1,4 @@
-"""The command `replay`: run one step again, from the nearest checkpoint, and examine a rank."""
+"""The command ``replay``: run one step again, from the nearest checkpoint, and examine a rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from ..loops import (
     list_checkpoints,
     load_checkpoint,
 )
-from ..registry import ConfigError, Problem
-from ..runner.command.command import Options
+from ..runner.command.command import Options, mistake
 from ..runner.failure import as_mistakes_in
 from ..runner.guard import raising_stops
 from ..runner.jobs import Job, on_ranks, prepared
@@ -38,13 +37,13 @@ from ..runner.sections import read_sections
 from ..wrappers.sharding.layout import local_part, reshard
 
 _MOST_ROWS = 15
-# How long ranks wait for one in the debugger: a week.
+# The time that ranks wait for a rank in the debugger: a week.
 _DEBUGGING_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What to do at which step; `rank` is the one examined, None for the tool's default."""
+    """The step to examine, and the tools; ``rank`` None means the default of each tool."""
 
     step: int
     rank: int | None = None
@@ -54,7 +53,7 @@ class Watch:
     profile: str = ""
 
     def here(self, default: int | None = 0) -> bool:
-        """Whether this rank is examined; None as the default means every rank."""
+        """Return whether this rank is examined; ``default=None`` means every rank."""
         rank = default if self.rank is None else self.rank
         return rank is None or rank == get_rank()
 
@@ -80,7 +79,7 @@ def run_replay(options: Options) -> int:
     """Run one step of a run again, on as many ranks as it had, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():
-        raise ConfigError([Problem("", f"--profile {trace}: its folder does not exist")])
+        raise mistake(f"stepwrap replay: --profile {trace}: its folder does not exist")
     saved = list_checkpoints(folder / "checkpoints")
     config = options.examined.config
     nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
@@ -110,7 +109,7 @@ def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
     for name, rates in first.rates.items():
         print(f"{name}: {', '.join(map(repr, rates))}")
     if first.skipped:
-        print("the spike guard has left it out")
+        print("the spike guard skipped it")
     if first.saved:
         result = "equal, bit for bit," if first.equal else "do NOT equal"
         print(f"the weights after it {result} {first.saved}")
@@ -119,7 +118,7 @@ def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
 
 
 def replay(job: Job, watch: Watch) -> Replayed:
-    """Train `job`'s run up to and including the step, writing nothing; every rank must call this.
+    """Train a run up to and including the step without writing; every rank must call this.
 
     Raises:
         ValueError: The run does not have that rank, or ends before the step.
@@ -149,7 +148,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
 
 
 def _recall(state: LoopState, latest: Path) -> None:
-    """Load into the guards which steps the run has left out since the checkpoint it starts from."""
+    """Load into the spike guards the steps that the run has skipped, from its last checkpoint."""
     guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
     saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():
@@ -157,7 +156,7 @@ def _recall(state: LoopState, latest: Path) -> None:
 
 
 def _compare(seen: Replayed, state: LoopState, folder: Path) -> None:
-    """Compare the weights with those that the run has saved at this step, if it has."""
+    """Compare the weights with the run's checkpoint of this step, if there is one."""
     listed = list_checkpoints(folder / "checkpoints") if get_rank() == 0 else []
     saved = broadcast(next((str(p) for p, meta in listed if meta["step"] == state.step), ""))
     if not saved:
@@ -169,16 +168,16 @@ def _compare(seen: Replayed, state: LoopState, folder: Path) -> None:
 
 
 def _bits_of(model: nn.Module) -> list[Tensor]:
-    """This rank's parts of all weights and buffers, as bytes: a NaN is equal to itself."""
+    """Return this rank's parts of all weights and buffers as bytes, so that NaN equals itself."""
     reshard(model)
     parts = (local_part(one).detach() for one in (*model.parameters(), *model.buffers()))
     return [part.clone().reshape(-1).view(torch.uint8) for part in parts]
 
 
 class ReplayHook(Hook):
-    """Looks into one step of a training and stops it there."""
+    """Examine one step of a training and stop after it."""
 
-    # After all other hooks: the debugger stops right before the training step.
+    # After all other hooks, so that the debugger stops right before the training step.
     order = 99
 
     def __init__(self, watch: Watch) -> None:
@@ -191,7 +190,7 @@ class ReplayHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         self.seen.started_at = state.step
         if state.skip_steps is not None:
-            # It is run nevertheless.
+            # The examined step is run even if the config skips it.
             state.skip_steps.discard(self._watch.step)
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
@@ -206,7 +205,7 @@ class ReplayHook(Hook):
         if state.step + 1 == self._watch.step:
             means = {name: torch.as_tensor(v).double().mean() for name, v in logs.items()}
             self.seen.logs.append({name: mean.item() for name, mean in means.items()})
-            # Read before the schedules step: the rate of this step.
+            # Read now, since the schedulers change the rates after the update.
             self.seen.rates = state.optim_wrapper.get_lr()
 
     def on_update(self, state: LoopState) -> None:
@@ -225,7 +224,7 @@ class ReplayHook(Hook):
     def _start(self) -> None:
         watch, tools = self._watch, self._open
         if watch.anomaly and watch.here(default=None):
-            # torch names the forward call in a warning, which otherwise only rank 0 shows.
+            # Torch names the forward call in a warning, which by default only rank 0 shows.
             tools.enter_context(warnings.catch_warnings())
             warnings.simplefilter("always")
             tools.enter_context(torch.autograd.set_detect_anomaly(True))
@@ -248,12 +247,12 @@ class ReplayHook(Hook):
 
 
 class _Debugger(pdb.Pdb):
-    """Python's debugger; the step continues when it is left or its input ends."""
+    """Python's debugger; the step continues when the user quits or the input ends."""
 
     do_q = do_quit = do_exit = do_EOF = pdb.Pdb.do_continue  # noqa: N815 - names of its commands
 
     def begin(self, frame: FrameType) -> None:
-        """Stop at the line after the present one of `frame`."""
+        """Stop at the line after the current line of ``frame``."""
         self.reset()
         self.set_until(frame)
         above: FrameType | None = frame
@@ -264,7 +263,7 @@ class _Debugger(pdb.Pdb):
 
     @classmethod
     def at_terminal(cls) -> _Debugger:
-        # A process that was started for a rank has an empty standard input in Python only.
+        # In processes started for ranks sys.stdin is empty, but file descriptor 0 is usable.
         own = None if get_world_size() == 1 else open(0, closefd=False)  # noqa: SIM115
         return cls(stdin=own, nosigint=True)
 

@@ -1,4 +1,4 @@
-"""Hooks of the runs of `verify-resume`: die at a step, record samples, trace lines."""
+"""Hooks for the runs of ``verify-resume``: kill at a step, record samples, trace lines."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ..collectives import all_gather_object, get_rank
 from ..loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
 from ..registry import is_users_file
 
-# Names a generator of the process, followed by its library.
+# The prefix for a generator of the process, followed by its library.
 GLOBAL = "the global generator of "
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _VALUES = (bool, int, float, complex, str, bytes, *_GENERATORS)
-# A change inside a larger array is not noticed.
-_MOST_BYTES = 1 << 12
+# Changes inside larger arrays are not detected.
+_MAX_BYTES = 1 << 12
 
 _is_users = cache(is_users_file)
 
 
 class KillHook(Hook):
-    """Saves a checkpoint after an update, and kills all ranks by SIGKILL after a later one."""
+    """Save a checkpoint after an update, and kill all ranks by SIGKILL after a later one."""
 
-    # After the checkpoint hook, whose state is saved, and the ledger.
+    # After the checkpoint hook, whose state is saved, and after the ledger.
     order = 100
 
     def __init__(self, *, save_at: int, kill_at: int) -> None:
@@ -48,7 +48,7 @@ class KillHook(Hook):
             return
         processes = all_gather_object(os.getpid())
         if get_rank() == 0:
-            # This one last.
+            # Rank 0 is killed last.
             for process in reversed(processes):
                 os.kill(process, signal.SIGKILL)
         signal.pause()
@@ -59,9 +59,10 @@ class KillHook(Hook):
 
 
 class SamplesHook(Hook):
-    """Writes this rank's samples into `<run_dir>/samples`, so that sorting gives all their order.
+    """Write this rank's samples into ``<run_dir>/samples``.
 
-    A line is a JSON list: update, epoch, batch, number within the batch, rank, index.
+    A line is a JSON list: update, epoch, batch, number within the batch, rank, index. Sorting the
+    lines of all ranks gives the order of the run.
     """
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
@@ -78,17 +79,17 @@ class SamplesHook(Hook):
 
 
 class TraceHook(Hook):
-    """Writes which lines of the user's files draw random numbers or change what objects hold.
+    """Record which lines of the user's files draw random numbers or change attributes.
 
-    Compared before and after each line are the generators of Python, NumPy and torch, the
-    attributes of `self`, the global names of the module, and generators that are local, also in
-    data-loading workers. Iterators are written where a function uses them. Each change is written
-    once, as a line of JSON: "data" (a batch was read) or "step", whether in a worker, the
-    change, and file:line.
+    Before and after each line, also in data-loading workers, the hook compares the generators of
+    Python, NumPy and torch, the attributes of ``self``, the global names of the module, and local
+    generators. Iterators are recorded if a function uses them. Each change is written once, as a
+    line of JSON: "data" (a batch was read) or "step", whether in a worker, the change, and
+    file:line.
 
     Args:
-        folder: Gets a file from each process.
-        rank: The one to trace.
+        folder: The folder for the files, one of each process.
+        rank: The rank to trace.
     """
 
     order = 100
@@ -125,7 +126,7 @@ class TraceHook(Hook):
             start(worker)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Callable[..., Any] | None:
-        """Begin to follow the lines of a call, if it is one of the user's functions."""
+        """Begin to trace the lines of a call of the user's functions."""
         code, caller = frame.f_code, frame.f_back
         if not _is_users(code.co_filename) or code.co_name == "<module>":
             return None
@@ -145,7 +146,7 @@ class TraceHook(Hook):
         return follow
 
     def _compare(self, frame: FrameType, line: int | None) -> None:
-        """Record changes since the last call; `line`, if given, has made them."""
+        """Record changes since the last call, made by ``line``; None only updates the marks."""
         for where, values in _namespaces(frame):
             marks = {name: _mark(value) for name, value in values.items()}
             before, self._marks[where] = self._marks.get(where, marks), marks
@@ -165,14 +166,14 @@ class TraceHook(Hook):
 
 
 def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield what a frame can change: whose it is, and the values by name."""
+    """Yield the names and values that a frame can change, each with the name of their owner."""
     streams: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-    # Tensors are not pickled the same each time.
+    # As arrays, since pickles of equal tensors may differ.
     streams["torch"] = torch.get_rng_state().numpy()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         streams["cuda"] = torch.cuda.get_rng_state().numpy()
     yield "", {name: pickle.dumps(state) for name, state in streams.items()}
-    # Python adds to others, such as the warnings given.
+    # Python changes some of the names with underscores, such as its registry of warnings.
     own = {name: value for name, value in frame.f_globals.items() if name[:2] != "__"}
     yield frame.f_globals["__name__"], own
     local = frame.f_locals
@@ -183,9 +184,9 @@ def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _iterators_used(frame: FrameType) -> Iterator[tuple[str, int]]:
-    """Yield the iterators of module and `self` that a function uses, each with the line.
+    """Yield the iterators of module and ``self`` that a function uses, each with the line.
 
-    How far an iterator has come cannot be compared without moving it.
+    The position of an iterator cannot be compared without advancing it.
     """
     owner = frame.f_locals.get("self")
     places = {
@@ -202,7 +203,7 @@ def _iterators_used(frame: FrameType) -> Iterator[tuple[str, int]]:
 
 @cache
 def _names_read(code: CodeType) -> list[tuple[str, str, int]]:
-    """Return name, operation and line of each global or attribute that `code` reads."""
+    """Return name, operation and line of each global or attribute that ``code`` reads."""
     line, found = code.co_firstlineno, []
     starts = dict(dis.findlinestarts(code))
     for step in dis.get_instructions(code):
@@ -213,10 +214,10 @@ def _names_read(code: CodeType) -> list[tuple[str, str, int]]:
 
 
 def _mark(value: Any) -> Any:
-    """Return what is equal as long as a value is the same."""
+    """Return an object that compares equal as long as a value does not change."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
-    is_small = isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES
+    is_small = isinstance(value, np.ndarray) and value.nbytes <= _MAX_BYTES
     if type(value) in _VALUES or is_small:
         return pickle.dumps(value)
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""The command `verify-resume`: compare a run that is killed and resumed with one that is not."""
+"""The command ``verify-resume``: compare a killed and resumed run with an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..loops import Checkpoint, find_checkpoint, load_checkpoint
-from ..registry import ConfigError, Problem, RunSections, optim_wrapper_sections
+from ..registry import RunSections, optim_wrapper_sections
 from ..runner.command.cli import main
-from ..runner.command.command import Options
+from ..runner.command.command import Options, mistake
 from ..runner.guard import raising_stops, with_parent_watched
 from ..runner.launcher import started_outside
 from ..runner.sections import read_sections
@@ -27,24 +27,25 @@ from . import verify_hooks
 from .ledger import Difference, first_difference, read_ledger
 from .verify_hooks import GLOBAL
 
+_NAME = "stepwrap verify-resume"
 DIFFERENT = 1
-# Updates between the checkpoint that is resumed from and the kill.
+# The number of updates between the checkpoint and the kill, which the kill loses.
 _LOST = 2
 _HOOKS = verify_hooks.__name__
 _LEDGER = "hooks.ledger={every_steps: 1, full: true, max_mib: 4096}"
 # Fields of a log record that depend on the time.
 _TIMES = ("time", "samples_per_s", "steps_per_s", "tokens_per_s", "mfu", "data_share")
-_MOST_CAUSES = 4
+_MAX_CAUSES = 4
 # The allowed difference of weights after a resume on another number of ranks.
 _TOLERANCES, _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
 
 
 def run_verify_resume(options: Options) -> int:
-    """Say whether a run that is killed and resumed is the same as one that is not."""
+    """Print whether a killed and resumed run equals an uninterrupted one; 0 if it does."""
     if started_outside():
-        raise _mistake("it starts the ranks that it needs by itself, without torchrun or srun")
+        raise mistake(f"{_NAME}: must be run without torchrun or srun; it starts its ranks itself")
     if options.kill_at == 1:
-        raise _mistake("--kill-at 1: needs an earlier step to save at; use 2 or more")
+        raise mistake(f"{_NAME}: --kill-at must be at least 2, to save at an earlier step, got 1")
     run = read_sections(options.examined)
     if options.then:
         read_sections(options.examined, options.then)
@@ -54,10 +55,6 @@ def run_verify_resume(options: Options) -> int:
         # Ranks may still be ending after a signal.
         with TemporaryDirectory(prefix="stepwrap_verify_", ignore_cleanup_errors=True) as folder:
             return _verify(_Runs(options, Path(folder)), options, run)
-
-
-def _mistake(what: str) -> ConfigError:
-    return ConfigError([Problem("", f"stepwrap verify-resume: {what}")])
 
 
 class _Runs:
@@ -73,16 +70,17 @@ class _Runs:
         self._nproc = options.nproc
 
     def train(self, name: str, *words: str, nproc: int | None = None, until: int = 0) -> Path:
-        """Train as `stepwrap train` does, with further words; returns the run's folder.
+        """Run ``stepwrap train`` with further arguments; return the run's folder.
 
         Raises:
-            RuntimeError: It has failed, or was not killed after step `until`; with its output.
+            RuntimeError: The run has failed, or was not killed after step ``until``. The message
+                contains its output.
         """
         run_dir, output = self.folder / name, self.folder / f"{name}.txt"
         self.folder.mkdir(parents=True, exist_ok=True)
         ranks = nproc or self._nproc
-        told = [f"--nproc={ranks}"] if ranks else []
-        command = ["train", *self._words, *words, *told, f"--run-dir={run_dir}"]
+        nproc_words = [f"--nproc={ranks}"] if ranks else []
+        command = ["train", *self._words, *words, *nproc_words, f"--run-dir={run_dir}"]
         args = (multiprocessing.get_start_method(), command, output)
         process = multiprocessing.get_context("spawn").Process(target=_train, args=args)
         with with_parent_watched():
@@ -101,7 +99,7 @@ class _Runs:
 
 
 def _train(start_method: str, command: list[str], output: Path) -> None:
-    # Of data-loading workers, which would be spawned as this process was.
+    # For data-loading workers, which would otherwise be spawned like this process.
     multiprocessing.set_start_method(start_method, force=True)
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -115,14 +113,15 @@ def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
     print(f"uninterrupted run: {end['step']} steps", flush=True)
     kill_at = options.kill_at or _middle(end)
     if not 1 < kill_at <= end["step"]:
-        raise _mistake(f"--kill-at {kill_at}: the run has {end['step']} steps")
+        bound = f"must be 2 to {end['step']}, the run's steps"
+        raise mistake(f"{_NAME}: --kill-at {bound}, got {kill_at}")
     places = f"save_at: {max(1, kill_at - _LOST)}, kill_at: {kill_at}"
     kill = f"hooks.kill={{type: {_HOOKS}.KillHook, {places}}}"
     killed = runs.train("killed", kill, until=kill_at)
     start = _last_checkpoint(killed)
     if found := first_difference(read_ledger(whole), read_ledger(killed)):
-        print(f"{_told(found)} before the kill: the run does not repeat itself", flush=True)
-        _tell_causes(runs, found)
+        print(f"{_text_of(found)} before the kill: the run does not repeat itself", flush=True)
+        _print_causes(runs, found)
         return DIFFERENT
     shutil.copytree(killed, runs.folder / "resumed", ignore=shutil.ignore_patterns("samples"))
     resumed = runs.train("resumed", "--resume", nproc=options.then)
@@ -137,33 +136,33 @@ def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
         same = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
         print(f"the same in both runs: {same}")
         return 0
-    print(_told(found), flush=True)
-    _tell_causes(runs, found, start.path)
+    print(_text_of(found), flush=True)
+    _print_causes(runs, found, start.path)
     return DIFFERENT
 
 
 def _last_checkpoint(run: Path) -> Checkpoint:
     path = find_checkpoint(run)
     if path is None:
-        raise _mistake("the run saves no checkpoint to resume from (hooks.checkpoint)")
+        raise mistake(f"{_NAME}: the run saves no checkpoint to resume from (hooks.checkpoint)")
     return load_checkpoint(path)
 
 
 def _middle(end: Mapping[str, Any]) -> int:
-    """Return the step in the middle of an epoch in the middle of the run, not its first two."""
+    """Return a step in the middle of an epoch in the middle of the run, but not the first two."""
     passes = max(1, end["epoch"] + (end["batch"] > 0))
     steps = end["step"] / passes
     return int(min(end["step"], passes // 2 * steps + max(_LOST + 1, steps / 2)))
 
 
-def _told(found: Difference) -> str:
+def _text_of(found: Difference) -> str:
     if found.stage == "random state":
         return f"step {found.step}, rank {found.rank}: the {found.name} random state differs"
     return f"{found} differs"
 
 
 def _log_difference(whole: Path, resumed: Path) -> Difference | None:
-    """Compare the log records, but for figures of speed."""
+    """Compare the log records, except for speeds and times."""
     files = [run / "metrics.jsonl" for run in (whole, resumed)]
     texts = [file.read_text().splitlines() if file.exists() else [] for file in files]
     for lines in zip_longest(*texts, fillvalue="{}"):
@@ -176,7 +175,7 @@ def _log_difference(whole: Path, resumed: Path) -> Difference | None:
 
 
 def _state_difference(whole: Path, resumed: Path) -> Difference | None:
-    """Compare all that the last checkpoints hold, but for the clock."""
+    """Compare the last checkpoints, except for the clock."""
     a, b = _last_checkpoint(whole), _last_checkpoint(resumed)
     for file in (name for name in a.meta["files"] if name.endswith(".pt") and "shard" not in name):
         for path in _unequal(a.read(file), b.read(file)):
@@ -187,7 +186,7 @@ def _state_difference(whole: Path, resumed: Path) -> Difference | None:
 
 
 def _unequal(a: Any, b: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted paths of what is not equal in two trees, bit for bit."""
+    """Yield the dotted paths of values that are not equal, bit for bit, in two trees."""
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         a, b = dict(enumerate(a)), dict(enumerate(b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -199,13 +198,13 @@ def _unequal(a: Any, b: Any, path: str = "") -> Iterator[str]:
 
 def _bits(value: Any) -> Any:
     if not isinstance(value, Tensor):
-        # NaN is equal to itself.
+        # Strings, so that NaN equals itself.
         return repr(value)
     return value.dtype, value.shape, value.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _tell_causes(runs: _Runs, found: Difference, start: Path | None = None) -> None:
-    """Train up to a difference again, and print which of the user's lines may be the cause."""
+def _print_causes(runs: _Runs, found: Difference, start: Path | None = None) -> None:
+    """Train up to a difference again, and print the user's lines that may be the cause."""
     lines = runs.folder / "lines"
     lines.mkdir()
     trace = f"type: {_HOOKS}.TraceHook, folder: {json.dumps(str(lines))}, rank: {found.rank}"
@@ -213,17 +212,17 @@ def _tell_causes(runs: _Runs, found: Difference, start: Path | None = None) -> N
     try:
         runs.train("traced", *words, "data.test=null", *([f"--resume={start}"] if start else []))
     except RuntimeError:
-        print("  the steps up to there could not be run again to look for the cause")
+        print("  the steps up to there could not be run again to search for the cause")
         return
     causes = dict.fromkeys(_causes(lines, found))
-    for place, what in list(causes)[:_MOST_CAUSES]:
+    for place, what in list(causes)[:_MAX_CAUSES]:
         print(f"  {place.removeprefix(f'{Path.cwd()}/')} {what}")
     if not causes:
-        print("  no line of your files was seen to draw random numbers or to change an attribute")
+        print("  no line of your files draws random numbers or changes an attribute")
 
 
 def _causes(lines: Path, found: Difference) -> Iterator[tuple[str, str]]:
-    """Yield place and description of what can be the cause of a difference."""
+    """Yield place and description of possible causes of a difference."""
     for text in (t for file in sorted(lines.iterdir()) for t in file.read_text().splitlines()):
         stage, in_worker, what, place = json.loads(text)
         where = " in a worker process" if in_worker else ""
@@ -245,7 +244,7 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
     orders = [_order(rows, is_weighted) for rows in (_samples(whole), before + _samples(resumed))]
     for (a, index), (b, other) in zip_longest(*orders, fillvalue=(0, None)):
         if (a, index) != (b, other):
-            print(f"step {a or b}: sample {other} comes in the place of {index}")
+            print(f"step {a or b}: sample {other} instead of {index}")
             return DIFFERENT
     same = "the same in both runs: the samples of each update and their order"
     print(same if orders[0] else "data.train is a custom loader: samples are not compared")
@@ -264,21 +263,21 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
     elif not is_weighted:
         print("  without loss_weight an update is a mean of the ranks' means")
     else:
-        print("  does a layer or the loss mix samples? docs/exactness.md: What is not promised")
+        print("  check whether a layer or the loss mixes samples (docs/exactness.md)")
     return 0 if drawn or not is_weighted else DIFFERENT
 
 
 def _samples(run: Path) -> list[list[int]]:
-    """Return the rows of `SamplesHook`, in the order of the whole run."""
+    """Return the rows of ``SamplesHook``, in the order of the whole run."""
     files = (run / "samples").glob("*.jsonl")
-    # Ranks that share their samples have written the same.
+    # Ranks that share their samples have written equal rows.
     return sorted(
         map(list, {tuple(json.loads(row)) for one in files for row in one.read_text().splitlines()})
     )
 
 
 def _order(rows: list[list[int]], is_weighted: bool) -> list[tuple[int, int | None]]:
-    """Return (update, sample); a sample that is repeated for even ranks counts once an epoch."""
+    """Return (update, sample); without weights a repeated sample counts once in an epoch."""
     first = {(row[1], row[-1]): row[0] for row in reversed(rows)}
     return [(row[0], row[-1]) for row in rows if is_weighted or first[row[1], row[-1]] == row[0]]
 

@@ -14,14 +14,14 @@ from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
 from .hooks.ema import EMAHook
-from .hooks.figures import GradNormHook, ThroughputHook
 from .hooks.log import LogHook, TensorBoardHook
+from .hooks.monitors import GradNormHook, ThroughputHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.note_step import NoteStepHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
-from .metrics.scores import ProcessMetric
+from .metrics.evaluation import ProcessMetric
 from .predictions.hook import PredictionHook
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence

@@ -20,29 +20,30 @@ from ..collectives import all_gather_object, distributed_available, failure_of
 from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
 from .checkpoints.weights import device_of, user_model
-from .data.loaders import batches_from, first_batch_apart, length_of, size_before_padding
+from .data.loaders import batches_from, length_of, peek_first_batch, size_before_padding
+from .error_notes import naming_missing_ranks, note_failure
 from .hook import HookList
-from .metrics import scores
-from .notes import naming_missing_ranks, note_failure
+from .metrics import evaluation
 from .rng import preserved_rng
-from .skips import buffer_restorer
+from .skip_steps import buffer_restorer
 from .state import LoopState, Phase
-from .uneven import first_batch_of, on_all_ranks
+from .uneven_inputs import first_batch_of, true_on_all_ranks
 
 logger = logging.getLogger(__name__)
 
 _END = object()
-# Called between two batches; may request a stop.
+# A function that is called between two batches and may request a stop.
 Poll: TypeAlias = Callable[[LoopState], object]
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Rounds:
-    """The batches of this rank; `together`, equally many rounds, each with a step of all ranks.
+    """The batches of an evaluation on this rank, in the same number of rounds on every rank.
 
-    A rank that has run out then sees its last batch again, which counts nothing; one that never had
-    any gets one of another rank. Before each step the ranks tell each other whether they go on: an
-    exception of a loader, or one that was kept, ends the evaluation on all of them.
+    Without ``together`` they are simply the loader's batches. With it every round is a step of all
+    ranks: a rank that has run out gets its last batch again, which is not counted, and a rank
+    without any batch gets one of another rank. Before each step the ranks exchange whether they
+    continue: an exception of a loader, or a deferred one, ends the evaluation on all of them.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class Rounds:
         self._failure: Exception | None = None
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return batches, `together` without an end, each with whether its samples count."""
+        """Return batches, each with whether its samples count; endless with ``together``."""
         if not self._together:
             return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
         return self._endless()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep an exception for the next `agree`, where it would keep other ranks waiting."""
+    def deferred_errors(self) -> Iterator[None]:
+        """Defer an exception to the next ``agree``, if other ranks would wait for this rank."""
         try:
             yield
         except Exception as error:
@@ -69,18 +70,18 @@ class Rounds:
             self._failure = self._failure or error
 
     def agree(self) -> bool:
-        """Whether there is a step to make; raises on every rank what was kept on one."""
+        """Return whether there is another step; raise a deferred exception on every rank."""
         if not self._together:
             return True
-        # By all ranks: a step also needs those that hold parts of the same layers.
-        all_done, none_failed = on_all_ranks(None, not self._has_batch, self._failure is None)
+        # Exchanged among all ranks, since a step also needs those with parts of the same layers.
+        all_done, none_failed = true_on_all_ranks(None, not self._has_batch, self._failure is None)
         if not none_failed:
             raise_everywhere(self._failure)
         return not all_done
 
     def _endless(self) -> Iterator[tuple[Any, bool]]:
         own: Iterator[Any] = iter(())
-        with self.kept():
+        with self.deferred_errors():
             own = iter(batches_from(self._loader, epoch=0))
         batch = self._next(own)
         self.agree()
@@ -94,54 +95,54 @@ class Rounds:
 
     def _next(self, own: Iterator[Any]) -> Any:
         batch = _END
-        with self.kept():
+        with self.deferred_errors():
             batch = next(own, _END)
         self._has_batch = batch is not _END
         return batch
 
 
 def raise_everywhere(error: Exception | None) -> None:
-    """Raise `error` here and a RuntimeError that names it elsewhere; every rank must call this."""
+    """Raise ``error``, and on other ranks a RuntimeError that names it; every rank must call."""
     failures = all_gather_object(failure_of(error))
     if error is not None:
         raise error
-    told = "; ".join(f"rank {one.rank}: {one.told}" for one in failures if one)
-    if told:
-        raise RuntimeError(f"the evaluation failed on {told}")
+    texts = "; ".join(f"rank {one.rank}: {one.told}" for one in failures if one)
+    if texts:
+        raise RuntimeError(f"the evaluation failed on {texts}")
 
 
 class _EvalLoop:
-    """One pass over the data under inference mode; each sample counts once.
+    """One pass over the data under inference mode, in which each sample counts once.
 
     The model's training flags and the random streams are restored afterwards, so evaluations do not
     affect training. Steps run in the precision of the training if the state has an
-    `AmpOptimWrapper`, otherwise in its `precision`, which is the model's own unless it was set.
+    ``AmpOptimWrapper``, otherwise in the state's ``precision``, by default the model's dtype.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of them, including none.
-            If steps must be called by every rank (the model's `collective_eval`), a rank that has
+            If every rank must call each step (the model's ``collective_eval``), a rank that has
             run out continues with a batch that is not counted.
-        metrics: torchmetrics objects, or those of a `BaseMetric`, by name, in the same order on
-            every rank. If a step returns a mapping, each metric gets the values named by its
-            arguments; any other result is passed as `update(outputs, batch)`, or `add(outputs,
-            batch)`.
+        metrics: Metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
+            order on every rank. If a step returns a mapping, each metric gets the values named by
+            its arguments; any other result is passed as ``update(outputs, batch)``, or
+            ``add(outputs, batch)``.
     """
 
     phase: ClassVar[Phase]
     step_name: ClassVar[str]
 
     def __init__(
-        self, dataloader: Iterable[Any], metrics: Mapping[str, scores.AnyMetric] | None = None
+        self, dataloader: Iterable[Any], metrics: Mapping[str, evaluation.AnyMetric] | None = None
     ) -> None:
         self.dataloader = dataloader
         self.metrics = dict(metrics or {})
         for metric in self.metrics.values():
-            if isinstance(metric, scores.ProcessMetric):
-                metric.tell_of(dataloader)
+            if isinstance(metric, evaluation.ProcessMetric):
+                metric.use_metainfo_of(dataloader)
         self._polled_batches: float | None = None
 
     def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
-        """Evaluate `state.model` and return the metrics; every rank must call this."""
+        """Evaluate ``state.model`` and return the metrics; every rank must call this."""
         try:
             return self.evaluate(state, hooks, lambda _: None)
         except BaseException as error:
@@ -151,13 +152,13 @@ class _EvalLoop:
     def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         """Evaluate inside another loop; every rank must call this.
 
-        `poll` is called between batches; if it requests a stop the result is empty.
+        ``poll`` is called between batches; if it requests a stop the result is empty.
 
         Raises:
             TypeError: The model lacks the step.
-            ValueError: There is no batch on any rank, or a metric's input is missing.
-            RuntimeError: Steps must be called by every rank, and the loader, a metric or a hook of
-                another rank has raised an error, which is named.
+            ValueError: No rank has a batch, or a metric's input is missing.
+            RuntimeError: Every rank must call each step, and the loader, a metric or a hook of
+                another rank has raised an error, which the message names.
         """
         require_step(state.model, self.step_name)
         with (
@@ -166,7 +167,7 @@ class _EvalLoop:
             preserved_rng(device_of(state.model)),
         ):
             hooks.emit("on_eval_start", state)
-            # Running statistics differ by rank; only those of the first are saved.
+            # Running statistics differ by rank; every rank evaluates with rank 0's, as saved.
             model_features(state.model).sync_buffers()
             with evaluation_mode(state.model), torch.inference_mode():
                 results = self._measure(state, hooks, poll)
@@ -187,22 +188,22 @@ class _EvalLoop:
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch, to find mistakes before training; every rank must call this.
 
-        It leaves no trace: random streams, buffers and plain attributes of the model's modules,
-        metrics and loader are afterwards as they were, and hooks hear nothing of it. Nothing is
-        tried where that cannot be known: with lazy parameters, an `evaluate` of a subclass, or a
-        loader that is neither a sequence nor a plain DataLoader of a map-style data set.
+        Random streams, buffers, plain attributes of the model's modules, metrics and loader are
+        restored afterwards, and no hook is called. Nothing is run if that cannot be guaranteed:
+        with lazy parameters, an overridden ``evaluate``, or a loader that is neither a sequence
+        nor a plain DataLoader of a map-style data set.
         """
-        batches = first_batch_apart(self.dataloader)
+        batches = peek_first_batch(self.dataloader)
         tensors = chain(state.model.parameters(), state.model.buffers())
-        is_own = type(self).evaluate is _EvalLoop.evaluate
-        if batches is None or not is_own or any(map(is_lazy, tensors)):
+        is_overridden = type(self).evaluate is not _EvalLoop.evaluate
+        if batches is None or is_overridden or any(map(is_lazy, tensors)):
             return
         trial, device = copy(self), device_of(state.model)
-        trial.dataloader, trial.metrics = batches, scores.empty_copies(self.metrics)
+        trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
         try:
-            # What a model keeps of inference mode could not be trained with.
+            # Not inference mode: the model could not be trained with tensors it keeps from it.
             with (
                 self._running(state),
                 preserved_rng(device),
@@ -212,7 +213,7 @@ class _EvalLoop:
                 trial._place_metrics(device)
                 trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
-            # Where steps need all ranks, the others have heard of it, or wait in the step.
+            # If steps need all ranks, the other ranks know of the error or wait in the step.
             if model_features(state.model).collective_eval:
                 raise
             failure = error
@@ -228,39 +229,41 @@ class _EvalLoop:
         self._place_metrics(device_of(state.model))
         if not self._pass(state, hooks, poll):
             return {}
-        # Ranks that share one model have seen the same samples, and count them once.
+        # Ranks that share one model see the same samples, which count once.
         group = model_features(state.model).data_group
-        scores.merge_metrics(self.metrics, group)
-        results = scores.compute_metrics(self.metrics, size_before_padding(self.dataloader), group)
+        evaluation.merge_metrics(self.metrics, group)
+        results = evaluation.compute_metrics(
+            self.metrics, size_before_padding(self.dataloader), group
+        )
         if self.phase is Phase.VAL:
             state.metrics, state.evaluated_at = results, state.step
-            state.higher_is_better = scores.directions_of(self.metrics)
+            state.higher_is_better = evaluation.directions_of(self.metrics)
         return dict(results)
 
     def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
-        """Run all batches; False when a request to stop has cut them short."""
+        """Run all batches; return False if a request to stop has cut them short."""
         together = distributed_available() and model_features(state.model).collective_eval
-        # A test may follow a training that was stopped: only what comes now counts.
+        # A stop that was requested before, such as in a stopped training, does not count here.
         polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
         step = getattr(state.model, self.step_name)
         optim = optim_features(state.optim_wrapper)
         precision = optim.precision_context or state.precision
-        weighs = optim.loss_weight or state.loss_weight
-        weight_of = None if weighs is None else weighs.of
+        loss_weight = optim.loss_weight or state.loss_weight
+        weight_of = None if loss_weight is None else loss_weight.of
         group = model_features(state.model).data_group
         rounds = Rounds(self.dataloader, together, group, self.phase)
         count = 0
         for batch, counts in rounds.batches():
             if counts:
-                with rounds.kept():
+                with rounds.deferred_errors():
                     hooks.emit("on_eval_batch_start", state, batch)
             if not rounds.agree():
                 break
             with precision():
                 outputs = step(batch)
             if counts:
-                with rounds.kept():
-                    scores.feed_metrics(self.metrics, outputs, batch, weight_of)
+                with rounds.deferred_errors():
+                    evaluation.feed_metrics(self.metrics, outputs, batch, weight_of)
                     hooks.emit("on_eval_batch_end", state, batch, outputs)
             count += 1
             if count <= polled:
@@ -272,7 +275,7 @@ class _EvalLoop:
         return True
 
     def _batches_to_poll(self) -> float:
-        """Return how many batches every rank has: beyond them ranks cannot agree on anything."""
+        """Return the number of batches that every rank has; ranks cannot exchange after them."""
         if self._polled_batches is None:
             lengths = all_gather_object(length_of(self.dataloader))
             if not any(length is None or length for length in lengths):
@@ -283,7 +286,7 @@ class _EvalLoop:
 
 @LOOPS.register_module()
 class ValLoop(_EvalLoop):
-    """Validates: `val_step` on each batch, each sample once; see `run`."""
+    """The validation loop: calls ``val_step`` on each batch, and counts each sample once."""
 
     phase = Phase.VAL
     step_name = "val_step"
@@ -291,9 +294,9 @@ class ValLoop(_EvalLoop):
 
 @LOOPS.register_module()
 class TestLoop(_EvalLoop):
-    """Tests: `test_step` on each batch, each sample once; see `run`."""
+    """The test loop: calls ``test_step`` on each batch, and counts each sample once."""
 
-    # Keeps pytest from collecting it.
+    # Keeps pytest from collecting this class.
     __test__ = False
     phase = Phase.TEST
     step_name = "test_step"
@@ -301,7 +304,7 @@ class TestLoop(_EvalLoop):
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` into eval mode, and every submodule's own flag back afterwards."""
+    """Put ``model`` into eval mode, and restore the flag of every submodule afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -313,11 +316,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Evaluate `model` inside; its buffers and its modules' plain attributes stay as they are."""
-    put_back_buffers = buffer_restorer(model)
+    """Put ``model`` into eval mode; restore its buffers and its modules' plain attributes."""
+    restore_buffers = buffer_restorer(model)
     modules = user_model(model).modules()
     plain = [(vars(m), {n: v for n, v in vars(m).items() if type(v) in _PLAIN}) for m in modules]
-    # Compiled for a batch of the validation first, it would be compiled otherwise for training.
+    # Compiling for a validation batch first would change how training is compiled.
     compiles = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
     try:
@@ -326,19 +329,22 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
     finally:
         for attributes, values in plain:
             attributes.update(values)
-        put_back_buffers()
+        restore_buffers()
 
 
 def require_step(model: nn.Module, name: str) -> None:
     if not hasattr(model, name):
         kind = type(model).__name__
-        raise TypeError(f"{kind} has no {name}; wrap the model, as in SingleDevice(model)")
+        raise TypeError(
+            f"the model must have {name}, got a {kind} without it; wrap it, as in "
+            "SingleDevice(model)"
+        )
 
 
 def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:
-    """Tell the hooks of an error; one that fails itself keeps no other from hearing of it."""
-    for announce in hooks.on_exception:
+    """Call ``on_exception`` of every hook, also if one of them fails."""
+    for on_exception in hooks.on_exception:
         try:
-            announce(state, error)
+            on_exception(state, error)
         except Exception:
             logger.exception("a hook failed while handling %s", type(error).__name__)

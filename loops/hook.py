@@ -14,10 +14,10 @@ Scalars = dict[str, "Tensor | float"]
 
 
 class Hook:
-    """Listens to the events of a run; override those you need.
+    """Base class of objects that listen to the events of a run.
 
-    Only overridden events are called, in ascending `order`; hooks of equal order keep the order in
-    which they were given. One run is
+    Override the events you need. Only overridden events are called, in ascending ``order``; hooks
+    of equal order keep the order in which they were given. One run is
 
         on_run_start
           on_train_start
@@ -29,11 +29,11 @@ class Hook:
         on_run_end
 
     and an evaluation is on_eval_start, on_eval_batch_start and on_eval_batch_end for each batch,
-    on_eval_end. The iteration loop has one epoch of events around the whole run. A resumed run
-    starts with on_train_start and on_epoch_start again.
+    on_eval_end. In the iteration loop on_epoch_start and on_epoch_end surround the whole run. A
+    resumed run starts with on_train_start and on_epoch_start again.
 
-    Any object with methods of these names works as well; `order` is optional there. A hook with
-    `state_dict` and `load_state_dict` is saved in checkpoints.
+    Other objects with methods of these names work as well; ``order`` is optional for them. A hook
+    with ``state_dict`` and ``load_state_dict`` is saved in checkpoints.
     """
 
     order: int = 50
@@ -43,7 +43,7 @@ class Hook:
         _check_events(cls, vars(cls))
 
     def ignores(self) -> Collection[str]:
-        """Overridden events that should not be called in this run; queried once."""
+        """Return overridden events that should not be called in this run; called once."""
         return ()
 
     def on_run_start(self, state: LoopState) -> None:
@@ -56,25 +56,25 @@ class Hook:
         """Training starts, or continues after a resume; the counters are restored."""
 
     def on_train_end(self, state: LoopState) -> None:
-        """Training has ended or was stopped: see `state.stop_reason`, `state.signal`."""
+        """Training has ended or was stopped: see ``state.stop_reason``, ``state.signal``."""
 
     def on_epoch_start(self, state: LoopState) -> None:
-        """A pass over the data starts; `state.epoch` is its index."""
+        """A pass over the data starts; ``state.epoch`` is its index."""
 
     def on_epoch_end(self, state: LoopState) -> None:
-        """A pass over the data is done; `state.epoch` is still its index."""
+        """A pass over the data is done; ``state.epoch`` is still its index."""
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        """A training batch was read; `state.iteration` is its index."""
+        """A training batch was read; ``state.iteration`` is its index."""
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
-        """A training step is done; `logs` are detached tensors on the device."""
+        """A training step is done; ``logs`` are detached tensors on the device."""
 
     def on_update(self, state: LoopState) -> None:
-        """The weights were updated, or `state.skipped`; `state.step` counts this update."""
+        """The weights were updated, or ``state.skipped`` is set; ``state.step`` is this update."""
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        """Add this rank's scalars to `scalars` before they are averaged over the ranks.
+        """Add this rank's scalars to ``scalars`` before they are averaged over the ranks.
 
         Must not communicate; 0-d tensors may stay on the device.
         """
@@ -83,14 +83,14 @@ class Hook:
         """A log record is complete: means over interval and ranks, equal on every rank."""
 
     def on_save_point(self, state: LoopState) -> None:
-        """Everything due at this update or end of an epoch is done: the place to save.
+        """The log and the validation of this update or epoch are done: the state can be saved.
 
-        Called after `on_update` and its log and validation, and once more after each pass over the
-        data and its validation (`state.batch` is 0 there).
+        Called after ``on_update`` and its log and validation, and once more after each pass over
+        the data and its validation (``state.batch`` is 0 there).
         """
 
     def on_eval_start(self, state: LoopState) -> None:
-        """An evaluation starts; `state.phase` says which."""
+        """An evaluation starts; ``state.phase`` is VAL or TEST."""
 
     def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
         """An evaluation batch was read."""
@@ -99,15 +99,15 @@ class Hook:
         """An evaluation step is done; runs under inference mode."""
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        """An evaluation has ended; `metrics` are equal on every rank.
+        """An evaluation has ended; ``metrics`` are equal on every rank.
 
-        Called exactly once for each `on_eval_start` unless an error was raised. `metrics` is empty
-        when the evaluation was cut short by a request to stop (then `state.stop_reason` is set) or
-        has no metrics.
+        Called exactly once for each ``on_eval_start`` unless an error was raised. ``metrics`` is
+        empty if a request to stop cut the evaluation short (then ``state.stop_reason`` is set) or
+        if it has no metrics.
         """
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        """A loop failed with `error`, possibly only on this rank: must not communicate."""
+        """A loop failed with ``error``, possibly only on this rank: must not communicate."""
 
 
 EVENTS: tuple[str, ...] = tuple(
@@ -119,27 +119,28 @@ def _check_events(cls: type, names: Iterable[str]) -> None:
     for name in names:
         if name.startswith(("on_", "before_", "after_")) and name not in EVENTS:
             raise TypeError(
-                f"{cls.__name__}.{name} would never be called: there is no such event"
+                f"{cls.__name__}.{name} would never be called, since it is not an event"
                 f"{did_you_mean(name, EVENTS)}; the events are {', '.join(EVENTS)}"
             )
 
 
-def _checked(hook: Any) -> Any:
-    """Return `hook`; TypeError if it is no Hook and nothing like one."""
+def _require_hook(hook: Any) -> Any:
+    """Return ``hook``; raise TypeError if it is not a Hook and has none of the events."""
     if not isinstance(hook, Hook):
         _check_events(type(hook), dir(type(hook)))
         if not any(hasattr(hook, event) for event in EVENTS):
             raise TypeError(
-                f"{type(hook).__name__} is no hook: it has none of the events {', '.join(EVENTS)}"
+                f"a hook needs a method for an event, got a {type(hook).__name__} without any; "
+                f"the events are {', '.join(EVENTS)}"
             )
     return hook
 
 
 class HookList:
-    """Hooks in calling order; as attributes, for each event a tuple of its listeners.
+    """Hooks in calling order, with a tuple of listeners as an attribute for each event.
 
-    `emit` announces an event. The events of each training step are announced by iterating over the
-    tuple itself, which saves a call per event.
+    ``emit`` calls the listeners of an event. A training step iterates over the tuples itself,
+    which saves a call per event.
     """
 
     if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class HookList:
 
     def __init__(self, hooks: Iterable[Any] = ()) -> None:
         self._hooks: list[Any] = sorted(
-            map(_checked, hooks), key=lambda hook: getattr(hook, "order", Hook.order)
+            map(_require_hook, hooks), key=lambda hook: getattr(hook, "order", Hook.order)
         )
         ignored = [hook.ignores() if hasattr(hook, "ignores") else () for hook in self._hooks]
         for event in EVENTS:

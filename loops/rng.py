@@ -1,4 +1,4 @@
-"""The random streams of this process: taken, put back, kept out of harm's way."""
+"""Save, restore and preserve the random number generators of this process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch
 
 
 def mix_seed(*parts: int) -> int:
-    """Return a seed below 2**63 that depends on every one of `parts` and their order."""
+    """Return a seed below 2**63 that depends on all ``parts`` and their order."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def seed_rng(seed: int) -> None:
-    """Seed Python, torch on every device and, where it is imported, NumPy."""
+    """Seed Python, torch on every device and, if it is imported, NumPy."""
     random.seed(seed)
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
@@ -33,7 +33,7 @@ def seed_rng(seed: int) -> None:
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
     version, words, gauss = random.getstate()
-    # By way of an array, since torch takes each number of a tuple by itself.
+    # An array, since torch converts a tuple number by number.
     numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
     streams: dict[str, Any] = {
         "python": {"version": version, "words": numbers, "gauss": gauss},
@@ -55,7 +55,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put back what `capture_rng` returned; streams that this process lacks are passed over."""
+    """Restore the result of ``capture_rng``; streams that this process lacks are ignored."""
     python = streams["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(streams["torch"])
@@ -72,7 +72,7 @@ def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> 
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Leave the random streams as they were, whatever the block draws from them."""
+    """Restore the random streams after the block."""
     streams = capture_rng(device)
     try:
         yield
@@ -82,18 +82,18 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
-    """Leave the random generators that objects have as attributes as they were."""
+    """Restore the random generators in the objects' attributes after the block."""
     values = [v for owner in owners for v in getattr(owner, "__dict__", {}).values()]
     restore = [_restorer_of(value) for value in values]
     try:
         yield
     finally:
-        for put_back in filter(None, restore):
-            put_back()
+        for restore_one in filter(None, restore):
+            restore_one()
 
 
 def _restorer_of(value: Any) -> Callable[[], Any] | None:
-    """Return what puts a generator back to its present state; None for anything else."""
+    """Return a function that restores the present state of a generator; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())

@@ -1,4 +1,4 @@
-"""When validations and saves are due, and how many batches and updates a run has."""
+"""When validations and saves are due, and the number of batches and updates of a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Cadence:
-    """Every so many updates, epochs or seconds of training; several may be given, None is never.
+    """An interval in updates, epochs or seconds of training; several may be given, None is never.
 
-    Ask `due_step` after each update and `due_epoch` after each epoch, usually in `on_save_point`.
-    The answer is the same on every rank.
+    Call ``due_step`` after each update and ``due_epoch`` after each epoch, usually in
+    ``on_save_point``. The result is the same on every rank.
 
     Raises:
         ValueError: A number is not positive, or a count is not whole.
@@ -40,18 +40,17 @@ class Cadence:
         self.every_steps = every_steps
         self.every_epochs = every_epochs
         self.every_secs = every_secs
-        # On the clock of `state.clock_s`; the first question after a start sets it.
+        # Compared with `state.clock_s`; set by the first call of `due_step`.
         self.due_at_s = math.inf if every_secs is None else -math.inf
 
     def due_step(self, state: LoopState) -> bool:
-        """Say whether the time has come by the updates or by the clock."""
+        """Return whether this update is due, by its number or by the clock."""
         by_steps = self.every_steps is not None and state.step % self.every_steps == 0
-        # Asked at every update: no call while the time has not come.
         by_clock = state.clock_s >= self.due_at_s and self._due_by_clock(state)
         return state.step > 0 and (by_steps or by_clock)
 
     def due_epoch(self, state: LoopState) -> bool:
-        """Say whether an epoch has just ended (`state.batch` is 0) and is one of those due."""
+        """Return whether an epoch has just ended (``state.batch`` is 0) and is due."""
         if self.every_epochs is None or state.batch or not state.epoch:
             return False
         return state.epoch % self.every_epochs == 0
@@ -64,10 +63,10 @@ class Cadence:
 
 
 class Budget(ABC):
-    """How long a training is, in epochs or steps, and after which of them a validation is due.
+    """The length of a training in epochs or steps, and the validations in between.
 
-    There is always one after the last. From each milestone of `dynamic` on there is another
-    interval. Subclasses count their unit.
+    The last unit is always followed by a validation. From each milestone of ``dynamic`` on
+    another interval applies. Subclasses count their unit.
     """
 
     unit: ClassVar[str]
@@ -92,26 +91,26 @@ class Budget(ABC):
 
     @abstractmethod
     def done(self, state: LoopState) -> int:
-        """Return the finished units."""
+        """Return the number of finished units."""
 
     @abstractmethod
     def plan(self, state: LoopState, length: int | None) -> int:
-        """Note the run's length in `state`; return its last batch, -1 if that is not known.
+        """Set the run's length in ``state``; return its number of batches, -1 if unknown.
 
         Args:
-            state: Where the run is.
-            length: Batches in a pass, if that is known.
+            state: The state whose counters say where the run is.
+            length: Batches in a pass; None if unknown.
         """
 
     def val_due(self, state: LoopState) -> bool:
-        """Say whether a validation is due; after a stop the resumed run does it."""
+        """Return whether a validation is due; after a stop it is left to the resumed run."""
         done = self.done(state)
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
         is_due = done >= self.begin and (done % interval == 0 or done == self.last)
         return is_due and not state.stop_reason
 
-    def goes_on(self, state: LoopState) -> bool:
-        """Say whether there is more to train."""
+    def continues(self, state: LoopState) -> bool:
+        """Return whether there is more to train."""
         return self.done(state) < self.last and not state.stop_reason
 
 
@@ -132,8 +131,8 @@ class EpochBudget(Budget):
         if length is None:
             if window != 1 and not weighted:
                 logger.warning(
-                    "the training loader has no length, so the end of the run is not known: "
-                    "gradients of a last accumulation window that is not full will be lost"
+                    "the training loader has no length, so the end of the run is unknown: the "
+                    "gradients of an incomplete last accumulation window will be lost"
                 )
             return -1
         epochs = max(0, self.last - state.epoch)
@@ -175,14 +174,14 @@ class StepBudget(Budget):
 
 
 def positive(name: str, value: int) -> int:
-    """Return `value` if it is a whole number >= 1, else raise ValueError."""
+    """Return ``value`` if it is a whole number >= 1, otherwise raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
     return value
 
 
 def _updates_done(batch: int, length: int, window: int) -> int:
-    """Return how many windows are complete after `batch` of a pass's batches, which ends one."""
+    """Return the number of complete windows after ``batch`` batches; the pass ends the last one."""
     return -(-batch // window) if batch >= length else batch // window
 
 
@@ -197,35 +196,35 @@ def windows_of(optim_wrapper: Any) -> list[int]:
 
 
 def window_of(optim_wrapper: Any) -> int | None:
-    """Return the batches per update; None where members of a group differ."""
+    """Return the batches per update; None if members of a group differ."""
     windows = set(windows_of(optim_wrapper))
     return windows.pop() if len(windows) == 1 else None
 
 
 def is_weighted(optim_wrapper: Any) -> bool:
-    """Say whether losses are weighted by what they are means over; then windows end with a pass."""
+    """Return whether there is a ``loss_weight``, in which case windows end with a pass."""
     return optim_features(optim_wrapper).loss_weight is not None
 
 
-def holds_gradients(model: nn.Module) -> bool:
+def has_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def start_counting(
     optim_wrapper: Any, model: nn.Module, iteration: int, max_iterations: int
 ) -> None:
-    """Tell the optimizer wrapper where training starts and ends, in batches.
+    """Set the optimizer wrapper's first and last batch.
 
-    Inside an accumulation window, whose gradients come from a checkpoint, it counts from the
-    window's first batch, so that the losses still to come weigh as if there had been no
+    If a checkpoint has restored gradients of an accumulation window, counting starts at the
+    window's first batch, so that the remaining losses have the same factor as without the
     interruption.
     """
-    if not holds_gradients(model):
+    if not has_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)
         return
     followers = getattr(optim_wrapper, "followers", lambda: [optim_wrapper])
     for member in followers():
-        # Our own wrappers save their count, others may not.
+        # Our wrappers save their count, others may not.
         count = member._inner_count or iteration
         start = count - count % member._accumulative_counts
         member.initialize_count_status(model, start, max_iterations)

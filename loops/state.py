@@ -1,4 +1,4 @@
-"""What a loop remembers: counters, parts, requests to stop, and log values not yet recorded."""
+"""The state of a loop: counters, parts, requests to stop, and log values not yet recorded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from ..collectives import mean_scalars
 if TYPE_CHECKING:
     from ..wrappers import LossWeight
 
-# Stands, as their update, beside the values of a checkpoint.
+# The update number under which values from a checkpoint are kept.
 _RESTORED = -1
-
-
-# The logs of a batch, and the update that it belongs to.
+_COUNTERS = ("epoch", "batch", "iteration", "step", "evaluated_at")
+# The update that a batch belongs to, and the logs of that batch.
 _BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any]]"
 
 
 class WeightedLogs(dict[str, Any]):
-    """The logs of a batch with their weight in means, as `loss_weight` gives it.
+    """The logs of a batch with their weight in means, as ``loss_weight`` computes it.
 
-    0 if they count nothing. Logs without a weight count equally.
+    The weight is 0 if the batch does not count. Logs without a weight count equally.
     """
 
     def __init__(self, logs: Mapping[str, Any], weight: float | Tensor) -> None:
@@ -38,28 +37,28 @@ class WeightedLogs(dict[str, Any]):
 
 
 class LogBuffer:
-    """Collects the logs of training steps without touching the device.
+    """A buffer for the logs of training steps that does not wait for the device.
 
-    `append` takes (update, logs). It is a list's own method, since it is called for every batch.
+    ``append`` takes (update, logs). It is the list's method, since it is called for every batch.
     """
 
     def __init__(self) -> None:
         self._raw: list[_BatchLogs] = []
         self._sums: dict[str, tuple[Tensor, float | Tensor]] = {}
-        # By name, the first value that is not finite of those that are in `_sums`.
+        # By name, the first of the values in `_sums` that is not finite.
         self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
 
     def start(self) -> None:
-        """Drop raw values of an earlier training, but not those of a checkpoint."""
+        """Drop the raw values of an earlier training; keep values from a checkpoint."""
         self._raw[:] = [one for one in self._raw if one[0] == _RESTORED]
 
     def means(self) -> dict[str, Tensor]:
-        """Return the means of all that was logged since `clear`, on the device."""
+        """Return the means of all values since ``clear``, on the device."""
         return {name: total / count for name, (total, count) in self.sums().items()}
 
     def fold(self) -> None:
-        """Turn the raw values into sums on the device; waits for it."""
+        """Reduce the raw values to sums on the device; waits for the device."""
         sums, nonfinite = self.sums(), self._nonfinite
         if not all(are_finite([total for total, _ in sums.values()])):
             for step, name, text in _not_finite(self._raw, _RESTORED):
@@ -72,19 +71,22 @@ class LogBuffer:
         self._raw.clear()
 
     def drop(self, update: int) -> None:
-        """Forget what the batches of the last update have logged."""
+        """Drop the logs of the batches of the last update."""
         while self._raw and self._raw[-1][0] == update:
             self._raw.pop()
 
     def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
-        """Return update and text of the first value after an update that is not finite, or None."""
+        """Return update and text of the first non-finite value after an update, or None."""
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
         found += _not_finite(self._raw, after)
-        told = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
-        return min(told, key=lambda one: one[0], default=None)
+        texts = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
+        return min(texts, key=lambda one: one[0], default=None)
 
     def state_dict(self, last: int | None = None) -> dict[str, Any]:
-        """Return the raw values, up to update `last`: in two parts they would give another sum."""
+        """Return the raw values, up to update ``last``.
+
+        Raw values and not sums, since adding two partial sums rounds differently.
+        """
         raw = _by_name([one for one in self._raw if last is None or one[0] <= last]).items()
         return {
             "sums": {name: (one.cpu(), _on(n, "cpu")) for name, (one, n) in self._sums.items()},
@@ -93,7 +95,7 @@ class LogBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from a state, on the device where the logs are made."""
+        """Restore a state, on the device on which training steps create their logs."""
         self.clear()
         sums = state["sums"].items()
         self._sums = {name: (one.to(device), _on(n, device)) for name, (one, n) in sums}
@@ -106,19 +108,19 @@ class LogBuffer:
             self._raw.extend((_RESTORED, one) for one in logs)
 
     def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
-        """Return by name the sum of what was logged since `clear`, and the count or the weight."""
+        """Return by name the sum of the values since ``clear``, and their count or weight."""
         sums = dict(self._sums)
         for name, (values, weights) in _by_name(self._raw).items():
             new: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
             if weights:
-                new = _weighed_sum(name, values, weights)
+                new = _weighted_sum(name, values, weights)
             old = sums.get(name)
             sums[name] = new if old is None else (old[0] + new[0], old[1] + new[1])
         return sums
 
 
 def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]]:
-    """Return all values of a name and, if they have any, their weights."""
+    """Return for each name its values and, if there are any, their weights."""
     by_name: dict[str, tuple[list[Any], list[Any]]] = {}
     for _, logs in raw:
         for name, value in logs.items():
@@ -130,27 +132,28 @@ def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]
 
 
 def mean_logs(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
-    """Return one state for any number of ranks to go on from: the mean of all the saved ranks.
+    """Return the mean of all saved ranks' states, from which any number of ranks can continue.
 
-    Of what is weighed each gets `share` of that mean, so that all together weigh as much as before.
+    Weighted values are scaled by ``share``, so that their total weight over all ranks stays the
+    same.
     """
     sums: dict[str, tuple[Tensor, float | Tensor]] = {}
-    weighed = False
+    weighted = False
     for state in states:
         buffer = LogBuffer()
         buffer.load_state_dict(state, torch.device("cpu"))
         for name, (total, count) in buffer.sums().items():
             before = sums.get(name, (torch.zeros(()), 0))
             sums[name] = (before[0] + total, before[1] + count)
-            weighed = weighed or isinstance(count, Tensor)
-    parts = len(states) / (share if weighed else 1)
+            weighted = weighted or isinstance(count, Tensor)
+    parts = len(states) / (share if weighted else 1)
     means = {name: (total / parts, count / parts) for name, (total, count) in sums.items()}
     return {"sums": means, "values": {}}
 
 
-def merged_means(scalars: Mapping[str, Any], weighed: LogBuffer | None) -> dict[str, float]:
-    """Return means over the ranks, by weight of what is `weighed`; every rank must call this."""
-    sums = {} if weighed is None else weighed.sums()
+def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict[str, float]:
+    """Return means over the ranks, ``weighted`` logs by weight; every rank must call this."""
+    sums = {} if weighted is None else weighted.sums()
     weights = {f"{name} weight": count for name, (_, count) in sums.items()}
     totals = {name: total for name, (total, _) in sums.items()}
     merged = mean_scalars({**scalars, **totals, **weights})
@@ -165,7 +168,7 @@ def _on(value: Any, device: torch.device | str) -> Any:
 
 
 def _compact(name: str, values: list[Any]) -> Any:
-    """Values as a checkpoint takes them: as one tensor where that gives the same values back."""
+    """Return values for a checkpoint: as one tensor if they have equal shapes and dtypes."""
     kinds = {(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else None for v in values}
     if len(kinds) == 1 and None not in kinds:
         return torch.stack(values).detach().cpu()
@@ -174,16 +177,20 @@ def _compact(name: str, values: list[Any]) -> Any:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """Say of each tensor whether it is finite, waiting once for each device."""
+    """Return for each tensor whether it is finite; waits once for each device."""
+    return fetch([tensor.isfinite().all() for tensor in tensors])
+
+
+def fetch(scalars: Sequence[Tensor]) -> list[Any]:
+    """Return 0-d tensors of one dtype as numbers; waits once for each device."""
     by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(scalars):
         by_device.setdefault(tensor.device, []).append(index)
-    finite = [True] * len(tensors)
+    fetched: dict[int, Any] = {}
     for indices in by_device.values():
-        answers = torch.stack([tensors[index].isfinite().all() for index in indices]).tolist()
-        for index, answer in zip(indices, answers, strict=True):
-            finite[index] = answer
-    return finite
+        values = torch.stack([scalars[index] for index in indices]).tolist()
+        fetched.update(zip(indices, values, strict=True))
+    return [fetched[index] for index in range(len(scalars))]
 
 
 def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, str]]:
@@ -194,22 +201,22 @@ def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, s
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:
-    """Return the sum of logged values; a custom step may log floats, or vectors (their mean)."""
+    """Return the sum of logged values, which may be floats, or vectors that count as their mean."""
     try:
         stacked = torch.stack(values).detach()
     except (TypeError, RuntimeError):
-        # Not all are tensors of one shape, as the wrappers' own are.
+        # Custom steps may log values that are not tensors of one shape.
         return sum((_sum(name, [_tensor(name, one)]) for one in values), torch.zeros(()))
     stacked = stacked if stacked.dtype == torch.float64 else stacked.float()
     return stacked.sum() if stacked.ndim == 1 else stacked.flatten(1).mean(1).sum()
 
 
-def _weighed_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
-    """Return the sum of the values times their weights, and that of the weights."""
+def _weighted_sum(name: str, values: list[Any], weights: list[Any]) -> tuple[Tensor, Tensor]:
+    """Return the sum of the values times their weights, and the sum of the weights."""
     means = torch.stack([_sum(name, [value]).double() for value in values])
     factors = torch.stack([torch.as_tensor(one, dtype=torch.float64) for one in weights])
     factors = factors.to(means.device)
-    # What counts nothing may be NaN.
+    # Values with a weight of 0 may be NaN.
     return torch.where(factors > 0, means * factors, 0.0).sum(), factors.sum()
 
 
@@ -222,11 +229,8 @@ def _tensor(name: str, value: Any) -> Tensor:
         ) from error
 
 
-_COUNTERS = ("epoch", "batch", "iteration", "step", "evaluated_at")
-
-
 class Phase(Enum):
-    """What the running loop is doing."""
+    """The activity of a loop."""
 
     TRAIN = "train"
     VAL = "val"
@@ -235,21 +239,21 @@ class Phase(Enum):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be written into a checkpoint and read back."""
+    """An object that can be saved in a checkpoint and restored."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as tensors, numbers, strings, lists and dicts."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over a state returned by `state_dict`."""
+        """Restore a state returned by ``state_dict``."""
 
 
 @runtime_checkable
 class WeightSource(Stateful, Protocol):
-    """A part whose state has the weights with which evaluations run.
+    """A part whose state contains the weights that evaluations use.
 
     Attributes:
-        evaluated_entry: The key of the state under which they are; empty for the model's own.
+        evaluated_entry: The key of these weights in the state; empty for the model's weights.
     """
 
     evaluated_entry: str
@@ -260,7 +264,7 @@ class PartReader(Stateful, Protocol):
     """A part that may read only its slices of saved tensors.
 
     Attributes:
-        reads_parts: Whether `load_state_dict` takes objects that can be sliced for tensors.
+        reads_parts: Whether ``load_state_dict`` accepts sliceable objects instead of tensors.
     """
 
     reads_parts: bool
@@ -268,13 +272,13 @@ class PartReader(Stateful, Protocol):
 
 @dataclass
 class DataPlace:
-    """Where the training is in its data, in addition to the counters.
+    """The position of the training in its data, in addition to the counters.
 
     Attributes:
-        layout: How the data is cut into updates, as `loops.data.layout` describes it; empty before
-            the first training.
-        reader: Reads the batches of the loader, if it is stateful.
-        reader_state: Its state in a checkpoint, until the loop has continued from there.
+        layout: How the data is split into updates, see ``loops.data.layout``; empty before the
+            first training.
+        reader: The stateful loader or iterator that reads the batches, if there is one.
+        reader_state: Its state from a checkpoint, until the loop has continued from it.
     """
 
     layout: dict[str, int] = field(default_factory=dict)
@@ -284,50 +288,51 @@ class DataPlace:
 
 @dataclass(repr=False)
 class LoopState:
-    """What a loop remembers; every hook receives it.
+    """The state of a loop; every hook receives it.
 
-    The counters count finished things. They advance after the end event of what they count: in
-    `on_batch_end` `iteration` still is this batch's index, in `on_epoch_end` `epoch` still is this
-    epoch's index; in `on_update`, `on_log`, the evaluation events and `on_save_point` all of them
-    are up to date.
+    The counters count finished batches, updates and epochs. They advance after the end event of
+    what they count: in ``on_batch_end`` ``iteration`` is still this batch's index, in
+    ``on_epoch_end`` ``epoch`` is still this epoch's index. In ``on_update``, ``on_log``, the
+    evaluation events and ``on_save_point`` all of them are up to date.
 
     Attributes:
-        model: The model wrapper (`train_step`, `val_step`, `test_step`, `module`).
-        optim_wrapper: The optimizer wrapper; None where nothing is trained.
-        run_dir: The run's folder; None when nothing is to be written.
-        precision: Makes the context that evaluations run in where `optim_wrapper` does not tell.
-        loss_weight: What losses are means over in evaluations, where `optim_wrapper` does not tell.
-        dataloader: What the training reads its batches from.
-        stateful: Further things that belong into a checkpoint, by name.
+        model: The model wrapper (``train_step``, ``val_step``, ``test_step``, ``module``).
+        optim_wrapper: The optimizer wrapper; None without training.
+        run_dir: The run's folder; None to write nothing.
+        precision: Creates the context in which evaluations run, unless ``optim_wrapper`` has one.
+        loss_weight: The weight of losses in evaluations, unless ``optim_wrapper`` has one.
+        dataloader: The loader of the training batches.
+        stateful: Further objects to save in checkpoints, by name.
         epoch: Finished passes over the data.
-        batch: Batches done in the running epoch.
-        iteration: Batches done in all.
-        step: Optimizer updates done.
-        max_epochs: The run's length in epochs, where known.
-        max_steps: The run's length in updates, where known.
-        phase: What the running loop is doing.
+        batch: Finished batches of the running epoch.
+        iteration: Finished batches since the beginning.
+        step: Finished optimizer updates.
+        max_epochs: The run's length in epochs, if known.
+        max_steps: The run's length in updates, if known.
+        phase: The activity of the running loop.
         metrics: Results of the last evaluation.
-        higher_is_better: Whether higher values of a metric of the validation are better, by its
-            name; None where that is not known.
-        evaluated_at: `step` at which the last validation ended; -1 for never.
-        recorded_at: `step` at which the last log record of a full interval was made.
-        logs: What the training steps have logged since then, on this rank.
-        clock_s: Seconds of training as of the last agreement between the ranks: equal on all of
-            them, and kept over a resume.
-        stop_reason: Why the loop is to stop; empty while it is not.
+        higher_is_better: Whether higher values of a validation metric are better, by its name;
+            None if unknown.
+        evaluated_at: The ``step`` at which the last validation ended; -1 for never.
+        recorded_at: The ``step`` of the last log record of a full interval.
+        logs: The logs of this rank's training steps since then.
+        clock_s: Seconds of training at the last exchange between the ranks: equal on all of them,
+            and kept when a run is resumed.
+        stop_reason: Why the loop should stop; empty if it should not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
-        in_step: A batch is being read or trained on: it is not in the counters yet, but maybe in
-            the random streams and the weights.
-        data: Where the training is in its data.
-        together: All ranks are in this step. False in the last batches of a pass in which this
-            rank has more than others (`uneven_inputs`): hooks must not communicate then.
-        updated_at: (epoch, batch, iteration) of the last update, where the running accumulation
-            window began; None where that is not known.
-        skip_steps: Steps without an update, by number: their batches are read, and that is all.
-            None where every step is made.
-        skipped: The last step was skipped, before it began or by a guard: no weight has moved.
-        restored_from: Folder and serial number of the checkpoint that the run has gone back to
-            and not yet gone on from.
+        in_step: Whether a batch is being read or trained on. The counters do not include it yet,
+            but it may have changed the random streams and the weights.
+        data: The position of the training in its data.
+        together: Whether all ranks are in this step. False in the last batches of a pass in which
+            this rank has more than others (``uneven_inputs``): hooks must not communicate then.
+        updated_at: (epoch, batch, iteration) of the last update, at which the running accumulation
+            window began; None if unknown.
+        skip_steps: Numbers of the steps without an update; their batches are read and discarded.
+            None if no step is skipped.
+        skipped: Whether the last step was skipped, before it began or by a guard: the weights did
+            not change.
+        restored_from: Folder and serial number of the checkpoint that was restored, until the run
+            saves the next one.
     """
 
     model: nn.Module
@@ -368,14 +373,17 @@ class LoopState:
 
     @property
     def running_epoch(self) -> int:
-        """The number of the epoch that is running, or has just ended; the first is 1."""
+        """The number of the running epoch, or of the one that has just ended; the first is 1."""
         return max(1, self.epoch + (self.batch > 0))
 
     def request_stop(self, reason: str) -> None:
-        """Ask the loop to stop after this update; the first reason stays.
+        """Ask the loop to stop after this update; the first reason is kept.
 
-        With several ranks every rank must ask at the same update, as it happens by itself where the
-        decision rests on reduced logs or metrics.
+        Every rank must call this at the same update. Decisions that depend only on reduced logs
+        or metrics satisfy this.
+
+        Raises:
+            ValueError: ``reason`` is empty.
         """
         if not reason:
             raise ValueError("request_stop needs a reason that can be shown to the user")
@@ -387,10 +395,10 @@ class LoopState:
         return {**counters, "metrics": dict(self.metrics), "data_layout": dict(self.data.layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the counters of a checkpoint; a request to stop is not among them."""
+        """Restore the counters of a checkpoint, which do not include a request to stop."""
         for name in _COUNTERS:
             setattr(self, name, int(state[name]))
-        # Older checkpoints hold nothing of the logs since the last record.
+        # Older checkpoints lack this entry and the logs since the last record.
         self.recorded_at = int(state.get("recorded_at", self.step))
         self.data.layout = {name: int(n) for name, n in state.get("data_layout", {}).items()}
         self.updated_at = None

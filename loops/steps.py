@@ -1,4 +1,4 @@
-"""What attaches to the training step from outside: weights, counts of micro-batches, blocks."""
+"""Wrappers around the training step: loss weights, micro-batch counts, compiled blocks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _AT_EACH_STEP = ("on_batch_start", "on_batch_end", "on_update", "on_save_point")
 
 
 def step_of(state: LoopState) -> Step:
-    """Return the training step of the model, with what the optimizer wrapper's settings need."""
+    """Return the model's training step with the checks that the optimizer wrapper needs."""
     wrapper: Any = state.model
     step: Step = wrapper.train_step
     optim = state.optim_wrapper
     is_group = isinstance(optim, Mapping)
     longest = max(windows_of(optim), default=1)
-    # mmengine's own optimizer wrappers do not count in this way.
+    # The optimizer wrappers of mmengine do not count micro-batches in this way.
     counts = hasattr(optim, "begin_batch" if is_group else "inner_count")
     if counts and (is_group or longest > 1):
         step = _counted(step, type(wrapper).__name__, longest, is_group)
@@ -36,8 +36,8 @@ def step_of(state: LoopState) -> Step:
 def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
     """Return a step that checks that each batch is counted as one micro-batch.
 
-    Otherwise a window would hold other batches than its losses are divided by. An optimizer of a
-    group may count none.
+    Otherwise the losses would not be divided by the number of the window's batches. An optimizer
+    of a group may count none.
     """
 
     def counted_step(data: Any, optim_wrapper: Any) -> Any:
@@ -48,11 +48,10 @@ def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
         count = sum(one.inner_count for one in members_of(optim_wrapper)) - before
         if longest > 1 and (count < 1 or (count > 1 and not is_group)):
             raise RuntimeError(
-                f"{name}.train_step counted {count} micro-batches for one batch, "
-                f"which accumulative_counts={longest} does not allow: do one "
-                "update_params(loss), or one backward(scale_loss(loss)) and, where "
-                "should_update(), step() and zero_grad(). To leave an update out, leave out its "
-                "step() alone"
+                f"with accumulative_counts={longest} a training step must count one micro-batch "
+                f"per batch, but {name}.train_step counted {count}: call update_params(loss) once, "
+                "or backward(scale_loss(loss)) once and, if should_update(), step() and "
+                "zero_grad(). To skip an update, skip only its step()"
             )
         return logs
 
@@ -60,7 +59,7 @@ def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
 
 
 def _weighted(step: Step) -> Step:
-    """Return a step whose logs carry what the loss of the batch weighs."""
+    """Return a step whose logs carry the weight of the batch's loss."""
 
     def weighted_step(data: Any, optim_wrapper: Any) -> Any:
         logs, weight = step(data, optim_wrapper), optim_wrapper.last_weight
@@ -70,12 +69,12 @@ def _weighted(step: Step) -> Step:
 
 
 class StepBlocks(Hook):
-    """Makes a compiled step check for changes of the model only once per block of steps.
+    """Make a compiled step check for changes of the model only once per block of steps.
 
-    A block has at most `steps` steps, and ends with a record, a validation and a pass.
+    A block has at most ``steps`` steps. A record, a validation or the end of a pass ends it.
     """
 
-    # After all others, whose changes the next check finds.
+    # After all other hooks: the next check finds their changes.
     order = 100
 
     def __init__(self, state: LoopState, steps: int) -> None:
@@ -103,14 +102,14 @@ class StepBlocks(Hook):
 
 
 def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
-    """Add `StepBlocks` to the hooks, unless each step must be a separate block."""
+    """Add ``StepBlocks`` to the hooks, unless each step must be a separate block."""
     if steps_per_call == 1:
         return hooks
-    why = _obstacle_to_blocks(state, hooks)
-    if not why:
+    reason = _obstacle_to_blocks(state, hooks)
+    if not reason:
         return HookList([*hooks, StepBlocks(state, steps_per_call)])
     if get_rank() == 0:
-        logger.warning("steps_per_call: %d gains nothing: %s", steps_per_call, why)
+        logger.warning("steps_per_call: %d has no effect: %s", steps_per_call, reason)
     return hooks
 
 
@@ -123,5 +122,5 @@ def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
     ours = __name__.split(".")[0]
     for owner in (type(getattr(one, "__self__", one)) for one in listeners):
         if owner.__module__.split(".")[0] != ours:
-            return f"{owner.__name__} acts at each step, and may change the model"
+            return f"{owner.__name__} acts at each step and may change the model"
     return ""

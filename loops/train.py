@@ -8,44 +8,50 @@ from time import monotonic
 from typing import Any
 
 from ..registry import LOOPS
-from .data.layout import lay_out
+from .checkpoints.restore import load_checkpoint
+from .data.layout import split_into_updates
 from .data.loaders import length_of
-from .data.places import batches_of_pass, telling
+from .data.resume import batches_of_pass, with_position
+from .error_notes import naming_missing_ranks, note_failure
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
-from .metrics.scores import directions_of
-from .notes import naming_missing_ranks, note_failure
+from .metrics.evaluation import directions_of
 from .schedule import (
     Budget,
     EpochBudget,
     StepBudget,
-    holds_gradients,
+    has_gradients,
     is_weighted,
     positive,
     start_counting,
 )
 from .signals import StopSignals
-from .skips import Attempt, skipping, steps_of
+from .skip_steps import Rollback, parse_skip_steps, with_skipped_steps
 from .state import LoopState, merged_means
 from .steps import step_of, with_blocks
-from .uneven import PassInputs
+from .uneven_inputs import PassInputs
 
-# Updates after which raw log values are folded, so that a rare log costs no memory.
+# The buffer of raw log values is reduced after this many updates, to bound its memory.
 _FOLD_STEPS = 256
 
-# What a loop calls, and the sign of an optimizer wrapper; steps and checkpoints may need more.
+# The methods of an optimizer wrapper that a loop calls; steps and checkpoints may need more.
 _NEEDED = ("update_params", "should_update", "initialize_count_status")
 
-_EMPTY = "the training loader has no batches: more samples, a smaller batch_size or no drop_last"
+_EMPTY = (
+    "the training loader must have at least one batch, got none: use more samples, a smaller "
+    "batch_size or drop_last=False"
+)
 
 
 class _TrainLoop:
-    """Trains until its budget is spent, from where the state is."""
+    """Train until the budget is used up, starting from the counters of the state."""
 
-    # Found out at the start of each run.
+    # Set at the start of each session.
     _inputs: PassInputs
     _signals: StopSignals
-    # The step of the record that ends the run, or where this training began.
+    # Whether training ended or was stopped; False after a rollback, which starts a new session.
+    _ended = False
+    # The step of the run's last record, or the step at which this session began.
     _closed_at = 0
 
     def __init__(  # noqa: PLR0913
@@ -62,28 +68,29 @@ class _TrainLoop:
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
-        self.dataloader = telling(dataloader)
+        self.dataloader = with_position(dataloader)
         self.budget = budget
         self.val_loop = val_loop
         self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
-        self.skip_steps = steps_of(skip_steps)
+        self.skip_steps = parse_skip_steps(skip_steps)
         self.prefetch_to_device = prefetch_to_device
         self.steps_per_call = positive("steps_per_call", steps_per_call)
         self._by_epoch = isinstance(budget, EpochBudget)
-        # The update after which to stop; None if epochs are counted.
+        # The last update of the run; None if epochs are counted.
         self._last_step = None if self._by_epoch else budget.last
 
-    def _begin(self, state: LoopState, hooks: HookList) -> tuple[HookList, Attempt]:
+    def _begin(self, state: LoopState, hooks: HookList) -> HookList:
         self._check(state)
-        return with_blocks(hooks, state, self.steps_per_call), Attempt(state)
+        self._ended = False
+        return with_blocks(hooks, state, self.steps_per_call)
 
     def _pass(self, state: LoopState, hooks: HookList) -> None:
         optim, log = state.optim_wrapper, state.logs.append
         batches: Iterable[Any] = batches_of_pass(self.dataloader, state, self.prefetch_to_device)
-        batches, train_step = skipping(batches, step_of(state), state)
+        batches, train_step = with_skipped_steps(batches, step_of(state), state)
         state.in_step = True
-        for batch in self._inputs.watched(batches, state):
+        for batch in self._inputs.synchronized(batches, state):
             for on_batch_start in hooks.on_batch_start:
                 on_batch_start(state, batch)
             logs = train_step(batch, optim)
@@ -109,7 +116,7 @@ class _TrainLoop:
             raise ValueError(_EMPTY)
 
     def _after_update(self, state: LoopState, hooks: HookList) -> None:
-        """Do what all ranks do together after an update."""
+        """Log, poll for signals and validate after an update; every rank must call this."""
         if state.step % self.log_every_steps == 0:
             state.recorded_at = state.step
             self._record(state, hooks)
@@ -124,17 +131,17 @@ class _TrainLoop:
             on_save_point(state)
 
     def _record(self, state: LoopState, hooks: HookList) -> None:
-        """Announce the means since the last record; every rank must call this."""
+        """Emit the means since the last record; every rank must call this."""
         scalars: Scalars = dict(state.logs.means())
         hooks.emit("collect_logs", state, scalars)
-        weighed = state.logs if is_weighted(state.optim_wrapper) else None
-        hooks.emit("on_log", state, merged_means(scalars, weighed))
+        weighted = state.logs if is_weighted(state.optim_wrapper) else None
+        hooks.emit("on_log", state, merged_means(scalars, weighted))
 
     def _record_rest(self, state: LoopState, hooks: HookList) -> None:
-        """Announce the last record of the run, before a validation of the same step.
+        """Emit the last record of the run, before a validation of the same step.
 
-        Counters decide, since all ranks must agree. The logs are kept: a run that is resumed here
-        makes the record of the whole interval.
+        The counters decide whether one is due, since all ranks must agree. The logs are kept: a
+        run that is resumed here makes the record of the whole interval.
         """
         if state.step not in (state.recorded_at, self._closed_at):
             self._closed_at = state.step
@@ -150,7 +157,7 @@ class _TrainLoop:
         hooks.emit("on_save_point", state)
 
     def _validate(self, state: LoopState, hooks: HookList) -> bool:
-        """Validate if it is due, and say whether it was."""
+        """Validate if a validation is due, and return whether it was."""
         if self.val_loop is None or not self.budget.val_due(state):
             return False
         if self.budget.done(state) == self.budget.last:
@@ -159,14 +166,14 @@ class _TrainLoop:
         return True
 
     def _catch_up(self, state: LoopState, hooks: HookList) -> None:
-        """Do the validation before or during which an earlier run was stopped."""
+        """Repeat the validation before or during which an earlier run was stopped."""
         if state.evaluated_at != state.step and self._validate(state, hooks):
             hooks.emit("on_save_point", state)
 
     @contextmanager
-    def _session(self, state: LoopState, hooks: HookList, attempt: Attempt) -> Iterator[None]:
-        """Start and end a training, handle signals, announce errors."""
-        lay_out(state, self.dataloader)
+    def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
+        """Start and end training, handle signals and errors, and restore after a rollback."""
+        split_into_updates(state, self.dataloader)
         self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
         if self.sanity_val and isinstance(self.val_loop, ValLoop):
             self.val_loop.try_batch(state)
@@ -176,23 +183,27 @@ class _TrainLoop:
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.skip_steps, state.skipped = set(self.skip_steps) or None, False
         state.updated_at = None
-        if not holds_gradients(state.model):
+        if not has_gradients(state.model):
             state.updated_at = (state.epoch, state.batch, state.iteration)
         state.logs.start()
         self._closed_at = state.step
-        with StopSignals(state.clock_s) as self._signals, attempt:
+        self._ended = True
+        with StopSignals(state.clock_s) as self._signals:
             try:
                 with naming_missing_ranks(state):
                     hooks.emit("on_train_start", state)
                     yield
                     if not state.signal:
-                        self._signals.look(state)
+                        self._signals.poll_now(state)
                     self._record_rest(state, hooks)
                     hooks.emit("on_train_end", state)
             except BaseException as error:
                 note_failure(error, state, self.dataloader, "train_step")
                 announce_failure(state, hooks, error)
-                raise
+                if not isinstance(error, Rollback):
+                    raise
+                load_checkpoint(error.checkpoint).restore(state)
+                self._ended = False
 
     def _check(self, state: LoopState) -> None:
         if state.optim_wrapper is None:
@@ -200,8 +211,9 @@ class _TrainLoop:
         missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
         if missing:
             raise TypeError(
-                f"{type(state.optim_wrapper).__name__} is no optimizer wrapper, it has no "
-                f"{', '.join(missing)}; wrap an optimizer, as in OptimWrapper(optimizer)"
+                f"state.optim_wrapper must be an optimizer wrapper, got a "
+                f"{type(state.optim_wrapper).__name__} without {', '.join(missing)}; wrap the "
+                "optimizer, as in OptimWrapper(optimizer)"
             )
         require_step(state.model, "train_step")
         state.higher_is_better = directions_of(getattr(self.val_loop, "metrics", {}))
@@ -209,28 +221,28 @@ class _TrainLoop:
 
 @LOOPS.register_module(name=["EpochTrainLoop", "EpochBasedTrainLoop"])
 class EpochTrainLoop(_TrainLoop):
-    """Trains for a number of passes over the data, validating between passes.
+    """A training loop that runs for a number of epochs and validates between them.
 
     Args:
-        dataloader: This rank's batches; the same number on every rank, unless the model's wrapper
-            has `uneven_inputs` or the optimizer wrapper a `loss_weight`. Where the number is not
-            known in advance, or only estimated, as for an iterable data set, the ranks compare
-            before each batch whether all have one. docs/checkpoints.md tells how a resumed run
-            finds its place in any loader.
+        dataloader: This rank's batches. Every rank must have the same number of them, unless the
+            model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
+            number is unknown or an estimate, as for an iterable data set, the ranks compare
+            before each batch whether all have one. docs/checkpoints.md explains how a resumed run
+            finds its position in a loader.
         max_epochs: Passes over the data.
-        val_loop: Validates; None for never.
-        val_begin: The first epoch after which it may run.
-        val_interval: Epochs between two validations; there is always one after the last epoch.
+        val_loop: The validation loop; None for no validation.
+        val_begin: The first epoch after which to validate.
+        val_interval: Epochs between two validations. The last epoch is always followed by one.
         dynamic_intervals: (epoch, val_interval) pairs: from that epoch on, another interval.
         log_every_steps: Updates between two log records.
-        sanity_val: Run one batch of the validation before training, to find mistakes in it; see
-            `ValLoop.try_batch`.
+        sanity_val: Run one validation batch before training, to find mistakes early; see
+            ``ValLoop.try_batch``.
         skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
-            such as "1200-1210". They count like all others; docs/hooks.md.
-        prefetch_to_device: Copy each batch to the model's CUDA device on a stream of its own, and
-            read it before the step before it where no resumed run could tell; docs/configs.md.
-        steps_per_call: Before so many steps a compiled step looks once for changes of the model,
-            unless hooks from elsewhere act at each step; docs/performance.md.
+            such as "1200-1210". They are counted like other steps; see docs/hooks.md.
+        prefetch_to_device: Copy each batch to the model's CUDA device on a separate stream, and
+            read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
+        steps_per_call: A compiled step checks for changes of the model only once per this many
+            steps, unless user-defined hooks act at each step; see docs/performance.md.
     """
 
     def __init__(  # noqa: PLR0913
@@ -261,12 +273,12 @@ class EpochTrainLoop(_TrainLoop):
         self.max_epochs = self.budget.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train to the end or a stop, from where `state` is; every rank must call this."""
-        hooks, attempt = self._begin(state, hooks)
-        while not attempt.ended:
-            with self._session(state, hooks, attempt):
+        """Train from the counters of ``state`` to the end or a stop; every rank must call this."""
+        hooks = self._begin(state, hooks)
+        while not self._ended:
+            with self._session(state, hooks):
                 self._catch_up(state, hooks)
-                while self.budget.goes_on(state):
+                while self.budget.continues(state):
                     hooks.emit("on_epoch_start", state)
                     state.model.train()
                     with self._inputs.joined(state):
@@ -280,17 +292,17 @@ class EpochTrainLoop(_TrainLoop):
 
 @LOOPS.register_module(name=["IterTrainLoop", "IterBasedTrainLoop"])
 class IterTrainLoop(_TrainLoop):
-    """Trains for a number of optimizer updates, passing over the data as often as needed.
+    """A training loop that runs for a number of optimizer updates, in as many passes as needed.
 
-    The whole run is one epoch of events; `state.epoch` counts the passes.
+    The epoch events surround the whole run; ``state.epoch`` counts the passes.
 
     Args:
         max_steps: Optimizer updates.
-        val_begin: The first update after which `val_loop` may run.
-        val_interval: Updates between two validations; there is always one after the last update.
+        val_begin: The first update after which to validate.
+        val_interval: Updates between two validations. The last update is always followed by one.
         dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
 
-    The others are as in `EpochTrainLoop`.
+    The other arguments are the same as in ``EpochTrainLoop``.
     """
 
     def __init__(  # noqa: PLR0913
@@ -321,16 +333,16 @@ class IterTrainLoop(_TrainLoop):
         self.max_steps = self.budget.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train to the end or a stop, from where `state` is; every rank must call this."""
-        hooks, attempt = self._begin(state, hooks)
-        while not attempt.ended:
-            with self._session(state, hooks, attempt):
+        """Train from the counters of ``state`` to the end or a stop; every rank must call this."""
+        hooks = self._begin(state, hooks)
+        while not self._ended:
+            with self._session(state, hooks):
                 hooks.emit("on_epoch_start", state)
                 state.model.train()
                 self._catch_up(state, hooks)
-                while self.budget.goes_on(state):
+                while self.budget.continues(state):
                     self._pass(state, hooks)
-                    if self.budget.goes_on(state):
+                    if self.budget.continues(state):
                         self._end_pass(state, hooks)
                 if not state.stop_reason:
                     hooks.emit("on_epoch_end", state)

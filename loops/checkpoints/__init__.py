@@ -1,3 +1,4 @@
-"""Checkpoints: written whole or not at all, checked when read, loaded under any wrapper. Imports
-state and collectives. Start with checkpoint.py.
+"""Checkpoints: written completely or not at all, checked when read, loaded under any wrapper.
+
+Imports the state of ``loops``, collectives and wrappers. Start reading in checkpoint.py.
 """

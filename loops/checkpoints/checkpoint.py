@@ -1,4 +1,4 @@
-"""Checkpoints: one folder each, written whole or not at all, checked when read."""
+"""Write checkpoints, one folder each, which is complete or absent; list and describe them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ..rng import capture_rng
 from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
-from .files import CheckpointError, own_rank, together, world_size
+from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
 from .shards import TABLE, Parts, Places, Table, make_table
 
 logger = logging.getLogger(__name__)
 
-# Without and with tensors of which each rank writes a part.
+# The formats of checkpoints without and with sharded tensors.
 FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
 _COUNTERS = ("step", "epoch", "batch", "iteration")
-# Integers in a description, with the least that they can be.
+# The integers of a description, with their minima.
 _COUNTS = dict.fromkeys(("format", "serial", "world_size", "data_size"), 1)
 _COUNTS |= dict.fromkeys(_COUNTERS, 0)
 _ENTRIES = {*_COUNTS, "metrics", "best", "reason", "evaluated", "torch", "files", "sha256"}
@@ -44,27 +44,28 @@ _REASONS = ("interval", "signal", "exception", "end")
 def save_checkpoint(
     folder: Path | str, state: LoopState, *, reason: str = "interval", is_best: bool = False
 ) -> Path:
-    """Write a checkpoint into `folder` and return its path; every rank must call this.
+    """Write a checkpoint into ``folder`` and return its path; every rank must call this.
 
-    docs/checkpoints.md lists what it contains; the state of the training step (`step_state` of the
-    wrapper) as well. An earlier checkpoint of the same step is replaced. After a run has been
-    resumed from an older checkpoint, the first save renames later ones to `abandoned_step_...`.
-    If the model is sharded, each rank writes its own parts and no rank gathers the whole.
+    docs/checkpoints.md lists its contents, which include the wrapper's ``step_state``. An earlier
+    checkpoint of the same step is replaced. After a run has been resumed from an older checkpoint,
+    the first save renames later ones to ``abandoned_step_...``. If the model is sharded, each rank
+    writes its parts, and no rank gathers whole tensors.
 
     Args:
-        folder: `state.run_dir / "checkpoints"`; the same folder on every rank.
-        state: Where the counters are up to date, as in `on_save_point`.
+        folder: ``state.run_dir / "checkpoints"``; the same folder on every rank.
+        state: The state to save, with counters that are up to date, as in ``on_save_point``.
         reason: "interval", "signal", "exception" or "end".
-        is_best: Its metrics are the best so far.
+        is_best: Whether its metrics are the best so far.
 
     Raises:
-        CheckpointError: Saving failed on some rank; raised on every rank, and nothing of the
-            checkpoint is left.
+        CheckpointError: Saving failed on some rank. Raised on every rank; the incomplete
+            checkpoint is removed.
+        ValueError: ``reason`` is unknown.
     """
     folder = Path(folder)
     reshard(state.model)
-    saved = weights.savable(state)
-    # What a step carries has gone on since the window began.
+    saved = weights.state_to_save(state)
+    # Gradients and the step's state belong to the current batch, not to the window's start.
     gradients = saved.iteration == state.iteration
     path = _save(folder, saved, reason, is_best=is_best, gradients=gradients)
     state.restored_from = None
@@ -72,20 +73,20 @@ def save_checkpoint(
 
 
 def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> Path | None:
-    """Write what rank 0 knows, without any communication.
+    """Write a checkpoint on rank 0 without any communication, and return its path.
 
-    To be used after an error, when the other ranks may be gone. The checkpoint is complete if a
+    Use this after an error, when the other ranks may be gone. The checkpoint is complete if a
     single process failed between two batches. Otherwise random streams are missing, and it is saved
-    as `incomplete_step_...` (docs/checkpoints.md), as of the start of the current accumulation
-    window. None on other ranks and, with a log line, if the weights may be ahead of
-    the counters or the state is sharded.
+    as ``incomplete_step_...`` (docs/checkpoints.md), with the counters of the start of the current
+    accumulation window. Returns None on other ranks. Also returns None, and logs a warning, if the
+    weights may be ahead of the counters or if the state is sharded.
     """
     if own_rank() != 0:
         return None
     exact = world_size() == 1 and not state.in_step
     problem = "" if exact else _unsafe(state)
-    if weights.is_spread(state):
-        problem = "its state is spread over the ranks, of which the others may be gone"
+    if weights.has_sharded_state(state):
+        problem = "its state is sharded over the ranks, and the other ranks may be gone"
     if problem:
         logger.warning("no checkpoint of step %d is saved: %s", state.step, problem)
         return None
@@ -98,60 +99,63 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     assert state.updated_at is not None
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
-    path = _save(folder, saved, reason, gather=lambda mine: [mine], gradients=False, aside=True)
-    logger.info("saved %s after the error, without the random streams that belong to it", path)
+    path = _save(
+        folder, saved, reason, gather=lambda mine: [mine], gradients=False, incomplete=True
+    )
+    logger.info("saved %s after the error, without its random streams", path)
     return path
 
 
 def _unsafe(state: LoopState) -> str:
-    """Say why weights and counters cannot be brought to the last update; empty if they can."""
+    """Explain why weights and counters may be ahead of the last update; "" if they are not."""
     if state.updated_at is None:
-        return "it is not known where the running accumulation window began"
+        return "it is unknown where the running accumulation window began"
     if state.updated_at[0] != state.epoch:
         return "the running accumulation window began in the epoch before"
     if not state.in_step:
         return ""
     if not isinstance(sys.exc_info()[1], (Exception, NoneType)):
-        return "the training step was interrupted, maybe while it changed the weights"
+        return "the training step was interrupted, possibly while it changed the weights"
     optim = state.optim_wrapper
     if isinstance(optim, Mapping):
-        return "the error came in a step of several optimizers, some may have moved the weights"
-    # Wrappers count a micro-batch after its backward and before they move the weights.
+        return "a step of several optimizers failed, and some may have changed the weights"
+    # Wrappers count a micro-batch after its backward and before they change the weights.
     count = getattr(optim, "inner_count", getattr(optim, "_inner_count", None))
-    unmoved = count == state.iteration
-    gathered = count == state.iteration + 1 and not optim.should_update()
-    if unmoved or gathered:
+    unchanged = count == state.iteration
+    accumulated = count == state.iteration + 1 and not optim.should_update()
+    if unchanged or accumulated:
         return ""
-    return "the error came after the weights had moved and before the step was counted"
+    return "the error came after the weights had changed and before the step was counted"
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] = ()) -> list[Path]:
-    """Remove all but the latest `keep_last` checkpoints and those in `keep`.
+    """Remove all but the latest ``keep_last`` checkpoints and those in ``keep``.
 
-    Only rank 0 removes anything; None keeps all. Returns what was removed.
+    Only rank 0 removes checkpoints; None keeps all. Returns the removed folders.
     """
     if keep_last is None or own_rank() != 0:
         return []
-    spared = {path.resolve() for path in keep}
+    kept = {path.resolve() for path in keep}
     olds = [path for path, _ in list_checkpoints(folder)][keep_last:]
-    doomed = [path for path in olds if path.resolve() not in spared]
-    disk.remove_folders(doomed)
-    return doomed
+    removed = [path for path in olds if path.resolve() not in kept]
+    disk.remove_folders(removed)
+    return removed
 
 
 def list_checkpoints(
     folder: Path, problems: list[str] | None = None
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the checkpoints in `folder` with their descriptions, the latest first.
+    """Return the checkpoints in ``folder`` with their descriptions, the latest first.
 
-    One without a readable description is named in the log, added to `problems` and left out.
+    Checkpoints without a readable description are skipped with a warning, and the error is added to
+    ``problems``.
     """
     found = []
     for path in folder.glob("step_*"):
         try:
             found.append((path, read_meta(path)))
         except CheckpointError as error:
-            logger.warning("%s; passed over", error)
+            logger.warning("%s; skipped", error)
             if problems is not None:
                 problems.append(str(error))
     return sorted(found, key=lambda item: item[1]["serial"], reverse=True)
@@ -161,7 +165,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Return the description in a checkpoint's folder.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or of a later format.
+        CheckpointError: The description is missing, damaged, or of a later format.
     """
     try:
         text = disk.read_text(path / META)
@@ -180,13 +184,13 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def _check(meta: Any, text: str) -> None:
-    """Raise ValueError if `text` does not describe a checkpoint or was changed.
+    """Raise ValueError if ``text`` does not describe a checkpoint or was changed.
 
     Descriptions of later formats are not checked.
     """
     if not isinstance(meta, dict):
         raise ValueError(f"must be a table, got {reprlib.repr(meta)}")
-    # Those of older checkpoints have no data_size and no digest.
+    # Older checkpoints have no data_size and no sha256.
     counts = {"data_size": 1, **meta}
     for name, least in _COUNTS.items():
         count = counts.get(name)
@@ -198,9 +202,9 @@ def _check(meta: Any, text: str) -> None:
     if type(meta.get("best")) is not bool:
         raise ValueError(f"best must be true or false, got {reprlib.repr(meta.get('best'))}")
     if "sha256" not in meta and (unknown := meta.keys() - _ENTRIES):
-        raise ValueError(f"it has no sha256, and an unknown entry {min(unknown)!r}")
-    if "sha256" in meta and (meta["sha256"] != _digest(meta) or text != _written(meta)):
-        raise ValueError("it is not as it was written")
+        raise ValueError(f"the entry {min(unknown)!r} is unknown, and there is no sha256")
+    if "sha256" in meta and (meta["sha256"] != _digest(meta) or text != _meta_text(meta)):
+        raise ValueError("checksum mismatch")
     _check_files(meta.get("files"))
 
 
@@ -211,7 +215,7 @@ def _check_files(files: Any) -> None:
     if missing:
         raise ValueError(f"files lacks {', '.join(sorted(missing))}")
     for name, about in files.items():
-        # Nothing outside of the folder.
+        # A path could lead outside of the folder.
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(f"files: {name!r} is not the name of a file of a checkpoint")
         if not isinstance(about, dict) or about.keys() != {"size", "sha256"}:
@@ -223,7 +227,7 @@ def _digest(meta: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _written(meta: Mapping[str, Any]) -> str:
+def _meta_text(meta: Mapping[str, Any]) -> str:
     return json.dumps(meta, indent=2)
 
 
@@ -231,10 +235,10 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def _about(state: LoopState, reason: str, is_best: bool = False) -> dict[str, Any]:
+def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str, Any]:
     if reason not in _REASONS:
         raise ValueError(f"reason must be one of {', '.join(_REASONS)}, got {reason!r}")
-    # Results of an older evaluation are not those of these weights.
+    # Results of an older evaluation belong to other weights.
     metrics = state.metrics if state.evaluated_at == state.step else {}
     counters = {name: getattr(state, name) for name in _COUNTERS}
     return {
@@ -251,7 +255,7 @@ def _about(state: LoopState, reason: str, is_best: bool = False) -> dict[str, An
 
 
 def _evaluated(state: LoopState) -> list[str]:
-    """Where the weights lie that evaluations use in place of the model's own: file and keys."""
+    """Return the file and the keys in it of the weights that evaluations use."""
     for name, part in state.stateful.items():
         if isinstance(part, WeightSource) and part.evaluated_entry:
             return ["state.pt", "stateful", name, part.evaluated_entry]
@@ -266,12 +270,12 @@ def _save(
     is_best: bool = False,
     gather: Callable[[Any], list[Any]] = all_gather_object,
     gradients: bool = True,
-    aside: bool = False,
+    incomplete: bool = False,
 ) -> Path:
     what = f"saving the checkpoint of step {state.step} in {folder}"
-    rank, meta = own_rank(), _about(state, reason, is_best)
-    # Where no rank knows everything, each has its parts of it.
-    has_contents = rank == 0 or weights.is_spread(state)
+    rank, meta = own_rank(), _describe(state, reason, is_best)
+    # If the state is sharded, each rank has parts of the contents.
+    has_contents = rank == 0 or weights.has_sharded_state(state)
     parts = Parts({})
 
     def collect() -> Places:
@@ -284,18 +288,20 @@ def _save(
         contents = chain(parts.files_of(rank, table), _own_files(state, parts, table, gradients))
         return {name: disk.write_file(draft / name, content) for name, content in contents}
 
-    draft = together(what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather)[0]
+    draft = run_on_all_ranks(
+        what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather
+    )[0]
     try:
-        places = together(what, collect, gather)
-        written = together(what, write, gather)
+        places = run_on_all_ranks(what, collect, gather)
+        written = run_on_all_ranks(what, write, gather)
         meta["files"] = {name: about for files in written for name, about in files.items()}
         if TABLE in meta["files"]:
             meta["format"] = SHARDED_FORMAT
 
         def finish() -> Path:
-            return _finish(draft, meta, state, aside) if rank == 0 else draft
+            return _finish(draft, meta, state, incomplete) if rank == 0 else draft
 
-        return together(what, finish, gather)[0]
+        return run_on_all_ranks(what, finish, gather)[0]
     except CheckpointError:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -305,7 +311,7 @@ def _save(
 def _own_files(
     state: LoopState, parts: Parts, table: Table, gradients: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what this rank writes besides its parts of sharded tensors."""
+    """Yield the files that this rank writes in addition to its parts of sharded tensors."""
     yield rank_file(own_rank()), _own_contents(state, gradients)
     if own_rank() == 0:
         yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
@@ -314,12 +320,12 @@ def _own_files(
 
 
 def _contents(state: LoopState) -> dict[str, Any]:
-    """What is the same whichever rank tells it, or told by each for its parts of tensors."""
+    """Return the contents that do not differ by rank, except for parts of sharded tensors."""
     optim = state.optim_wrapper
-    # First, since it may need every rank: an error before it would leave the others waiting.
-    optim_state = {} if optim is None else weights.plain(optim.state_dict(), "optimizer")
+    # First, since it may communicate: an error before it would leave other ranks waiting.
+    optim_state = {} if optim is None else weights.to_plain(optim.state_dict(), "optimizer")
     parts = state.stateful.items()
-    stateful = {name: weights.plain(part.state_dict(), name) for name, part in parts}
+    stateful = {name: weights.to_plain(part.state_dict(), name) for name, part in parts}
     return {
         "model": weights.weights_of(weights.user_model(state.model)),
         "optim": optim_state,
@@ -339,46 +345,48 @@ def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
     carried = weights.step_state(state.model) if gradients else {}
     if carried:
         own["step"] = carried
-    # Inside a window it is further on than a checkpoint of where the window began.
-    place = state.data.reader_state
-    if place is None and state.data.reader is not None:
-        place = state.data.reader.state_dict()
-    if place is not None and gradients:
-        own["loader"] = weights.plain(place, "loader")
+    # A checkpoint of the window's start has no gradients, and the reader is past that batch.
+    reader_state = state.data.reader_state
+    if reader_state is None and state.data.reader is not None:
+        reader_state = state.data.reader.state_dict()
+    if reader_state is not None and gradients:
+        own["loader"] = weights.to_plain(reader_state, "loader")
     places = weights.gradient_places(model)
     return {**own, "places": places} if places else own
 
 
-def _finish(draft: Path, meta: dict[str, Any], state: LoopState, aside: bool) -> Path:
-    """Describe the draft and publish it in place of older ones of the same step.
+def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: bool) -> Path:
+    """Describe the draft, publish it, and remove older checkpoints of the same step.
 
-    What is put `aside` replaces none of them, and the search for the latest does not find it.
+    An ``incomplete`` checkpoint replaces none, and the search for the latest does not find it.
     """
     folder, name = draft.parent, f"step_{meta['step']:08d}"
     gone_back = state.restored_from
-    if gone_back is not None and gone_back[0] == folder.resolve() and not aside:
+    if gone_back is not None and gone_back[0] == folder.resolve() and not incomplete:
         _abandon(folder, after=gone_back[1])
     others = list_checkpoints(folder)
-    replaced = [(path, old) for path, old in others if old["step"] == meta["step"] and not aside]
+    replaced = [
+        (path, old) for path, old in others if old["step"] == meta["step"] and not incomplete
+    ]
     meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
     meta["best"] = meta["best"] or any(old["best"] for _, old in replaced)
     final = folder / name
-    if aside:
+    if incomplete:
         disk.remove_folders(folder.glob("incomplete_*"))
         final = folder / f"incomplete_{name}"
     while final.exists():
-        # Both exist for a moment, so that a kill here loses neither.
+        # The old checkpoint is removed later, so that a kill here loses neither.
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
     meta["sha256"] = _digest(meta)
-    disk.write_file(draft / META, _written(meta))
+    disk.write_file(draft / META, _meta_text(meta))
     disk.publish(draft, final)
     disk.remove_folders(path for path, _ in replaced)
     return final
 
 
 def _abandon(folder: Path, *, after: int) -> None:
-    """Rename the checkpoints saved after number `after`: the run went back to before them."""
+    """Rename the checkpoints saved after number ``after``, to which the run has gone back."""
     for path, meta in list_checkpoints(folder):
         if meta["serial"] <= after:
             continue
@@ -388,4 +396,6 @@ def _abandon(folder: Path, *, after: int) -> None:
             target = path.with_name(f"abandoned_{path.name}-{number}")
             number += 1
         path.rename(target)
-        logger.warning("%s is of a course that the run has gone back on; now %s", path, target.name)
+        logger.warning(
+            "%s belongs to an abandoned branch of the run; renamed to %s", path, target.name
+        )

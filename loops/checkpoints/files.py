@@ -1,4 +1,4 @@
-"""The files of a checkpoint, in a folder that is there whole or not at all; errors of all ranks."""
+"""Write and read the files of checkpoints, and raise the errors of one rank on all ranks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; raised on every rank."""
 
 
-def together(
+def run_on_all_ranks(
     what: str, action: Callable[[], T], gather: Callable[[Any], list[Any]] = all_gather_object
 ) -> list[T]:
-    """Run `action` on every rank and return all results; a failure is raised on every rank."""
+    """Run ``action`` on every rank and return all results; raise a failure on every rank."""
     results, failures, cause = run_together(action, gather)
     texts = []
     for failure in filter(None, failures):
@@ -49,7 +49,7 @@ def together(
 
 @contextmanager
 def reading(checkpoint: Path, file: str, entry: str) -> Iterator[None]:
-    """Turn errors in the block into a CheckpointError that names the entry and its file."""
+    """Convert errors in the block to a CheckpointError that names the entry and its file."""
     try:
         yield
     except CheckpointError:
@@ -62,17 +62,17 @@ def reading(checkpoint: Path, file: str, entry: str) -> Iterator[None]:
 
 
 def own_rank() -> int:
-    """Return this process's rank in the group, 0 without one, whatever the environment says."""
+    """Return this process's rank in the process group, 0 without one; ignore the environment."""
     return get_rank() if distributed_available() else 0
 
 
 def world_size() -> int:
-    """Return the number of ranks in the group, 1 without one, whatever the environment says."""
+    """Return the size of the process group, 1 without one; ignore the environment."""
     return get_world_size() if distributed_available() else 1
 
 
 def make_draft(parent: Path) -> Path:
-    """Return a new hidden folder in `parent`; drafts left by killed runs are removed."""
+    """Create and return a hidden folder in ``parent``; remove drafts left by killed runs."""
     parent.mkdir(parents=True, exist_ok=True)
     for stale in parent.glob(f"{_DRAFT}*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -82,7 +82,7 @@ def make_draft(parent: Path) -> Path:
 
 
 def write_file(path: Path, content: Any) -> dict[str, Any]:
-    """Write a text as it is, all else with torch.save; flush it and return its fingerprint."""
+    """Write a string as text, other content with ``torch.save``; return size and SHA-256."""
     with path.open("wb") as file:
         if isinstance(content, str):
             file.write(content.encode())
@@ -100,30 +100,30 @@ def publish(draft: Path, final: Path) -> None:
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
-    """Remove folders so that none is ever seen half removed."""
+    """Remove folders such that readers never see a partly removed one."""
     for folder in folders:
-        doomed = _draft_name(folder.parent)
-        folder.rename(doomed)
-        shutil.rmtree(doomed)
+        removed = _draft_name(folder.parent)
+        folder.rename(removed)
+        shutil.rmtree(removed)
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file that is not too large for what is written as text here."""
+    """Return the text of a regular file; raise OSError if it is too large to be one of ours."""
     if _size_of(path) > _LONGEST_TEXT:
         raise OSError(errno.EFBIG, f"it is larger than {_LONGEST_TEXT} bytes", str(path))
-    # Not read_text, which reads all ends of lines alike.
+    # Not read_text, which converts line ends.
     return path.read_bytes().decode()
 
 
 def read_tensors(path: Path, *, mmap: bool = False) -> Any:
-    """Return what `write_file` wrote with torch.save, on the CPU; nothing else is unpickled."""
+    """Load a file of ``write_file`` on the CPU; unpickle only tensors and plain containers."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
-        # Torch's own words advise to load it with weights_only=False.
+        # The message of torch, which advises weights_only=False, is not repeated.
         raise ValueError(
-            "it is not a file of torch.save with tensors, numbers, strings, and lists, tuples, "
-            f"sets and dicts of them only ({type(error).__name__})"
+            "the file must be written by torch.save and contain only tensors, numbers, strings, "
+            f"lists, tuples, sets and dicts ({type(error).__name__})"
         ) from error
 
 
@@ -136,11 +136,11 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def damage_of(path: Path, files: Mapping[str, Any]) -> str:
-    """Say which of a checkpoint's files, by their fingerprints, is damaged; empty where none is."""
+    """Describe the first damaged file of a checkpoint; "" if all have the given fingerprints."""
     for name, written in files.items():
         try:
             if _size_of(path / name) != written["size"] or fingerprint(path / name) != written:
-                return f"{name} is not as it was written"
+                return f"{name}: checksum mismatch"
         except OSError as error:
             return f"{name}: {error.strerror}"
     return ""
@@ -149,7 +149,7 @@ def damage_of(path: Path, files: Mapping[str, Any]) -> str:
 def _size_of(path: Path) -> int:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        # A pipe or a device: reading might not end.
+        # Reading a pipe or a device might not end.
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return status.st_size
 

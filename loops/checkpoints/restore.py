@@ -1,4 +1,4 @@
-"""Finding checkpoints and continuing from them."""
+"""Find checkpoints and restore a run from them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader, mean_logs
 from . import weights
 from .checkpoint import list_checkpoints, rank_file, read_meta
-from .files import CheckpointError, damage_of, own_rank, reading, together, world_size
-from .shards import SHARDED, TABLE, Reader, whole
+from .files import CheckpointError, damage_of, own_rank, reading, run_on_all_ranks, world_size
+from .shards import SHARDED, TABLE, Reader, with_whole_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -29,30 +29,44 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint's folder and its description; files are checked as they are read."""
+    """A checkpoint's folder and its description; files are checked when they are read.
+
+    Attributes:
+        path: The folder of the checkpoint.
+        meta: The content of its checkpoint.json.
+    """
 
     path: Path
     meta: dict[str, Any]
 
     def read(self, name: str) -> Any:
-        """Return the content of one file, on the CPU, with whole tensors."""
+        """Return the content of a file, on the CPU, with whole tensors.
+
+        Raises:
+            CheckpointError: The file does not exist or is damaged.
+        """
         files, stem = self.meta["files"], name.removesuffix(".pt")
         if name not in files:
-            raise CheckpointError(f"{self.path} has no file {name}, but {', '.join(files)}")
+            raise CheckpointError(f"{self.path} has no file {name}; it has {', '.join(files)}")
         if TABLE in files and stem in SHARDED:
-            return whole(Reader(self.path, files, by_parts=True).tree(stem))
+            return with_whole_tensors(Reader(self.path, files, by_parts=True).tree(stem))
         return Reader(self.path, files, by_parts=False).file(name)
 
     @property
     def evaluated(self) -> tuple[str, ...]:
-        """Where the weights lie that evaluations of the run used: a file, and keys in it."""
+        """The file and the keys in it of the weights that the run's evaluations used."""
         return tuple(self.meta.get("evaluated", ("model.pt",)))
 
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
         """Load the weights into a model or its wrapper; every rank must call this.
 
-        With `evaluated` those that the run's evaluations used, as the average of an `EMAHook`. If
-        names or shapes differ nothing is loaded, and CheckpointError is raised.
+        Args:
+            model: The model, or its wrapper.
+            evaluated: Load the weights that the run's evaluations used, such as the average of an
+                ``EMAHook``.
+
+        Raises:
+            CheckpointError: Names or shapes differ; nothing is loaded then.
         """
         reshard(model)
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
@@ -68,31 +82,34 @@ class Checkpoint:
                     saved.update(average)
             self._load_model(model, saved)
 
-        together(f"loading the model of {self.path}", load)
+        run_on_all_ranks(f"loading the model of {self.path}", load)
 
     def load_states(self, state: LoopState) -> None:
-        """Load counters, hooks and other parts, not the weights; every rank must call this."""
-        files = self._files(by_parts=weights.is_spread(state))
-        together(f"restoring {self.path}", lambda: self._load_states(state, files))
+        """Load counters, hooks and other parts without the weights; every rank must call this."""
+        files = self._files(by_parts=weights.has_sharded_state(state))
+        run_on_all_ranks(f"restoring {self.path}", lambda: self._load_states(state, files))
 
     def restore(self, state: LoopState) -> None:
         """Restore a run to the state at the checkpoint; every rank must call this.
 
-        Works across wrappers and numbers of ranks; if the number has changed, log lines say what
-        cannot be the same. CheckpointError if something does not fit the run, on any rank.
+        Works across wrappers and numbers of ranks. If the number has changed, log lines list what
+        will differ.
+
+        Raises:
+            CheckpointError: Something does not fit the run, on any rank.
         """
         reshard(state.model)
-        files = self._files(by_parts=weights.is_spread(state))
-        together(f"restoring {self.path}", lambda: self._restore(state, files))
+        files = self._files(by_parts=weights.has_sharded_state(state))
+        run_on_all_ranks(f"restoring {self.path}", lambda: self._restore(state, files))
 
     def _files(self, *, by_parts: bool) -> Reader:
         files = self.meta["files"]
         by_parts = by_parts or TABLE in files
         reader = Reader(self.path, files, by_parts=by_parts)
         if by_parts:
-            # Each rank looks at a share of the files: a rank that reads parts should not read all.
+            # Each rank checks a share of the files, since a check reads whole files.
             share = sorted(files)[own_rank() :: world_size()]
-            together(f"loading {self.path}", lambda: reader.check(*share))
+            run_on_all_ranks(f"loading {self.path}", lambda: reader.check(*share))
             reader.checked.update(files)
         return reader
 
@@ -100,16 +117,16 @@ class Checkpoint:
         self._load_model(state.model, files.tree("model"))
         missing, surplus = self._load_states(state, files)
         for name in missing:
-            logger.warning("%s has no state of %s, which starts anew", self.path, name)
+            logger.warning("%s has no state for %s, which starts again", self.path, name)
         for name in surplus:
-            logger.warning("%s has a state of %s, which this run has not", self.path, name)
+            logger.warning("%s has a state for %s, which this run does not have", self.path, name)
         if state.optim_wrapper is not None:
             self._load_optimizer(state, files)
         self._restore_rank(state, files)
         state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
     def _load_states(self, state: LoopState, files: Reader) -> tuple[set[str], set[str]]:
-        """Load counters and parts; return the parts without a state, and the reverse."""
+        """Load counters and parts; return parts without a state and states without a part."""
         content = files.tree("state")
         with reading(self.path, "state.pt", "counters"):
             state.load_state_dict(content["counters"])
@@ -118,7 +135,7 @@ class Checkpoint:
         for name in state.stateful.keys() & saved.keys():
             part = state.stateful[name]
             with reading(self.path, "state.pt", f"stateful.{name}"):
-                part.load_state_dict(_for(part, saved[name]))
+                part.load_state_dict(_accepted_by(part, saved[name]))
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
     def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -129,15 +146,15 @@ class Checkpoint:
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-            told, kind = "\n  ".join(lines), type(target).__name__
-            raise CheckpointError(f"model.pt in {self.path} does not fit {kind}:\n  {told}")
+            text, kind = "\n  ".join(lines), type(target).__name__
+            raise CheckpointError(f"model.pt in {self.path} does not fit {kind}:\n  {text}")
         with reading(self.path, "model.pt", "the table of weights"):
             weights.load_weights(target, saved)
 
     def _load_optimizer(self, state: LoopState, files: Reader) -> None:
         optim = state.optim_wrapper
         try:
-            optim.load_state_dict(_for(optim, files.tree("optim")))
+            optim.load_state_dict(_accepted_by(optim, files.tree("optim")))
         except CheckpointError:
             raise
         except Exception as error:
@@ -147,11 +164,11 @@ class Checkpoint:
             ) from error
 
     def _restore_rank(self, state: LoopState, files: Reader) -> None:
-        """Restore what only this rank knew, or the nearest thing to it."""
+        """Restore the state of this rank, or the closest approximation at another world size."""
         saved, now = int(self.meta["world_size"]), world_size()
         if saved != now:
             logger.warning(
-                "%s was saved at world size %d, this run has %d: random numbers will be others",
+                "%s was saved at world size %d, this run has %d: random numbers will differ",
                 *(self.path, saved, now),
             )
         # Ranks that share a model's layers see the same samples.
@@ -161,7 +178,7 @@ class Checkpoint:
         as_saved = (saved, shares[0]) == (now, shares[1])
         group = model_features(state.model).data_group
         data_rank = own_rank() if as_saved or group is None else get_rank(group)
-        # The ranks of a tensor group are neighbours, and go on with the same streams.
+        # The ranks of a tensor group have consecutive numbers and continue with equal streams.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
             if as_saved and content.get("step"):
@@ -169,16 +186,16 @@ class Checkpoint:
                 model_wrapper.load_step_state(content["step"])
             elif content.get("step") or weights.step_state(state.model):
                 logger.warning(
-                    "%s has nothing that rank %d can carry on from batch to batch: its training "
-                    "step starts with an empty state",
+                    "%s has no state of the training step for rank %d, which starts with an empty "
+                    "state",
                     *(self.path, own_rank()),
                 )
         state.data.reader, state.data.reader_state = None, content.get("loader")
         if state.data.reader_state is not None and shares[0] != shares[1]:
             state.data.reader_state = None
             logger.warning(
-                "the loader's place in %s is of one of %s shares of the data, which cannot be "
-                "divided anew: of what is left of this pass, samples may come twice or not at all",
+                "the position of the loader in %s is for %s shares of the data and cannot be "
+                "converted: in the rest of this pass, samples may be repeated or missing",
                 *(self.path, shares[0]),
             )
         self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
@@ -186,7 +203,7 @@ class Checkpoint:
     def _restore_sums(
         self, state: LoopState, own: Mapping[str, Any], files: Reader, share: float
     ) -> None:
-        """Restore gradients and logs: this rank's `own`, else the means over those that saved."""
+        """Restore gradients and logs from this rank's ``own`` file, or as means over all files."""
         model, every = weights.user_model(state.model), "rank_*.pt"
 
         def ranks() -> list[Any]:
@@ -200,17 +217,20 @@ class Checkpoint:
             weights.set_gradients(model, part)
             weights.restore_window_weights(state, sources, share)
         with reading(self.path, every, "logs"):
-            # Older checkpoints have none.
+            # Older checkpoints have no logs.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
             logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
             one = logs[0] if own else mean_logs(logs, share)
             state.logs.load_state_dict(one, weights.device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
-        """Put back the streams of the `share`-th of the samples; return their rank's file."""
+        """Restore the streams of the ranks with data share ``share``; return their file."""
         name = rank_file(share * spacing)
         if name not in self.meta["files"]:
-            logger.warning("%s has no random state for rank %d: derived", self.path, own_rank())
+            logger.warning(
+                "%s has no random state for rank %d: it is derived from rank 0's",
+                *(self.path, own_rank()),
+            )
             with reading(self.path, rank_file(0), "rng"):
                 words = self.read(rank_file(0))["rng"]["torch"].tolist()
                 seed_rng(mix_seed(share, *words))
@@ -221,35 +241,49 @@ class Checkpoint:
         return content
 
 
-def _for(part: Any, content: Any) -> Any:
-    """`content` as `part` takes it: only some can do with what is not a tensor."""
-    return content if isinstance(part, PartReader) and part.reads_parts else whole(content)
+def _accepted_by(part: Any, content: Any) -> Any:
+    """Return ``content``, with whole tensors unless ``part`` can read slices of them."""
+    return (
+        content
+        if isinstance(part, PartReader) and part.reads_parts
+        else with_whole_tensors(content)
+    )
 
 
 def load_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a checkpoint; every rank must call this. CheckpointError if it cannot be read."""
+    """Open a checkpoint; every rank must call this.
+
+    Raises:
+        CheckpointError: The checkpoint's description cannot be read.
+    """
     folder = Path(path)
-    meta = together(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
+    meta = run_on_all_ranks(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
     return Checkpoint(folder, meta)
 
 
 def find_checkpoint(
-    run_dir: Path | str,
-    which: Literal["latest", "best"] = "latest",
-    *,
-    before: int | None = None,
+    run_dir: Path | str, which: Literal["latest", "best"] = "latest", *, before: int | None = None
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
-    With `before` only those count that were saved before that step.
+    A damaged checkpoint is logged and skipped. Returns None if none exists, or if ``which`` is
+    "best" and none is undamaged.
 
-    A damaged one is named in the log and the one before it taken; CheckpointError if there are
-    checkpoints and each is damaged, but not for "best". None where there is none.
+    Args:
+        run_dir: The run's folder, or its folder of checkpoints.
+        which: "latest" or "best".
+        before: Consider only checkpoints of earlier steps than this.
+
+    Raises:
+        CheckpointError: There are checkpoints, and all are damaged (not for "best").
+        ValueError: ``which`` is unknown.
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
     root = Path(run_dir) if own_rank() == 0 else None
-    return together(f"searching {run_dir}", lambda: root and _search(root, which, before))[0]
+    return run_on_all_ranks(f"searching {run_dir}", lambda: root and _search(root, which, before))[
+        0
+    ]
 
 
 def _search(root: Path, which: str, before: int | None) -> Path | None:
@@ -262,7 +296,7 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
         damage = damage_of(path, meta["files"])
         if not damage:
             return path
-        logger.warning("checkpoint %s is damaged (%s); taking the one before it", path, damage)
+        logger.warning("checkpoint %s is damaged (%s); trying the one before it", path, damage)
         problems.append(f"checkpoint {path} is damaged: {damage}")
     if problems and which == "latest":
         raise CheckpointError("none of the checkpoints can be read: " + "; ".join(problems))
@@ -276,7 +310,7 @@ def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     lines: list[str] = []
     for name, value in wanted.items():
         if name not in saved:
-            # Looked for where it is shown: each name is compared with all of the others.
+            # Only for the lines that are shown: each search compares with all surplus names.
             near = difflib.get_close_matches(name, surplus, n=1) if len(lines) < _SHOWN else []
             hint = f" (the checkpoint has {near[0]})" if near else ""
             lines.append(f"{name}: missing in the checkpoint{hint}")

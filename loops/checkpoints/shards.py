@@ -1,7 +1,7 @@
-"""Tensors of which every rank writes and reads its own part.
+"""Sharded tensors in checkpoints: every rank writes and reads only its parts.
 
-The parts lie in files of their own, and a table says where. Torch's distributed checkpoint would
-keep that table as a pickle, and reading one can run code.
+The parts are in separate files, and a table in JSON lists them. Torch's distributed checkpoint
+pickles its table, and unpickling can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ...wrappers.sharding.layout import is_dtensor, layout_of, local_part
 from .files import CheckpointError, damage_of, read_tensors, read_text, reading
 
 TABLE = "shards.json"
-# The files, by their names without ending, in which tensors of parts may be.
+# The files, without their suffix, that may have sharded tensors.
 SHARDED = ("model", "optim", "state")
-# Stands, as the key of a dict, where a tensor of parts was.
+# A dict with this key replaces a sharded tensor in a tree.
 _MARK = "stepwrap.sharded"
-# Elements up to which a whole tensor is read at once.
+# Whole tensors of up to this number of elements are read at once.
 _SMALL = 1024
 
-# By file and tensor: shape, dtype, and where the part begins and how large it is.
+# By file and tensor: shape and dtype of the tensor, offsets and sizes of the part.
 Places: TypeAlias = dict[
     str, dict[str, tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]]
 ]
@@ -36,7 +36,7 @@ Table: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
 class Parts:
-    """What one rank knows of the contents of a checkpoint: trees, and parts of tensors."""
+    """One rank's contents of a checkpoint: trees, and its parts of sharded tensors."""
 
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self._parts: dict[str, dict[str, Tensor]] = {}
@@ -44,10 +44,10 @@ class Parts:
         self.trees: dict[str, Any] = {}
         for stem, content in contents.items():
             self._parts[stem], self.places[stem] = {}, {}
-            self.trees[stem] = _mapped(content, partial(self._mark, stem))
+            self.trees[stem] = _map_tree(content, partial(self._mark, stem))
 
     def files_of(self, rank: int, table: Table) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield names and contents of the files that `table` wants of this rank."""
+        """Yield names and contents of the files that ``table`` assigns to this rank."""
         for stem, parts in self._parts.items():
             name = _shard_file(stem, rank)
             wanted = {
@@ -73,7 +73,7 @@ class Parts:
 
 
 def make_table(places: Sequence[Places]) -> Table:
-    """Decide, from all ranks' places, who writes what: the first that holds a part."""
+    """Assign each part, from all ranks' places, to the first rank that holds it."""
     table: Table = {}
     for rank, stems in enumerate(places):
         for stem, tensors in stems.items():
@@ -100,7 +100,7 @@ def _shard_file(stem: str, rank: int) -> str:
 
 
 class SavedTensor:
-    """A tensor in files, of which any part can be read: `saved[slices]`, `saved[...]`."""
+    """A tensor in files of which any part can be read: ``saved[slices]``, ``saved[...]``."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class SavedTensor:
         self._pieces = pieces
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Read a part into new memory; `index` is `...` or one slice per dimension."""
+        """Read a part into new memory; ``index`` is ``...`` or one slice per dimension."""
         slices = [slice(None)] * len(self.shape) if index is ... else index
         bounds = [s.indices(size)[:2] for s, size in zip(slices, self.shape, strict=True)]
         starts, wanted = [low for low, _ in bounds], [high - low for low, high in bounds]
@@ -129,7 +129,7 @@ _Box: TypeAlias = tuple[Sequence[int], Sequence[int]]
 
 
 def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return what two parts (offsets, sizes) of a tensor share, as slices of each, or None."""
+    """Return the overlap of two parts (offsets, sizes) of a tensor as slices of each, or None."""
     edges = list(zip(*one, *other, strict=True))
     common = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
     if not all(low < high for low, high in common):
@@ -142,7 +142,7 @@ def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...
 
 
 class Reader:
-    """Reads a checkpoint's files, whole or by parts: mapped, larger tensors when asked for."""
+    """Read a checkpoint's files as a whole, or by parts: mapped into memory, tensors on demand."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any], *, by_parts: bool) -> None:
         self._folder = folder
@@ -150,7 +150,7 @@ class Reader:
         self._by_parts = by_parts
         self._open: dict[str, Any] = {}
         self._table: Table = {}
-        # Names of files that need no further check.
+        # The names of checked files.
         self.checked: set[str] = set()
 
     def check(self, *names: str) -> None:
@@ -160,7 +160,7 @@ class Reader:
             raise CheckpointError(f"checkpoint {self._folder} is damaged: {damage}")
 
     def tree(self, stem: str) -> Any:
-        """Return the content of a file; by parts, with `SavedTensor`s for larger tensors."""
+        """Return the content of a file; by parts, with ``SavedTensor``s for larger tensors."""
         content = self.file(f"{stem}.pt")
         if not self._by_parts:
             return content
@@ -169,10 +169,10 @@ class Reader:
             with reading(self._folder, TABLE, "the table"):
                 self._table = dict(json.loads(read_text(self._folder / TABLE)))
         with reading(self._folder, TABLE, stem):
-            return _mapped(content, partial(self._resolve, self._table.get(stem, {})))
+            return _map_tree(content, partial(self._resolve, self._table.get(stem, {})))
 
     def file(self, name: str) -> Any:
-        """Return the content of a file; by parts, its tensors mapped: to be copied from."""
+        """Return the content of a file; by parts, its tensors are mapped: copy before changing."""
         if name in self._open:
             return self._open[name]
         self.check(name)
@@ -184,7 +184,7 @@ class Reader:
 
     def _resolve(self, entries: Mapping[str, dict[str, Any]], value: Any, key: str) -> Any:
         if isinstance(value, Tensor):
-            # Small ones at once.
+            # Small tensors are copied at once.
             if value.numel() <= _SMALL:
                 return value.clone()
             whole_place = ([0] * value.ndim, list(value.shape), lambda: value)
@@ -216,31 +216,31 @@ class Reader:
         return tensor
 
 
-def whole(tree: Any) -> Any:
-    """Return `tree` with the whole of each `SavedTensor` in its place."""
-    return _mapped(tree, lambda value, _: value[...] if isinstance(value, SavedTensor) else value)
+def with_whole_tensors(tree: Any) -> Any:
+    """Return ``tree`` with each ``SavedTensor`` replaced by a whole tensor."""
+    return _map_tree(tree, lambda value, _: value[...] if isinstance(value, SavedTensor) else value)
 
 
-def _mapped(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
-    """Copy nested containers with `change(item, its path)` in the place of what it changes."""
+def _map_tree(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
+    """Copy nested containers, with items replaced by ``change(item, path)`` if that differs."""
     changed = change(value, key)
     if changed is not value:
         return changed
     prefix = f"{key}." if key else ""
     if isinstance(value, Mapping):
         kind: Any = type(value)
-        copied = kind({k: _mapped(v, change, f"{prefix}{k}") for k, v in value.items()})
+        copied = kind({k: _map_tree(v, change, f"{prefix}{k}") for k, v in value.items()})
         if isinstance(value, OrderedDict):
-            # The versions of the modules, which torch keeps beside the weights.
+            # Torch stores the versions of the modules as an attribute of a state dict.
             vars(copied).update(vars(value))
         return copied
     if type(value) in (list, tuple):
-        return type(value)(_mapped(v, change, f"{prefix}{i}") for i, v in enumerate(value))
+        return type(value)(_map_tree(v, change, f"{prefix}{i}") for i, v in enumerate(value))
     return value
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """`tensor` on the CPU with no more memory than its own: all of it would be written."""
+    """Return ``tensor`` on the CPU without other memory, which torch.save would write as well."""
     tensor = tensor.detach().cpu()
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if own else tensor.clone()

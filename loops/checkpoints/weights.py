@@ -1,4 +1,4 @@
-"""What is saved of a model, whatever it is wrapped in, under the user's names; and loading it."""
+"""Save and load a model's weights and gradients under the user's names, in any wrapper."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ from .shards import overlap
 
 logger = logging.getLogger(__name__)
 
-# The child in which torch.compile keeps the module that it was given.
+# The child module in which torch.compile keeps the original module.
 _COMPILED = "_orig_mod"
-_AS_THEY_ARE = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
+_PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
 
 
-def plain(value: Any, where: str) -> Any:
-    """Return `value` as torch.load(weights_only=True) takes it; TypeError says where it cannot."""
-    if type(value) in _AS_THEY_ARE or isinstance(value, Tensor):
+def to_plain(value: Any, where: str) -> Any:
+    """Convert ``value`` to types that ``torch.load(weights_only=True)`` accepts, or TypeError."""
+    if type(value) in _PLAIN or isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
-        items = {plain(k, f"{where} key"): plain(v, f"{where}.{k}") for k, v in value.items()}
+        items = {to_plain(k, f"{where} key"): to_plain(v, f"{where}.{k}") for k, v in value.items()}
         kind = next((one for one in (OrderedDict, Counter) if isinstance(value, one)), dict)
         return kind(items)
     if type(value) in (list, tuple, set, torch.Size):
-        return type(value)(plain(item, f"{where}.{i}") for i, item in enumerate(value))
+        return type(value)(to_plain(item, f"{where}.{i}") for i, item in enumerate(value))
     for number in (int, float):
         if isinstance(value, number):
             return number(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()
     raise TypeError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint holds "
-        "tensors, numbers, strings, lists, tuples, sets and dicts only, so that it loads safely"
+        "a checkpoint can contain only tensors, numbers, strings, lists, tuples, sets and dicts, "
+        f"got a {type(value).__module__}.{type(value).__qualname__} in {where}; convert it in "
+        "state_dict()"
     )
 
 
 def user_model(wrapper: nn.Module) -> nn.Module:
-    """Return the model inside wrappers and `torch.compile`; a bare model itself."""
+    """Return the model inside wrappers and ``torch.compile``; a bare model itself."""
     model = wrapper
     while True:
         inner = model._modules.get(_COMPILED)
@@ -70,19 +71,19 @@ def user_model(wrapper: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a weight or module without what `torch.compile` adds to it."""
+    """Return the name of a weight or module without the parts added by ``torch.compile``."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the first parameter of `model` is; the CPU where there is none."""
+    """Return the device of the first parameter of ``model``; the CPU if there is none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def state_of(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return the state dict of `model`, as it is named there, with all its parts as DTensors."""
+    """Return the state dict of ``model`` with its own names and sharded tensors as DTensors."""
     state: Any = model.state_dict()
-    for name, tensor in _localised(model):
+    for name, tensor in _local_parts(model):
         if name in state:
             state[name] = as_global(state[name], tensor)
     named: OrderedDict[str, Any] = state
@@ -90,24 +91,24 @@ def state_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return the state dict of `model` with the user's names, as `plain` makes it."""
+    """Return the state dict of ``model`` with the user's names and plain values."""
     state = state_of(model)
-    weights = OrderedDict((plain_name(k), plain(v, f"model: {k}")) for k, v in state.items())
+    weights = OrderedDict((plain_name(k), to_plain(v, f"model: {k}")) for k, v in state.items())
     versions: Mapping[str, Any] = getattr(state, "_metadata", {})
     vars(weights)["_metadata"] = OrderedDict((plain_name(k), v) for k, v in versions.items())
     return weights
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load weights, or what can be cut like them, into `model`; of sharded ones only the parts."""
+    """Load weights, or sliceable objects, into ``model``; read only its parts of sharded ones."""
     present = model.state_dict()
-    for name, tensor in _localised(model):
+    for name, tensor in _local_parts(model):
         if not is_dtensor(present[name]):
-            # Without its mark of a part: the model has no hook that would take a DTensor.
+            # A local tensor, since the model has no hook that would accept a DTensor.
             present[name] = tensor
     own = {plain_name(name): name for name in present}
     state = OrderedDict(
-        (own[name], _fitted(value, present[own[name]])) for name, value in weights.items()
+        (own[name], _placed_like(value, present[own[name]])) for name, value in weights.items()
     )
     versions: Mapping[str, Any] = getattr(weights, "_metadata", {})
     names = [(name, plain_name(name)) for name, _ in model.named_modules()]
@@ -116,26 +117,26 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def data_size(model: nn.Module) -> int:
-    """Return how many ranks see different batches."""
+    """Return the number of ranks that see different batches."""
     group = model_features(model).data_group
     return world_size() if group is None else group.size()
 
 
-def is_spread(state: LoopState) -> bool:
-    """Say whether no rank alone knows the weights, or the optimizer's state."""
+def has_sharded_state(state: LoopState) -> bool:
+    """Return whether the weights or the optimizer's state are sharded over the ranks."""
     is_collective = optim_features(state.optim_wrapper).collective_state
     return is_collective or any(map(is_sharded, state.model.parameters()))
 
 
 def step_state(model: Any) -> dict[str, Any]:
-    """Return what the wrapper's training step carries from batch to batch on this rank."""
-    carried: dict[str, Any] = plain(model_features(model).step_state(), "step_state")
+    """Return the state that the training step carries from batch to batch on this rank."""
+    carried: dict[str, Any] = to_plain(model_features(model).step_state(), "step_state")
     return carried
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of this rank's parts of the gradients, by the user's names."""
-    # Copied: under DDP a gradient may be a view that would be written with its whole bucket.
+    # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
     named = model.named_parameters()
     return {plain_name(name): local_part(p.grad).clone() for name, p in named if p.grad is not None}
 
@@ -147,7 +148,7 @@ def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Set this rank's parts of the gradients: none where `gradients` has none."""
+    """Set this rank's parts of the gradients; None for parameters without one."""
     drop_held_gradients(model.parameters())
     for name, parameter in model.named_parameters():
         saved = gradients.get(plain_name(name))
@@ -177,24 +178,26 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
         common = overlap((layout.offsets, layout.sizes), (offsets, sizes))
         if common is not None:
             total[common[0]] += gradient[common[1]]
-    # Each part was on as many ranks as there were different batches.
+    # Each part was held by as many ranks as there were different batches.
     parts = len({(tuple(place[0]), tuple(place[1])) for place in places if place is not None}) or 1
     return total * parts / len(ranks)
 
 
 def window_weights(state: LoopState) -> list[float]:
-    """Return what the gradients on this rank weigh with `loss_weight`, by optimizer wrapper."""
+    """Return the weight of this rank's gradients with ``loss_weight``, by optimizer wrapper."""
     return [optim_features(one).window_weight for one in members_of(state.optim_wrapper)]
 
 
 def restore_window_weights(
     state: LoopState, ranks: Sequence[Mapping[str, Any]], growth: float
 ) -> None:
-    """Restore what the gradients weigh that `set_gradients` has set.
+    """Restore the weights of the gradients that ``set_gradients`` has set.
 
     Args:
-        ranks: contents of this rank's file, or of all, whose mean counts.
-        growth: how many times as many ranks saw different batches; of means that much is missing.
+        state: The state whose optimizer wrappers get the weights.
+        ranks: The contents of this rank's file, or of all files, whose mean is used.
+        growth: The number of data shares when saving divided by the present number; means over
+            the ranks are scaled by it.
     """
     saved = [own.get("window_weights", []) for own in ranks]
     for member, values in zip(
@@ -208,20 +211,20 @@ def restore_window_weights(
                         local_part(parameter.grad).mul_(growth)
 
 
-def savable(state: LoopState) -> LoopState:
-    """Return the state as it can be saved: at the window's start where its gradients are lost."""
+def state_to_save(state: LoopState) -> LoopState:
+    """Return the state to save: at the window's start if the window's gradients cannot be saved."""
     if not _loses_gradients(state):
         return state
     start = state.updated_at
     if start is None or start[0] != state.epoch:
-        effect, saved = "lacks those of the batches since the last update", state
+        effect, saved = "lacks the gradients of the batches since the last update", state
     else:
         effect = f"repeats the batches since the last update ({state.iteration - start[2]})"
         saved = replace(state, epoch=start[0], batch=start[1], iteration=start[2])
     if own_rank() == 0:
         logger.warning(
-            "the checkpoint of step %d is in the middle of an accumulation window, whose "
-            "gradients fsdp does not give out: a run resumed from it %s",
+            "the checkpoint of step %d is in the middle of an accumulation window, and FSDP2 does "
+            "not expose its gradients: a run resumed from it %s",
             state.step,
             effect,
         )
@@ -229,7 +232,7 @@ def savable(state: LoopState) -> LoopState:
 
 
 def _loses_gradients(state: LoopState) -> bool:
-    """Say whether gradients were gathered that FSDP2 has, and does not give out."""
+    """Return whether FSDP2 holds accumulated gradients, which it does not expose."""
     optim = state.optim_wrapper
     if state.updated_at is not None:
         between = state.updated_at[2] != state.iteration
@@ -241,17 +244,17 @@ def _loses_gradients(state: LoopState) -> bool:
     return any(map(is_sharded, trained)) and all(p.grad is None for p in trained)
 
 
-def _localised(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The ordinary tensors of `model` that are parts, by all their names."""
+def _local_parts(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the plain tensors of ``model`` that are parts of sharded ones, by all their names."""
     named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )
     return [(n, t) for n, t in named if hasattr(t, "tensor_layout")]
 
 
-def _fitted(value: Any, like: Any) -> Any:
+def _placed_like(value: Any, like: Any) -> Any:
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
-    # On a mesh of one rank nothing is sharded, yet a DTensor takes nothing but a DTensor.
+    # On a mesh of one rank nothing is sharded, but a DTensor still requires a DTensor.
     placed = any(is_dtensor(one) for one in (value, like)) or is_sharded(like)
     return take_part(value, like) if placed or not isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""A run's updates on the ranks of now: the samples that they would have had on those of before."""
+"""Split the data into updates that keep their samples when the number of ranks changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ...collectives import get_rank
 from ...wrappers.features import model_features, optim_features
 from ..checkpoints import weights
-from ..schedule import holds_gradients, is_weighted, members_of, window_of
+from ..schedule import has_gradients, is_weighted, members_of, window_of
 from ..state import LoopState
 from .sampler import ShardedBatchSampler, sampler_of
 
@@ -21,12 +21,12 @@ _SHOWN = 16
 
 @dataclass(frozen=True)
 class _Update:
-    """What an update of the run consists of, and what may be done to share it out.
+    """The size of an update, and the restrictions on how to split it.
 
     Attributes:
         size: Samples, over all ranks.
-        equal: All ranks' parts must be equal, since each rank's mean loss weighs the same.
-        only: The one possible number of batches; None for any.
+        equal: Whether all ranks' parts must be equal, since their mean losses have equal weights.
+        only: The only possible number of batches; None for any.
     """
 
     size: int
@@ -34,7 +34,7 @@ class _Update:
     only: int | None
 
     def batches(self, ranks: int, batch_size: int) -> int | None:
-        """Return the least number of batches that does; None if there is none."""
+        """Return the smallest possible number of batches; None if there is none."""
         if self.equal and self.size % ranks:
             return None
         least = -(-self.size // (ranks * batch_size))
@@ -44,11 +44,11 @@ class _Update:
                 return count
         return None
 
-    def refusal(self, ranks: int, batch_size: int) -> str:
-        """Say why these ranks cannot make the update, and what works."""
-        works = [str(n) for n in range(1, self.size + 1) if self.batches(n, batch_size)]
-        more = ", ..." if len(works) > _SHOWN else ""
-        remedies = [f"{', '.join(works[:_SHOWN])}{more} as the number of ranks"] if works else []
+    def error_message(self, ranks: int, batch_size: int) -> str:
+        """Explain why these ranks cannot split the update, and which can."""
+        counts = [str(n) for n in range(1, self.size + 1) if self.batches(n, batch_size)]
+        more = ", ..." if len(counts) > _SHOWN else ""
+        remedies = [f"{', '.join(counts[:_SHOWN])}{more} as the number of ranks"] if counts else []
         sizes = (n for n in range(batch_size + 1, self.size + 1) if self.batches(ranks, n))
         if (larger := next(sizes, None)) is not None:
             remedies.append(f"batch_size >= {larger} on {ranks}")
@@ -57,21 +57,21 @@ class _Update:
         pieces = "" if self.only is None else f" in {self.only} batches of each rank"
         return (
             f"an update of this run has {self.size} samples, which {ranks} ranks with batch_size "
-            f"{batch_size} cannot share{' equally' if self.equal else ''}{pieces}. What works: "
-            f"{'; '.join(remedies)}"
+            f"{batch_size} cannot share{' equally' if self.equal else ''}{pieces}. Use "
+            f"{'; or '.join(remedies)}"
         )
 
 
-def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
-    """Cut the training data into updates; every rank must call this, before it counts batches.
+def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
+    """Split the training data into updates; every rank must call this before it counts batches.
 
-    After a resume an update has as many samples as before, whatever the number of ranks, and the
-    next one begins with the next sample of the epoch's order. `state.batch`, `state.iteration` and
-    the accumulation are brought to the batches of now. Loaders that are not of `build_loader` go
-    on at the same share of their batches.
+    After a resume an update has the same number of samples on any number of ranks, and the next
+    update begins with the next sample of the epoch's order. ``state.batch``, ``state.iteration``
+    and the accumulation are converted to the new batches. Loaders that ``build_loader`` did not
+    create continue at the same share of their batches.
 
     Raises:
-        ValueError: These ranks cannot share such an update; says which can.
+        ValueError: These ranks cannot split such an update; the message says which can.
     """
     sampler = sampler_of(loader)
     if sampler is None:
@@ -80,21 +80,21 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
     weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
     saved = _saved(state, sampler, window)
     known = saved["samples"] == sampler.num_samples
-    # What a run without weights has repeated to be even is not repeated with them.
+    # Samples that a run without weights repeats to make ranks even are not repeated with weights.
     most = saved["samples"] if weighted else saved["length"]
     length = min(saved["length"], most) if known else None
     only = _fixed_count(state, saved, weighted)
     update = _Update(saved["global_batch"], equal=not weighted, only=only)
     count = update.batches(sampler.world_size, sampler.batch_size)
     if count is None:
-        raise ValueError(update.refusal(sampler.world_size, sampler.batch_size))
+        raise ValueError(update.error_message(sampler.world_size, sampler.batch_size))
     whole = not weighted and count != update.size // saved["run"]
     sampler.cut(update.size, count, length=length, whole=whole, weighted=weighted)
     if count != window:
         members_of(state.optim_wrapper)[0].accumulate(count)
-    _tell(sampler, saved, window)
+    _warn_of_changes(sampler, saved, window)
     if weighted or count != saved["micro_batches"]:
-        _move(state, saved, sampler)
+        _convert_counters(state, saved, sampler)
     state.data.layout = {
         **saved,
         "samples": sampler.num_samples,
@@ -106,11 +106,11 @@ def lay_out(state: LoopState, loader: Iterable[Any]) -> None:
 
 
 def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[str, int]:
-    """Return how the data was cut before; of a run that begins, how its settings cut it."""
+    """Return how the data was split before; for a new run, how its settings split it."""
     before: Mapping[str, int] = state.data.layout
     same = before.get("global_batch") == sampler.global_batch
     if state.restored_from is None and not same:
-        # Another loader than in an earlier training of this process.
+        # An earlier training of this process had another loader.
         before = {}
     ranks = before.get("ranks", sampler.world_size)
     run = before.get("run", sampler.batch_size * ranks)
@@ -121,25 +121,27 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
 
 
 def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> int | None:
-    """Return the batches per update where they must stay as before, None where any will do."""
+    """Return the batches per update if their number must not change, otherwise None."""
     members = members_of(state.optim_wrapper)
     uneven = model_features(state.model).uneven_inputs is not None and not weighted
     closure = optim_features(members[0]).needs_closure
     able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
-    # Without weights a window may go on over the end of an epoch.
+    # Without weights a window may continue in the next epoch.
     runs = -(-saved["length"] // saved["run"])
     ends_with_epoch = weighted or runs % (saved["global_batch"] // saved["run"]) == 0
     return None if able and ends_with_epoch else saved["micro_batches"]
 
 
-def _move(state: LoopState, saved: Mapping[str, int], sampler: ShardedBatchSampler) -> None:
-    """Bring the counters of batches from those of before to those of now."""
+def _convert_counters(
+    state: LoopState, saved: Mapping[str, int], sampler: ShardedBatchSampler
+) -> None:
+    """Convert ``batch`` and ``iteration`` to the new batches."""
     before, window = state.batch, saved["micro_batches"]
     if before >= saved["batches"]:
         state.batch = sampler.batches
     else:
         if before % window:
-            _begin_update_again(state)
+            _restart_update(state)
         state.batch = before // window * sampler.micro_batches
     if sampler.micro_batches == window:
         state.iteration += state.batch - before
@@ -147,44 +149,44 @@ def _move(state: LoopState, saved: Mapping[str, int], sampler: ShardedBatchSampl
         state.iteration = state.epoch * sampler.batches + state.batch
 
 
-def _begin_update_again(state: LoopState) -> None:
-    """Drop gradients that are of other ranks or batches, or of which nobody knows the weight."""
+def _restart_update(state: LoopState) -> None:
+    """Drop gradients that belong to other ranks or batches, or have an unknown weight."""
     state.optim_wrapper.zero_grad()
-    logger.warning("the update that had begun begins again, with the same samples")
+    logger.warning("the incomplete update starts again, with the same samples")
 
 
-def _tell(sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int) -> None:
+def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], window: int) -> None:
     if get_rank() != 0:
         return
     if sampler.global_batch != sampler.batch_size * sampler.world_size * window:
         count, ranks = sampler.micro_batches, sampler.world_size
         size = -(-sampler.global_batch // (count * ranks))
         logger.warning(
-            "an update has %d samples, as when the run began: accumulative_counts is %d and a "
-            "batch has up to %d samples on each rank (%d, data.train.batch_size %d)",
+            "an update keeps its %d samples: accumulative_counts is now %d, and a batch has up to "
+            "%d samples on each of %d ranks (data.train.batch_size is %d)",
             *(sampler.global_batch, count, size, ranks, sampler.batch_size),
         )
     if sampler.positions > sampler.length:
         logger.warning(
-            "the last update of an epoch has %d samples, which the ranks cannot share equally: "
-            "some come twice in it; optim_wrapper.loss_weight=samples needs no equal shares",
+            "the last update of an epoch has %d samples, which the ranks cannot share equally, so "
+            "that some are repeated; set optim_wrapper.loss_weight=samples to avoid this",
             saved["length"] % sampler.global_batch,
         )
 
 
 def _keep_share(state: LoopState) -> None:
-    """Go on at the same share of the batches, on another number of ranks."""
+    """Continue at the same share of the batches on another number of ranks."""
     now = weights.data_size(state.model)
     before = state.data.layout.get("ranks", now)
     if before != now and state.batch:
         logger.warning(
-            "the running epoch goes on at the same share of its batches (%d of %d ranks, now %d): "
-            "some samples may come twice or not at all; build_loader has an exact order",
+            "the epoch continues after %d batches, which are converted from %d to %d ranks: some "
+            "samples may be repeated or missing; use build_loader for an exact order",
             *(state.batch, before, now),
         )
         state.batch = state.batch * before // now
-    if is_weighted(state.optim_wrapper) and holds_gradients(state.model):
+    if is_weighted(state.optim_wrapper) and has_gradients(state.model):
         begun = state.batch % (window_of(state.optim_wrapper) or 1)
         state.batch, state.iteration = state.batch - begun, state.iteration - begun
-        _begin_update_again(state)
+        _restart_update(state)
     state.data.layout = {"ranks": now}

@@ -1,4 +1,4 @@
-"""Loaders, and places in them: of ours a function of (seed, epoch), of others found again."""
+"""Build loaders, start them at a batch, and read their first batch without side effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from ...collectives import get_rank, get_world_size
-from ..notes import name_of
+from ..error_notes import name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
 from .sampler import BatchIndices, ShardedBatchSampler, sampler_of
 from .tensors import TensorLoader, selects_rows
@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style data set whose randomness in a worker depends only on the batch, by its key.
+    """A map-style data set whose random numbers in a worker depend only on the batch's key.
 
-    So augmentations are the same for one worker or many and after any resume. Without workers they
-    draw from the streams of the training process, which are in its checkpoints.
+    Augmentations are therefore the same for any number of workers and after a resume. Without
+    workers they use the streams of the training process, which checkpoints contain.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -63,24 +63,31 @@ def build_loader(
     in_memory: bool | torch.device | str = "auto",
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return this rank's loader.
+    """Return this rank's loader; does not communicate.
 
     Args:
-        dataset: Map-style and not empty, or an iterable one that shards itself; with `state_dict`
-            and `load_state_dict` a resumed run goes on from its place in it.
+        dataset: A map-style data set that is not empty, or an iterable one that shards itself. If
+            an iterable one has ``state_dict`` and ``load_state_dict``, a resumed run continues
+            from its position.
         batch_size: Samples per batch and rank.
-        train: Give every rank the same number of batches; else each sample comes exactly once.
-        shuffle: A new order in each epoch, the same for any number of workers.
+        train: Give every rank the same number of batches; otherwise each sample is read exactly
+            once.
+        shuffle: Use a new order in each epoch, the same for any number of workers.
         num_workers: Worker processes; 0 reads in this process. Workers ignore stop signals, which
             often reach every process of a job, and end when this process does.
-        collate: Makes a batch of a list of samples; None for torch's own.
-        seed: Of the order and of the workers' randomness; the same on every rank.
-        in_memory: Select batches from the rows of the data set's attribute `tensors`, a tensor or a
-            sequence or mapping of them, and read no single sample. A device: from copies there.
-            "auto": where nothing but the speed changes, as for a `TensorDataset` on the CPU.
-        **options: `drop_last` (leave out a last global batch that is not full), `shard` (rank and
-            number of ranks; by default the process group's), `pin_memory` ("auto": where there is
-            CUDA) and the remaining arguments of `torch.utils.data.DataLoader`.
+        collate: Makes a batch of a list of samples; None for torch's default.
+        seed: The seed of the order and of the workers' random numbers; the same on every rank.
+        in_memory: Select batches from the rows of the data set's attribute ``tensors``, a tensor
+            or a sequence or mapping of them, instead of reading single samples. A device selects
+            from copies there. "auto" does it only if nothing but the speed changes, as for a
+            ``TensorDataset`` on the CPU.
+        **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
+            number of ranks; by default those of the process group), ``pin_memory`` ("auto": if
+            CUDA is available) and the remaining arguments of ``torch.utils.data.DataLoader``.
+
+    Raises:
+        ValueError: The data set is empty, or an option does not fit it.
+        TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
@@ -91,7 +98,7 @@ def build_loader(
         if shuffle or in_memory not in (False, "auto"):
             setting = "shuffle" if shuffle else "in_memory"
             raise ValueError(
-                f"{setting} must be false for {kind}: an iterable one has its own order"
+                f"{setting} must be false for {kind}: an iterable data set defines its order itself"
             )
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
@@ -107,7 +114,7 @@ def build_loader(
 
 
 def _complete(options: dict[str, Any], seed: int) -> None:
-    # Its own generator: making an iterator must not move the global stream.
+    # A separate generator, since creating an iterator must not change the global stream.
     options["generator"] = torch.Generator().manual_seed(seed)
     if options.setdefault("pin_memory", "auto") == "auto":
         options["pin_memory"] = torch.cuda.is_available()
@@ -118,7 +125,7 @@ def _complete(options: dict[str, Any], seed: int) -> None:
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches, where it is known."""
+    """Return the number of batches; None if unknown."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:
@@ -126,12 +133,12 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def is_stream(loader: Any) -> bool:
-    """Say whether a loader reads an iterable data set, whose length is only an estimate."""
+    """Return whether a loader reads an iterable data set, whose length is only an estimate."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:
-    """Return the data set's size where the sampler repeats some samples to be even, else None."""
+    """Return the data set's size if the sampler repeats samples to make ranks even, else None."""
     own = sampler_of(loader)
     if own is not None:
         return own.num_samples if own.pads else None
@@ -143,10 +150,10 @@ def size_before_padding(loader: Iterable[Any]) -> int | None:
 
 
 def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[Any]:
-    """Return the batches of pass `epoch` from batch `batch` on.
+    """Return the batches of pass ``epoch`` from batch ``batch`` on.
 
-    Skipped by index where the loader is a sequence or its sampler's order is a function of the
-    epoch; otherwise batches are read and thrown away, and a warning says what that costs.
+    Earlier batches are skipped by index if the loader is a sequence or the order of its sampler is
+    a function of the epoch. Otherwise they are read and discarded, with a warning.
     """
     own = sampler_of(loader)
     if own is not None:
@@ -161,7 +168,7 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     order = getattr(sampler, "sampler", None)
     repeatable = repeatable or isinstance(order, torch.utils.data.SequentialSampler)
     repeatable = repeatable and not is_stream(loader)
-    # The random streams come from the checkpoint: finding the place must not move them.
+    # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
         if isinstance(loader, DataLoader) and sampler is not None and repeatable:
             return iterate(_like(loader, list(sampler)[batch:], loader.num_workers))
@@ -169,13 +176,13 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
 
 
 def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
-    remedy = "a data set with state_dict() and load_state_dict() goes on at once, exactly"
+    remedy = "a data set with state_dict() and load_state_dict()"
     if not is_stream(loader):
-        remedy = "build_loader, or a loader with state_dict() and load_state_dict(), does at once"
+        remedy = "build_loader, or a loader with state_dict() and load_state_dict(),"
     logger.warning(
-        "resuming at batch %d of %s by reading and discarding: %d batches are read again before "
-        "training goes on, which takes as long as it took the first time, and the samples differ "
-        "from those of the first time if their order is random; %s",
+        "resuming at batch %d of %s by reading and discarding %d batches, which takes as long as "
+        "the first time; if the order is random, other samples follow; use %s to resume at once "
+        "and exactly",
         *(batch, name_of(loader), batch, remedy),
     )
     begin = time.monotonic()
@@ -186,18 +193,20 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> bool:
-    """Tell every sampler of `loader` that asks for it which epoch begins; say whether any does."""
+    """Call ``set_epoch`` of a loader's parts that have it; return whether there are any."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-    # Of an iterable data set the order may be a function of the epoch, as of Hugging Face's.
+    # Iterable data sets, such as Hugging Face's, may also have an order by epoch.
     stream = getattr(loader, "dataset", None) if is_stream(loader) else None
-    parts: dict[int, Any] = {id(part): part for part in (loader, batch_sampler, *samplers, stream)}
-    told = [part.set_epoch(epoch) for part in parts.values() if hasattr(part, "set_epoch")]
-    return bool(told)
+    candidates = {id(part): part for part in (loader, batch_sampler, *samplers, stream)}.values()
+    parts: list[Any] = [part for part in candidates if hasattr(part, "set_epoch")]
+    for part in parts:
+        part.set_epoch(epoch)
+    return bool(parts)
 
 
-def first_batch_apart(loader: Iterable[Any]) -> Iterator[Any] | None:
-    """Return the first batch alone, read so that `loader` does not notice; None where it might."""
+def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
+    """Return an iterator over the first batch alone; None if reading would change ``loader``."""
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
     plain = DataLoader.__iter__, TensorLoader.__iter__
@@ -226,7 +235,7 @@ def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
-    """Return a loader like `loader` that reads the batches of these indices."""
+    """Return a loader like ``loader`` that reads the batches of these indices."""
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if num_workers:
         names += ["prefetch_factor", "multiprocessing_context"]

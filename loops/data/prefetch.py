@@ -1,4 +1,4 @@
-"""Batches copied to a device while the steps before them run."""
+"""Copy batches to a device while earlier steps run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _END = object()
 def prefetch_to_device(
     batches: Iterable[Any], device: torch.device | str, *, ahead: bool = True
 ) -> Iterator[Any]:
-    """Return an iterator over `batches` whose tensors are on `device`.
+    """Return an iterator over ``batches`` whose tensors are on ``device``.
 
-    On CUDA they are copied on a stream of their own, beside the step that runs: from pinned memory
-    without keeping this process waiting. Copied are tensors, and objects with `to(device,
-    non_blocking)` and `record_stream(stream)`, in lists, tuples and mappings, which become dicts;
-    everything else stays as it is. On other devices nothing is copied.
+    On CUDA they are copied on a separate stream while the current step runs; copies from pinned
+    memory do not block this process. Tensors are copied, and objects with ``to(device,
+    non_blocking)`` and ``record_stream(stream)``, inside lists, tuples and mappings, which become
+    dicts. Other objects are returned unchanged. On other devices nothing is copied.
 
     Args:
-        batches: What a loader yields.
-        device: Of the model.
-        ahead: Read, and begin to copy, each batch before the one before it is given out. Without
-            it batches are read when they are asked for, so that a loader which is asked for its
-            place, or draws random numbers in this process, goes on exactly after a resume.
+        batches: The batches of a loader.
+        device: The device of the model.
+        ahead: Read, and begin to copy, one batch ahead. Without it each batch is read on demand,
+            so that a loader which reports its position, or draws random numbers in this process,
+            continues exactly after a resume.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -38,8 +38,8 @@ def prefetch_to_device(
     return _arriving(_one_ahead(copies) if ahead else copies, device)
 
 
-def reads_ahead(loader: Any) -> bool:
-    """Say whether reading a batch early changes nothing: neither a place nor a random stream."""
+def can_read_ahead(loader: Any) -> bool:
+    """Return whether reading one batch ahead changes no saved position and no random stream."""
     if type(loader) not in (DataLoader, TensorLoader):
         return type(loader) in (list, tuple)
     by_index = sampler_of(loader) is not None
@@ -54,7 +54,7 @@ def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
         try:
             following = next(own, _END)
         except Exception as error:
-            # Of the batch after this one, and told when that is asked for.
+            # The error belongs to the following batch: raise it when that is requested.
             failure = error
         yield batch
         batch = following
@@ -63,7 +63,7 @@ def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _copies(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yield batches that are being copied, each with the event of its arrival."""
+    """Yield batches that are being copied, each with an event for the end of the copy."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for batch in batches:
         user = torch.cuda.current_stream(device)
@@ -81,7 +81,7 @@ def _arriving(copies: Iterable[Any], device: torch.device) -> Iterator[Any]:
 def _copied(data: Any, device: torch.device, user: torch.cuda.Stream) -> Any:
     if hasattr(data, "record_stream"):
         copy = data.to(device, non_blocking=True)
-        # Its memory is not used again before what `user` does with it is done.
+        # Keeps the memory from being reused before the stream `user` has finished with it.
         copy.record_stream(user)
         return copy
     if isinstance(data, Mapping):

@@ -1,4 +1,4 @@
-"""The order of an epoch's samples and one rank's part of it: pure functions of (seed, epoch)."""
+"""The order of an epoch's samples and a rank's part of it: pure functions of (seed, epoch)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.utils.data import Sampler
 
 from ..rng import mix_seed
 
-# Batches whose indices are made at once.
+# The number of batches whose indices are created at once.
 _RUN_OF_BATCHES = 64
 
 
 class BatchIndices(list[int]):
-    """Indices of one batch, and what the randomness in making it is a function of."""
+    """The indices of a batch, with the key from which its random numbers are seeded."""
 
     key: tuple[int, ...] = ()
 
 
 def sampler_of(loader: Any) -> ShardedBatchSampler | None:
-    """Return the sampler of a loader of `build_loader`; None for any other loader."""
+    """Return the sampler of a loader of ``build_loader``; None for other loaders."""
     sampler = getattr(loader, "batch_sampler", None)
     return sampler if isinstance(sampler, ShardedBatchSampler) else None
 
@@ -30,22 +30,26 @@ def sampler_of(loader: Any) -> ShardedBatchSampler | None:
 class ShardedBatchSampler(Sampler[list[int]]):
     """One rank's batches, a pure function of (seed, epoch, batch).
 
-    Update k is the positions k*G to (k+1)*G of the epoch's order, for G = `global_batch`. They are
-    cut into `micro_batches` runs; of each run rank r takes every W-th position, from the r-th. So
-    which samples an update has does not depend on the number of ranks: see `cut`, which training
-    loops call. At first G is `batch_size` times W, in one run.
+    Update k has the positions k*G to (k+1)*G of the epoch's order, for G = ``global_batch``. They
+    are split into ``micro_batches`` runs; rank r takes every W-th position of each run, from the
+    r-th. The samples of an update therefore do not depend on the number of ranks W; see ``cut``,
+    which training loops call. At first G is ``batch_size`` times W, in one run.
 
     Args:
         num_samples: Samples in the whole data set.
         batch_size: Samples per batch and rank, at most.
-        shuffle: A new permutation for each epoch instead of the natural order.
-        seed: The same on every rank.
-        rank: Which of the `world_size` shards, which together have all samples.
-        world_size: How many shards.
-        drop_last: Leave out a last run that is not full; ValueError if none is left.
-        even: Give every rank the same number of batches and samples, by starting again from the
-            epoch's first samples at its end (training), which `pads` tells. Without it each sample
-            comes exactly once, and a rank may have fewer batches than others, or none (evaluation).
+        shuffle: Use a new permutation for each epoch instead of the natural order.
+        seed: Seed of the permutations; the same on every rank.
+        rank: The index of this shard.
+        world_size: The number of shards, which together have all samples.
+        drop_last: Leave out an incomplete last run.
+        even: Give every rank the same number of batches and samples, by repeating the epoch's
+            first samples at its end (training); ``pads`` is True if samples are repeated. Without
+            it each sample is read exactly once, and a rank may have fewer batches than others, or
+            none (evaluation).
+
+    Raises:
+        ValueError: ``batch_size`` or ``rank`` is out of range, or ``drop_last`` leaves no batch.
     """
 
     def __init__(
@@ -90,25 +94,26 @@ class ShardedBatchSampler(Sampler[list[int]]):
         whole: bool = False,
         weighted: bool = False,
     ) -> None:
-        """Say how many samples an update has and in how many batches each rank gets its part.
+        """Set the number of samples of an update, and of its batches on each rank.
 
         Args:
             global_batch: Samples per update, over all ranks.
             micro_batches: Batches per update.
-            length: Positions in an epoch; default: as many as the arguments of the class ask for.
-            whole: Cut the last update of an epoch, which may have fewer samples, into as many
+            length: Positions in an epoch; default: as given by the arguments of the class.
+            whole: Split the last update of an epoch, which may have fewer samples, into as many
                 batches as the others.
-            weighted: The losses are weighted by what they are means over: nothing is repeated to
-                make the ranks even. Their parts of a run differ by one sample at most. A rank that
-                has none gets the run's first sample, for which `counts` is False.
+            weighted: Whether the optimizer wrapper has a ``loss_weight``. Then no samples are
+                repeated to make the ranks even, and the ranks' parts of a run differ by at most
+                one sample. A rank without samples gets the run's first one, for which ``counts``
+                is False.
 
         Raises:
-            ValueError: The samples are too few for that many batches.
+            ValueError: There are fewer samples than batches.
         """
         run = -(-global_batch // max(1, micro_batches))
         if micro_batches < 1 or run * (micro_batches - 1) >= global_batch:
             raise ValueError(
-                f"micro_batches must be >= 1 and leave none of them empty, got {micro_batches} "
+                f"micro_batches must be >= 1, without empty ones, got {micro_batches} "
                 f"for a global batch of {global_batch} samples"
             )
         self.global_batch, self.micro_batches = global_batch, micro_batches
@@ -125,50 +130,50 @@ class ShardedBatchSampler(Sampler[list[int]]):
             self.positions += -self.positions % self.world_size
         self.length = self.positions if length is None else length
         self.pads = self.positions > self.num_samples
-        # The epoch whose order was worked out last, and that.
+        # The last epoch whose order was computed, and that order.
         self._known: tuple[int, torch.Tensor] | None = None
 
     @property
     def batches(self) -> int:
-        """Batches in an epoch, of the rank that has most."""
+        """Batches in an epoch, on the rank with most batches."""
         full = self.length // self.global_batch
         rest = self.positions - full * self.global_batch
         return full * self.micro_batches - (-rest // self._last_run)
 
     def __len__(self) -> int:
         count = self.batches
-        # Only the last run can be too short for a rank.
+        # Only in the last run a rank can be without samples.
         if count and not (self._weighted or self.counts(count - 1)):
             count -= 1
         return count
 
     def counts(self, batch: int) -> bool:
-        """Say whether this rank has samples of its own in a batch of the epoch."""
+        """Return whether this rank has samples in a batch of the epoch, and not only padding."""
         start, end = self._span(batch)
         return start + self.rank < end
 
     def set_position(self, epoch: int, batch: int = 0) -> None:
-        """Let the next iteration begin with batch `batch` of epoch `epoch`."""
+        """Start the next iteration at batch ``batch`` of epoch ``epoch``."""
         self._epoch = epoch
         self._first = batch
 
     def indices_of(self, epoch: int, batch: int) -> list[int]:
-        """Return the samples of one batch of this rank."""
+        """Return the sample indices of a batch of this rank."""
         own: list[int] = self._samples(epoch)[self._own(batch)].tolist()
         return own
 
     def __iter__(self) -> Iterator[list[int]]:
-        # No generator itself: the position counts as of now, not of the first next().
+        # Not a generator function: the position is read now, not at the first next().
         return map(
             self._listed, itertools.repeat(self._epoch), itertools.count(self._first), self.rows()
         )
 
     def rows(self, device: torch.device | None = None) -> Iterator[torch.Tensor]:
-        """Return the batches that iteration gives, as tensors on `device`, by default the CPU."""
+        """Return the batches of an iteration as index tensors on ``device``, by default the CPU."""
         return itertools.chain.from_iterable(self._runs(self._epoch, self._first, device))
 
     def _span(self, batch: int) -> tuple[int, int]:
-        """Return the positions from and to which all ranks' parts of a batch reach."""
+        """Return the range of positions of all ranks' parts of a batch."""
         update, index = divmod(batch, self.micro_batches)
         first = update * self.global_batch
         run = self._run if first + self.global_batch <= self.length else self._last_run
@@ -189,7 +194,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _runs(
         self, epoch: int, first: int, device: torch.device | None
     ) -> Iterator[Sequence[torch.Tensor]]:
-        """Yield the batches many at a time, so that one costs little."""
+        """Yield many batches at a time, which makes the cost of each small."""
         samples, count = self._samples(epoch).to(device), len(self)
         size, rest = divmod(self._run, self.world_size)
         alike = not rest and self._run == self._last_run

@@ -1,4 +1,4 @@
-"""Loaders over data sets that are tensors: a batch is a selection of their rows."""
+"""Loaders over data sets of tensors, whose batches are selected rows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from ..notes import describe, name_of
+from ..error_notes import describe, name_of
 from ..rng import preserved_generators, preserved_rng
 from .sampler import ShardedBatchSampler
 
 
 class TensorLoader(DataLoader[Any]):
-    """Gives the batches of a plain loader, each by one `index_select` on each tensor.
+    """A loader that makes each batch by one ``index_select`` on each tensor of a data set.
+
+    The batches equal the batches of a plain ``DataLoader``.
 
     Args:
-        dataset: Has an attribute `tensors`: a tensor, or a sequence or mapping of tensors. Their
-            rows, along the first dimension, are its samples.
+        dataset: A data set with an attribute ``tensors``: a tensor, or a sequence or mapping of
+            tensors. Their rows, along the first dimension, are its samples.
         sampler: The order of the rows.
-        device: Where copies of the tensors are kept and batches are made; None for where they are.
-        **options: Of `DataLoader`.
+        device: Where to keep copies of the tensors and make batches; None to use the tensors
+            themselves.
+        **options: Further arguments of ``DataLoader``.
 
     Raises:
         TypeError: The data set has no such attribute.
@@ -52,7 +55,7 @@ class TensorLoader(DataLoader[Any]):
         return self._batches(self._rows(device), pin)
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
-        # No function of ours runs for a batch.
+        # Built from C functions only, so that a batch runs no Python code of this library.
         each = zip(self._tensors, tee(rows, len(self._tensors)), strict=True)
         parts: list[Iterator[Tensor]] = [map(t.index_select, repeat(0), own) for t, own in each]
         if pin:
@@ -60,7 +63,7 @@ class TensorLoader(DataLoader[Any]):
         return map(self._build, zip(*parts, strict=True))
 
     def _check_samples(self, indices: list[int]) -> None:
-        """Compare rows with the samples of these indices, which may be other than they."""
+        """Raise ValueError if the rows of these indices differ from the samples."""
         selected = next(self._batches([torch.tensor(indices, device=self._tensors[0].device)]))
         with preserved_rng(), preserved_generators([self.dataset]):
             read = next(iter(DataLoader(self.dataset, batch_sampler=[indices])))
@@ -70,15 +73,15 @@ class TensorLoader(DataLoader[Any]):
             assert_close(selected, read, rtol=0, atol=0, equal_nan=True)
         except AssertionError as error:
             raise ValueError(
-                f"in_memory takes the rows of the tensors of {name_of(self.dataset)} for its "
-                f"samples, but they are not the same: {error}. Use in_memory=False"
+                "in_memory needs samples that equal the rows of the tensors, but in "
+                f"{name_of(self.dataset)} they differ: {error}. Use in_memory=False"
             ) from error
 
 
 def _tensors_of(
     dataset: Any, samples: int
 ) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Any]]:
-    """Return the tensors of a data set, and what makes a batch of a part of each."""
+    """Return the tensors of a data set, and a function that builds a batch from rows of each."""
     given = getattr(dataset, "tensors", None)
     tensors: list[Any] = []
     build: Callable[[Any], Any] = list
@@ -89,30 +92,30 @@ def _tensors_of(
     elif isinstance(given, Sequence):
         tensors = list(given)
     if not tensors or not all(isinstance(one, Tensor) for one in tensors):
-        told = "has none" if given is None else f"has {describe(given, ranges=False)}"
+        found = "has none" if given is None else f"has {describe(given, ranges=False)}"
         raise TypeError(
             "in_memory needs a data set with an attribute `tensors`, as TensorDataset: a tensor, "
             "or a sequence or mapping of tensors, whose rows along the first dimension are the "
-            f"samples; {name_of(dataset)} {told}"
+            f"samples; {name_of(dataset)} {found}"
         )
     device = tensors[0].device
     if any(one.shape[:1] != (samples,) or one.device != device for one in tensors):
-        told = ", ".join(f"{tuple(one.shape)} on {one.device}" for one in tensors)
+        found = ", ".join(f"{tuple(one.shape)} on {one.device}" for one in tensors)
         raise ValueError(
             f"in_memory needs tensors with one row for each of the {samples} samples of "
-            f"{name_of(dataset)}, all on one device, got {told}"
+            f"{name_of(dataset)}, all on one device, got {found}"
         )
     return tensors, build
 
 
 def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:
-    """Say whether a `TensorLoader` is to be made; "auto": where it gives what any loader would."""
+    """Return whether to use a ``TensorLoader``; with "auto", if only the speed differs."""
     per_sample = num_workers or collate is not None
     if not in_memory or (in_memory == "auto" and per_sample):
         return False
     if per_sample:
         raise ValueError(
-            "in_memory reads no single samples: num_workers must be 0 and collate None, got "
+            "in_memory needs num_workers=0 and collate=None, since it reads no single samples, got "
             f"{num_workers} and {'None' if collate is None else name_of(collate)}"
         )
     kind = type(dataset)

@@ -1,4 +1,4 @@
-"""Worker processes of loaders: they outlive stop signals, but not the process they read for."""
+"""Worker processes of loaders, which ignore stop signals and end with their parent process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..notes import add_note, describe_samples, name_of
+from ..error_notes import add_note, describe_samples, name_of
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return `iter(loader)`; worker processes that this starts are prepared by a `WorkerStart`.
+    """Return ``iter(loader)``; its worker processes are prepared by a ``WorkerStart``.
 
-    A scheduler sends its signals to every process of a job: a worker that ended before the process
-    that trains would make it fail instead of save. Signals are blocked until a worker is prepared.
+    A scheduler sends its signals to every process of a job. If a worker ended before the training
+    process, that would fail instead of saving. Signals are blocked until a worker is prepared.
     """
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
@@ -30,11 +30,11 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     context: Any = getattr(workers, "multiprocessing_context", None) or multiprocessing
     method = context.get_start_method()
     if method == "spawn":
-        # Started with the first worker, it would lift the block.
+        # The tracker would otherwise start with the first worker and unblock the signals.
         resource_tracker.ensure_running()
     if not (isinstance(start, WorkerStart) and start.parent == os.getpid()):
         workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start))
-    # A fork server would pass the block on to processes that other code starts.
+    # Processes that other code starts later would inherit the mask from a fork server.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, () if method == "forkserver" else _IGNORED)
     try:
         return iter(loader)
@@ -44,17 +44,17 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 class WorkerStart:
-    """Prepares a worker process, then calls the user's own preparation.
+    """Prepare a worker process, then call the user's ``worker_init_fn``.
 
-    A worker ignores stop signals, except for SIGTERM when the process that started it exits:
+    A worker ignores stop signals, except for SIGTERM when its parent process exits:
     multiprocessing then ends the workers by SIGTERM and waits for them. A worker also ends when
-    that process has died.
+    its parent process has died.
     """
 
     def __init__(self, user_start: Callable[[int], None] | None) -> None:
         self.user_start = user_start
         self.parent = os.getpid()
-        # Workers inherit the folder. A separate one would stay when a signal ends its worker.
+        # In the folder of multiprocessing, which is removed even if a signal ends a worker.
         self.is_running = Path(util.get_temp_dir(), f"reading_{self.parent}")
         if not self.is_running.exists():
             self.is_running.touch()
@@ -62,7 +62,7 @@ class WorkerStart:
             util.Finalize(None, self.is_running.unlink, (True,), exitpriority=1000)
 
     def __call__(self, worker: int) -> None:
-        # Handlers and no SIG_IGN, which programs started by the worker would inherit.
+        # SIG_IGN would be inherited by programs that the worker starts.
         for number in _IGNORED:
             signal.signal(number, self._ignore)
         parent = multiprocessing.parent_process()
@@ -86,7 +86,7 @@ def _end_with(parent: Any) -> None:
 
 
 class WorkerCollate:
-    """Makes batches in a worker; an error notes the samples, which no other process has."""
+    """Make batches in a worker; describe the samples in a note on errors."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate

@@ -1,3 +1,5 @@
-"""What can be added to a run, from a file for each concern. Imports all of loops but the loops
-themselves; a short one to start with is early_stop.py.
+"""The hooks that can be added to a run, one file for each concern.
+
+Imports everything in ``loops`` except the loops themselves. Start reading in early_stop.py, which
+is short.
 """

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and which of them stay."""
+"""When to save checkpoints, and which of them to keep."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..checkpoints.checkpoint import (
     save_alone,
     save_checkpoint,
 )
-from ..checkpoints.files import CheckpointError, make_draft, together
-from ..checkpoints.weights import is_spread
+from ..checkpoints.files import CheckpointError, make_draft, run_on_all_ranks
+from ..checkpoints.weights import has_sharded_state
 from ..hook import Hook
-from ..metrics.scores import WatchedMetric
+from ..metrics.evaluation import WatchedMetric
 from ..schedule import Cadence
 from ..state import LoopState
 from .nan_guard import NonFiniteError, bad_parameter
@@ -32,27 +32,30 @@ logger = logging.getLogger(__name__)
 
 @HOOKS.register_module()
 class CheckpointHook(Hook):
-    """Saves checkpoints into `<run_dir>/checkpoints`; every rank must have it.
+    """Save checkpoints into ``<run_dir>/checkpoints``; every rank must have this hook.
 
     Saves at the intervals, after the validation of the same update or epoch, at the end of the run
     and when a signal stops it. Weights that are not finite are not saved: a warning names the
-    first, and earlier checkpoints are kept. Does nothing if `state.run_dir` is None. That the
-    folder can be written to is checked when training starts.
+    first, and earlier checkpoints are kept. Does nothing if ``state.run_dir`` is None. Checks when
+    training starts that the folder is writable.
 
     Args:
         every_steps: Optimizer updates between two checkpoints; None for never.
         every_epochs: Passes over the data between two checkpoints; None for never.
         every_secs: Seconds of training between two checkpoints; None for never.
-        keep_last: How many of the latest checkpoints to keep; None for all.
-        keep_best: A metric of the validation. Each validation that improves it is followed by a
-            checkpoint, and the best one is kept as well.
+        keep_last: The number of latest checkpoints to keep; None for all.
+        keep_best: A validation metric. Each validation that improves it is followed by a
+            checkpoint, and the best checkpoint is kept as well.
         mode: "max" if higher values of that metric are better, "min" if lower; default: by the
-            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Also save when training fails, without communication, as `save_alone`
-            does; not after a NonFiniteError or a KeyboardInterrupt.
+            metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
+        save_on_exception: Also save when training fails, without communication, see
+            ``save_alone``; not after a NonFiniteError or a KeyboardInterrupt.
+
+    Raises:
+        ValueError: An interval, ``keep_last`` or ``mode`` is not allowed.
     """
 
-    # After hooks that change what is to be saved at the same event.
+    # After the hooks that change the saved parts at the same event.
     order = 75
 
     def __init__(
@@ -82,14 +85,16 @@ class CheckpointHook(Hook):
         self._training = True
         folder = _folder(state)
         if folder is not None:
-            # Better now than at the first save, which may be hours away.
-            together(f"making {folder}", lambda: _try(folder) if get_rank() == 0 else None)
+            # Checked now, since the first save may be hours away.
+            run_on_all_ranks(
+                f"making {folder}", lambda: _require_writable(folder) if get_rank() == 0 else None
+            )
         if state.step:
-            # What was just restored is there already.
+            # The run was resumed: a checkpoint of this position exists.
             self._saved_at = _position(state)
 
     def on_save_point(self, state: LoopState) -> None:
-        # Called after every update: inside an epoch only the clock is to be looked at then.
+        # Fast path, since this is called after every update: nothing is due before the clock.
         waiting = state.clock_s < self._cadence.due_at_s and self._cadence.every_steps is None
         if waiting and state.batch and state.evaluated_at != state.step:
             return
@@ -115,7 +120,7 @@ class CheckpointHook(Hook):
                 _save_after_error(folder, state)
 
     def best_by(self, state: LoopState) -> str:
-        """Return what the best checkpoint has, such as "lowest loss"; empty while there is none."""
+        """Describe the best checkpoint, such as "lowest loss"; empty if there is none yet."""
         if self._best is None:
             return ""
         return f"{self._watched.extreme(state)} {self._watched.name}"
@@ -128,7 +133,7 @@ class CheckpointHook(Hook):
         self._judged_at = state["judged_at"]
 
     def _is_best(self, state: LoopState) -> bool:
-        """Say whether a validation has just ended with the best value so far."""
+        """Return whether a validation has just ended with the best value so far."""
         new = state.evaluated_at == state.step and self._judged_at != state.step
         if not self._watched.name or not new:
             return False
@@ -148,7 +153,7 @@ class CheckpointHook(Hook):
             if get_rank() == 0:
                 logger.warning("step %d is not saved, because %s", state.step, bad)
             return
-        together(f"saving step {state.step}", partial(_require, folder.parent))
+        run_on_all_ranks(f"saving step {state.step}", partial(_require_run_dir, folder.parent))
         path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
         self._saved_at = _position(state)
         if get_rank() != 0:
@@ -161,29 +166,29 @@ class CheckpointHook(Hook):
         try:
             prune_checkpoints(folder, self._keep_last, best)
         except OSError:
-            # The new checkpoint is whole, and an error here would be rank 0's alone.
+            # The new checkpoint is complete, and an error would be raised on rank 0 only.
             logger.warning("could not remove old checkpoints from %s", folder, exc_info=True)
 
 
-def _try(folder: Path) -> None:
-    """Raise OSError where nothing can be saved into `folder`; the run folder is made."""
+def _require_writable(folder: Path) -> None:
+    """Raise OSError if nothing can be saved into ``folder``; create the run folder."""
     is_new = not folder.exists()
     make_draft(folder).rmdir()
     if is_new:
         folder.rmdir()
 
 
-def _require(run_dir: Path) -> None:
-    # A new folder in its place would hold a part of the run only.
+def _require_run_dir(run_dir: Path) -> None:
+    # Creating it again would give a folder with only a part of the run.
     if get_rank() == 0 and not run_dir.is_dir():
         raise CheckpointError(f"the run folder {run_dir} was removed while the run used it")
 
 
 def _bad_weights(state: LoopState) -> str:
-    """Say what is wrong with the weights to be saved, or nothing; every rank must call this."""
+    """Describe the first weight that is not finite, "" if there is none; every rank must call."""
     reshard(state.model)
-    if not is_spread(state):
-        # Rank 0's word for all: what is saved are its weights.
+    if not has_sharded_state(state):
+        # Only rank 0 saves its weights, so that only its answer counts.
         return broadcast(bad_parameter(state) if get_rank() == 0 else "")
     return next(filter(None, all_gather_object(bad_parameter(state))), "")
 
@@ -198,19 +203,19 @@ def _save_after_error(folder: Path, state: LoopState) -> None:
             return
         save_alone(folder, state)
     except Exception:
-        # The error that stopped the training is the one to be seen.
+        # The error that stopped the training must not be replaced.
         logger.warning("could not save a checkpoint after the error", exc_info=True)
 
 
 @contextmanager
 def _launcher_waits() -> Iterator[None]:
-    """Keep the launcher, if there is one, from ending this rank for another's failure."""
+    """Keep the launcher from ending this rank because another rank failed."""
     place = os.environ.get("STEPWRAP_LAUNCH_DIR")
     if not place:
         yield
         return
     marker = Path(place) / f"saving_{get_rank()}"
-    # Without the marker there are still some seconds to save in.
+    # Without the marker the launcher still waits for some seconds.
     with suppress(OSError):
         marker.touch()
     try:

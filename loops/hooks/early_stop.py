@@ -1,4 +1,4 @@
-"""Stopping when validation no longer gets better."""
+"""Stop training when the validation no longer improves."""
 
 from __future__ import annotations
 
@@ -6,33 +6,36 @@ from typing import Any
 
 from ...registry import HOOKS
 from ..hook import Hook
-from ..metrics.scores import WatchedMetric
+from ..metrics.evaluation import WatchedMetric
+from ..schedule import positive
 from ..state import LoopState, Phase
 
 
 @HOOKS.register_module()
 class EarlyStopHook(Hook):
-    """Stops training after `patience` validations in a row without improvement.
+    """Stop training after ``patience`` validations in a row without improvement.
 
-    A resume of a run that it has stopped stops at once, unless `patience` has grown.
+    If a run that was stopped by this hook is resumed, it stops at once, unless ``patience`` was
+    increased.
 
     Args:
-        metric: Name of a metric of the validation.
-        patience: Validations without improvement to wait for.
-        mode: "min" when lower values are better, "max" when higher ones are; default: by the
-            metric's `higher_is_better`, or by its name ("loss", "error", "accuracy").
-        min_delta: A smaller improvement than this does not count. NaN never counts.
+        metric: The name of a validation metric.
+        patience: The number of validations without improvement after which to stop.
+        mode: "min" if lower values are better, "max" if higher ones are; default: by the
+            metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
+        min_delta: A smaller improvement does not count. NaN never counts.
+
+    Raises:
+        ValueError: ``patience``, ``mode`` or ``min_delta`` is not allowed.
     """
 
     def __init__(
         self, metric: str, patience: int, *, mode: str | None = None, min_delta: float = 0.0
     ) -> None:
-        if patience < 1:
-            raise ValueError(f"patience must be at least 1, got {patience}")
         if min_delta < 0:
             raise ValueError(f"min_delta must be at least 0, got {min_delta}")
         self._watched = WatchedMetric(metric, mode, setting="EarlyStopHook: metric")
-        self._patience = patience
+        self._patience = positive("patience", patience)
         self._min_delta = min_delta
         self._best: float | None = None
         self._best_step = 0
@@ -63,7 +66,7 @@ class EarlyStopHook(Hook):
     def _stop_if_due(self, state: LoopState) -> None:
         if self._waited < self._patience:
             return
-        best = "has been NaN only"
+        best = "was always NaN"
         if self._best is not None:
             best = f"was {self._watched.extreme(state)} at {self._best:.4g}"
         state.request_stop(

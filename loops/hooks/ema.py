@@ -1,4 +1,4 @@
-"""A moving average of the weights, for evaluation."""
+"""An exponential moving average of the weights, for evaluation."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ...registry import HOOKS
 from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
-from ..checkpoints.shards import whole
+from ..checkpoints.shards import with_whole_tensors
 from ..checkpoints.weights import plain_name, state_of, user_model
 from ..hook import Hook
+from ..schedule import positive
 from ..state import LoopState
 
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Keeps an exponential moving average of the model's parameters.
+    """Keep an exponential moving average of the model's parameters.
 
-    It starts from the parameters at the start of the training, or those after update `start_step`
-    (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2; the averaging
-    goes back to Polyak and Juditsky, 1992). Of sharded parameters each rank averages its own parts,
-    without any communication. Those below 32 bits are averaged in float32.
+    The average starts with the parameters at the start of the training, or after update
+    ``start_step`` (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2;
+    averaging was introduced by Polyak and Juditsky, 1992). Each rank averages its parts of sharded
+    parameters, without any communication. Parameters below 32 bits are averaged in float32.
 
     Args:
-        decay: How much of the average stays at each update, within [0, 1).
+        decay: The factor of the old average at each update, within [0, 1).
         every_steps: Optimizer updates between two updates of the average.
-        start_step: Until this update, it included, the average is a copy of the weights.
-        evaluate_with_ema: Evaluate with the averaged weights; the model gets its own ones back
-            after the evaluation, also when that fails.
+        start_step: Up to and including this update, the average is a copy of the weights.
+        evaluate_with_ema: Evaluate with the averaged weights. The model's weights are restored
+            after the evaluation, also after an error.
+
+    Raises:
+        ValueError: ``decay``, ``every_steps`` or ``start_step`` is not allowed.
     """
 
-    # First of all: whoever looks at the model at the end of an evaluation sees its own weights.
+    # Before all other hooks: at the end of an evaluation they see the model's own weights.
     order = 10
-    # `load_state_dict` takes what can be cut in place of tensors.
+    # `load_state_dict` accepts sliceable objects instead of tensors.
     reads_parts = True
 
     def __init__(
@@ -49,12 +53,10 @@ class EMAHook(Hook):
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be within [0, 1), got {decay!r}")
-        if every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, got {every_steps!r}")
         if start_step < 0:
             raise ValueError(f"start_step must be at least 0, got {start_step!r}")
         self._average_into = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._every_steps = every_steps
+        self._every_steps = positive("every_steps", every_steps)
         self._start_step = start_step
         self._evaluate = evaluate_with_ema
         self._model: nn.Module | None = None
@@ -69,7 +71,7 @@ class EMAHook(Hook):
 
     def on_update(self, state: LoopState) -> None:
         if self._restored is not None:
-            # From another rank, in the middle of a run: this one had fewer batches.
+            # Loaded from the rank with more batches at the end of an uneven pass.
             self._start(state)
         if state.skipped:
             return
@@ -90,20 +92,20 @@ class EMAHook(Hook):
             _copy(parts, self._average)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self._give_back()
+        self._restore_own_weights()
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        self._give_back()
+        self._restore_own_weights()
 
     @property
     def evaluated_entry(self) -> str:
-        """The key of the state under which the evaluated weights are; empty for the model's own."""
+        """The key of the evaluated weights in the state; empty for the model's weights."""
         return "model" if self._evaluate and (self._average or self._restored) else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"model": the averaged model}`, empty before the training."""
+        """Return ``{"model": averaged weights}``, empty before the training."""
         if self._model is None or self._restored is not None:
-            return {"model": whole(self._restored or {})}
+            return {"model": with_whole_tensors(self._restored or {})}
         reshard(self._model)
         pairs = zip(self._params, self._average, strict=True)
         by_param = {id(param): as_global(mean, param) for param, mean in pairs}
@@ -114,7 +116,7 @@ class EMAHook(Hook):
         return {"model": {name: average.get(name, value) for name, value in own.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over the average of a checkpoint, at the next training or evaluation."""
+        """Restore the average of a checkpoint, at the next training or evaluation."""
         average = {plain_name(name): value for name, value in state["model"].items()}
         if not all(hasattr(value, "shape") for value in average.values()):
             raise TypeError("the saved average must be tensors")
@@ -122,7 +124,7 @@ class EMAHook(Hook):
         self._average = []
 
     def _parts(self) -> list[Tensor]:
-        """This rank's parts of the parameters, in the same memory."""
+        """Return this rank's parts of the parameters, which share their memory."""
         return [local_part(param) for param in self._params]
 
     def _start(self, state: LoopState) -> None:
@@ -130,7 +132,7 @@ class EMAHook(Hook):
         reshard(self._model)
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         self._params = [p for _, p in named]
-        # A step of 1e-3 of the difference is lost in the eight bits of a bfloat16.
+        # A change of 1e-3 of the difference is lost in the eight bits of a bfloat16.
         kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
         parts = zip(self._parts(), kinds, strict=True)
         self._average = [part.detach().to(kind, copy=True) for part, kind in parts]
@@ -146,9 +148,9 @@ class EMAHook(Hook):
                 copy_whole_(as_global(mean, param), self._restored[name])
             self._restored = None
 
-    def _give_back(self) -> None:
+    def _restore_own_weights(self) -> None:
         if self._own and self._model is not None:
-            # What FSDP2 has gathered in the evaluation is made of the averages.
+            # FSDP2 may still hold full parameters gathered from the averages.
             reshard(self._model)
             _copy(self._parts(), self._own)
             self._own = []

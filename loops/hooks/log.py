@@ -1,4 +1,4 @@
-"""Where the records of a run are written: JSON lines, the same as a CSV table, TensorBoard."""
+"""Write the records of a run: as JSON lines, as a CSV table, and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ _FIXED = ("step", "epoch", "phase", "time")
 
 @HOOKS.register_module()
 class LogHook(Hook):
-    """Writes each log record and evaluation into `metrics.jsonl` and `metrics.csv`.
+    """Write each log record and evaluation into ``metrics.jsonl`` and ``metrics.csv``.
 
-    Only rank 0 writes, into `state.run_dir` (nothing if that is None). docs/hooks.md describes a
-    record; a value named like one of its fixed four gets a `_` behind it. A resumed run drops the
-    records that came after the restored checkpoint, so that no step appears twice. Its first record
-    replaces that of an interval which the end of the earlier run cut short. An evaluation alone
-    adds to the files, also while a training writes them.
+    Only rank 0 writes, into ``state.run_dir``; nothing is written if that is None. docs/hooks.md
+    describes a record; a value with the name of one of its four fixed columns gets a ``_`` at the
+    end of its name. A resumed run drops the records after the restored checkpoint, so that no step
+    appears twice. If the earlier run ended inside a log interval, the first record of the resumed
+    run replaces the record of that part. A separate evaluation adds to the files, also while a
+    training writes them.
 
     Args:
-        console: Also log each record as a line at INFO, as `ProgressHook` shows it.
+        console: Also log each record as a line at INFO, in the format of ``ProgressHook``.
     """
 
     order = 70
@@ -49,7 +50,7 @@ class LogHook(Hook):
     def __init__(self, *, console: bool = False) -> None:
         self._console = console
         self._has_folder = False
-        # The updates within which an earlier run ended inside a log interval.
+        # The updates of the log interval that the end of an earlier run cut short.
         self._cut_short = range(0)
 
     def on_train_start(self, state: LoopState) -> None:
@@ -59,7 +60,7 @@ class LogHook(Hook):
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         if self._cut_short:
-            # Its part of the interval is in this record as well.
+            # This record includes the part of the interval that was cut short.
             steps, self._cut_short = self._cut_short, range(0)
             train = Phase.TRAIN.value
             self._keep(state, lambda r: r.get("phase") != train or r.get("step") not in steps)
@@ -74,7 +75,7 @@ class LogHook(Hook):
             logger.info("%s", eval_line(state, metrics))
 
     def _keep(self, state: LoopState, keep: Callable[[Record], bool]) -> None:
-        """Drop the records for which `keep` is false."""
+        """Drop the records for which ``keep`` is false."""
         if state.run_dir is not None and get_rank() == 0:
             state.run_dir.mkdir(parents=True, exist_ok=True)
             self._has_folder = True
@@ -107,7 +108,7 @@ class LogHook(Hook):
 
 
 def _is_past(record: Record, state: LoopState) -> bool:
-    """Say whether the restored run has this record behind it, so that it will not come again."""
+    """Return whether the record is from before the restored checkpoint, hence not repeated."""
     step = record.get("step")
     if not isinstance(step, (int, float)) or step > state.step or state.step == 0:
         return False
@@ -117,7 +118,7 @@ def _is_past(record: Record, state: LoopState) -> bool:
 
 
 def _records_in(path: Path) -> list[Record]:
-    """Read a `metrics.jsonl`, if there is one; a line cut off by a crash is left out."""
+    """Return the records of a ``metrics.jsonl``, if it exists, without lines cut off by a crash."""
     records: list[Record] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
@@ -131,7 +132,7 @@ def _records_in(path: Path) -> list[Record]:
 
 
 def _rewrite_table(folder: Path) -> None:
-    """Make the table anew from the JSON lines, which are of all processes."""
+    """Write the table again from the JSON lines, to which several processes may have added."""
     records = _records_in(folder / "metrics.jsonl")
     columns = list(dict.fromkeys([*_FIXED, *(name for record in records for name in record)]))
     header = _csv_line({name: name for name in columns}, columns)
@@ -163,7 +164,7 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line in one go, also where a crash has cut off the last one."""
+    """Append a line by a single write, on a new line if a crash has cut off the last one."""
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -173,10 +174,13 @@ def _append(path: Path, line: str) -> None:
 
 @HOOKS.register_module()
 class TensorBoardHook(Hook):
-    """Writes `train/...`, `val/...` and `test/...` scalars into `<run_dir>/tensorboard`.
+    """Write ``train/...``, ``val/...`` and ``test/...`` scalars into ``<run_dir>/tensorboard``.
 
-    Only rank 0 writes; nothing if `state.run_dir` is None. The horizontal axis is the optimizer
-    update. A resumed run hides what an earlier one wrote after the restored checkpoint.
+    Only rank 0 writes; nothing is written if ``state.run_dir`` is None. The horizontal axis is the
+    optimizer update. A resumed run hides values that were written after the restored checkpoint.
+
+    Raises:
+        ImportError: TensorBoard is not installed.
     """
 
     order = 72

@@ -1,4 +1,4 @@
-"""The step of a running process, for another process that may outlive it."""
+"""Share the step of a running process with a process that may outlive it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BYTES = 8
 
 
 class NoteStepHook(Hook):
-    """Keeps the number of the last complete update in a file, up to date even after a SIGKILL."""
+    """Write the number of the last complete update to a file, which survives a SIGKILL."""
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(_BYTES))
@@ -28,5 +28,5 @@ class NoteStepHook(Hook):
 
     @staticmethod
     def read(path: Path) -> int:
-        """Return the step that a process noted; -1 if it did not get as far as training."""
+        """Return the step that a process wrote; -1 if it has not started training."""
         return int.from_bytes(path.read_bytes(), sys.byteorder) - 1 if path.exists() else -1

@@ -1,4 +1,4 @@
-"""Progress: records as lines of text, on a terminal above a bar."""
+"""Show the progress of a run: records as lines of text, on a terminal with a progress bar."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from ..state import LoopState, Phase
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-# Told in words of their own at the end of the line.
+# These values are formatted separately, at the end of the line.
 _SPEED_KEYS = ("samples_per_s", "tokens_per_s", "mfu", "steps_per_s", "data_share")
 _DATA_SHARE_SHOWN = 0.1
-# Seconds after which a step counts a third (1/e) in the estimate of the time left.
+# Seconds after which the weight of a step in the estimate of the time left has fallen to 1/e.
 _MEMORY_S = 30.0
 
 
 def train_line(state: LoopState, record: Mapping[str, float]) -> str:
-    """`epoch 2/10 step 150/500 loss 0.123 lr 0.001 1234 samples/s eta 0:01:20`."""
+    """Return ``epoch 2/10 step 150/500 loss 0.123 lr 0.001 1234 samples/s eta 0:01:20``."""
     return " ".join(
         [epoch_text(state), step_text(state), values_text(record), *_speed(state, record)]
     )
 
 
 def eval_line(state: LoopState, metrics: Mapping[str, float]) -> str:
-    """`val epoch 2/10 step 150/500 accuracy 0.97`."""
+    """Return ``val epoch 2/10 step 150/500 accuracy 0.97``."""
     values = values_text(metrics) or ("cut short" if state.stop_reason else "done")
     return " ".join([state.phase.value, epoch_text(state), step_text(state), values])
 
 
 def epoch_text(state: LoopState) -> str:
-    """`epoch 2/10`, counting the running epoch as one."""
+    """Return ``epoch 2/10``, which includes the running epoch."""
     total = "" if state.max_epochs is None else f"/{state.max_epochs}"
     return f"epoch {state.running_epoch}{total}"
 
 
 def step_text(state: LoopState) -> str:
-    """`step 150/500`, in optimizer updates."""
+    """Return ``step 150/500``, in optimizer updates."""
     total = "" if state.max_steps is None else f"/{state.max_steps}"
     return f"step {state.step}{total}"
 
 
 def values_text(values: Mapping[str, float]) -> str:
-    """`loss 0.123 lr 0.001`: without the figures of speed, and only the highest learning rate."""
+    """Return ``loss 0.123 lr 0.001``, without speeds and with only the highest learning rate."""
     shown: dict[str, float] = {}
     for name, value in values.items():
         if name.startswith("lr/"):
@@ -63,7 +63,7 @@ def values_text(values: Mapping[str, float]) -> str:
 
 
 def _rates_text(record: Mapping[str, float]) -> list[str]:
-    """`1234 samples/s 12345 tokens/s 41% MFU`, those that are known; never with a power of ten."""
+    """Return ``1234 samples/s``, ``12345 tokens/s``, ``41% MFU`` if known, without exponents."""
     rates = [(name, record.get(f"{name}_per_s")) for name in ("samples", "tokens")]
     known = [(name, rate) for name, rate in rates if rate is not None]
     words = [f"{rate:{'.0f' if rate >= 1000 else '.4g'}} {name}/s" for name, rate in known]
@@ -82,18 +82,18 @@ def _speed(state: LoopState, record: Mapping[str, float]) -> list[str]:
 
 
 class _TimeLeft:
-    """Estimates the time to the end of the training by its recent speed, without evaluations."""
+    """Estimate the remaining time of the training from its recent speed, without evaluations."""
 
     def __init__(self, step: int) -> None:
         self._step, self._since_s = step, perf_counter()
         self._steps = self._seconds = 0.0
 
     def resume(self) -> None:
-        """Leave out the time since the last call of `text`."""
+        """Ignore the time since the last call of ``text``."""
         self._since_s = perf_counter()
 
     def text(self, state: LoopState) -> str:
-        """`eta 0:01:20`; empty before the first step, or without a known end."""
+        """Return ``eta 0:01:20``; empty before the first step, or without a known end."""
         if state.step > self._step:
             now = perf_counter()
             elapsed_s = now - self._since_s
@@ -108,14 +108,14 @@ class _TimeLeft:
 
 
 class _Bar:
-    """A bar on a terminal, below the lines. Drawing takes about half a millisecond."""
+    """A progress bar on a terminal, below the lines. Drawing takes about half a millisecond."""
 
     def __init__(self) -> None:
-        # Only here: a run without a bar need not wait for the import.
+        # Imported lazily: only runs with a bar need it.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        # No refreshing thread: it would compete with the training loop for the interpreter.
+        # A refreshing thread would compete with the training loop for the interpreter.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -129,7 +129,7 @@ class _Bar:
         self._eval: TaskID | None = None
         self._lines: list[str] = []
         self._progress.start()
-        # An error that reaches no hook must not leave a terminal without a cursor.
+        # Shows the cursor again after an error of which hooks are not notified.
         atexit.register(self._progress.stop)
 
     def advance(self, state: LoopState, eta: str) -> None:
@@ -158,7 +158,7 @@ class _Bar:
             self._eval = None
 
     def say(self, line: str) -> None:
-        """Print a line above the bar when that is drawn next."""
+        """Print a line above the bar, the next time it is drawn."""
         self._lines.append(line)
 
     def draw(self) -> None:
@@ -175,19 +175,19 @@ class _Bar:
 
 
 def _shows_bar() -> bool:
-    # A dumb terminal (an editor's shell) can not move its cursor.
+    # A dumb terminal, such as an editor's shell, cannot move its cursor.
     return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """A line for each log record and evaluation, on a terminal above a progress bar.
+    """Print a line for each log record and evaluation, on a terminal above a progress bar.
 
-    Writes to the standard output of rank 0; the other ranks are silent. `LogHook` writes all
+    Writes to the standard output of rank 0; the other ranks print nothing. ``LogHook`` writes all
     records into files.
 
     Args:
-        refresh_s: Seconds between two drawings of the bar.
+        refresh_s: Seconds between two drawings of the bar, more than 0.
     """
 
     order = 80
@@ -204,7 +204,7 @@ class ProgressHook(Hook):
         self._log_due_s = 0.0
 
     def ignores(self) -> Collection[str]:
-        """Without a bar there is nothing to draw between two records."""
+        """Return the events between two records if there is no bar."""
         if get_rank() != 0:
             return EVENTS
         return () if _shows_bar() else ("on_update", "on_eval_batch_end")
@@ -220,7 +220,7 @@ class ProgressHook(Hook):
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         self._say(train_line(state, record))
-        # Not by `_due_s`: a slow update has just been drawn, and its record should not wait.
+        # Not `_due_s`: the record of a slow update should not wait because it was just drawn.
         if perf_counter() >= self._log_due_s:
             self._refresh(state)
             self._log_due_s = self._due_s

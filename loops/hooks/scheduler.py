@@ -1,4 +1,4 @@
-"""Learning-rate schedules: PolyLR, a window in which another acts, and the hook that steps them."""
+"""Learning-rate schedules: PolyLR, ScheduleWindow, and the hook that steps schedulers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...registry import HOOKS, PARAM_SCHEDULERS
 from ..hook import Hook, Scalars
-from ..metrics.scores import WatchedMetric
+from ..metrics.evaluation import WatchedMetric
+from ..schedule import positive
 from ..state import LoopState, Phase
 
 By = Literal["batch", "step", "epoch"]
@@ -21,17 +22,20 @@ _UNITS: tuple[By, ...] = ("batch", "step", "epoch")
 
 @PARAM_SCHEDULERS.register_module()
 class PolyLR(LRScheduler):
-    """Decays the rates to `eta_min` as `(1 - step / total_iters) ** power`.
+    """Decay the learning rates to ``eta_min`` as ``(1 - step / total_iters) ** power``.
 
-    torch's `PolynomialLR`, of what lies above `eta_min`. As there each step changes the rates as
-    they are, so that other schedules may act besides.
+    The same as torch's ``PolynomialLR``, applied to the part above ``eta_min``. Each step changes
+    the current rates, so that other schedules can act at the same time.
 
     Args:
-        optimizer: Whose rates it changes.
-        total_iters: Steps after which the rates stay; at least 1.
-        power: Of the polynomial; 1 is a straight line.
-        eta_min: The rate at the end.
-        last_epoch: Steps so far.
+        optimizer: The optimizer whose rates to change.
+        total_iters: Steps after which the rates are constant; at least 1.
+        power: Power of the polynomial; 1 is a straight line.
+        eta_min: Final learning rate.
+        last_epoch: Index of the last step.
+
+    Raises:
+        ValueError: ``total_iters`` is less than 1.
     """
 
     def __init__(
@@ -43,15 +47,13 @@ class PolyLR(LRScheduler):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        if total_iters < 1:
-            raise ValueError(f"total_iters must be at least 1, got {total_iters}")
-        self.total_iters = total_iters
+        self.total_iters = positive("total_iters", total_iters)
         self.power = power
         self.eta_min = eta_min
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the next step, one for each group."""
+        """Return the rates of the next step, one for each parameter group."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         left = self.total_iters - self.last_epoch
         if self.last_epoch == 0 or left < 0:
@@ -61,16 +63,19 @@ class PolyLR(LRScheduler):
 
 
 class ScheduleWindow:
-    """Lets another scheduler act on the rates as they are from one count of steps to another.
+    """Apply another scheduler within a range of steps only.
 
-    Before `after` and from `until` on the rates are left to other schedulers. That scheduler is
-    made when its time has come, since a scheduler changes the rates as soon as it exists.
+    Before ``after`` and from ``until`` on other schedulers control the rates. The scheduler is
+    created at the start of the range, since a scheduler changes the rates when it is created.
 
     Args:
-        optimizer: Whose rates it changes.
-        make: Returns a scheduler over it. Called once at the start as well, for its errors.
-        after: Steps in which nothing is done.
-        until: The count of steps from which on nothing is done any more; None for never.
+        optimizer: The optimizer whose rates to change.
+        make: Returns a scheduler for the optimizer. Also called once at the start, to find errors.
+        after: Number of steps before the range.
+        until: Number of steps at which the range ends; None for no end.
+
+    Raises:
+        ValueError: ``after`` is negative, or ``until`` is not greater than ``after``.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class ScheduleWindow:
             self._made()
 
     def step(self) -> None:
-        """Count one step, and let the scheduler act if it is within its part."""
+        """Count one step, and step the scheduler if the count is in its range."""
         self._count += 1
         if self._until is not None and self._count >= self._until:
             return
@@ -105,12 +110,12 @@ class ScheduleWindow:
             self._inner = self._make(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count, and the state of the scheduler where it has begun."""
+        """Return the count, and the state of the scheduler if it has been created."""
         inner = None if self._inner is None else self._inner.state_dict()
         return {"count": self._count, "scheduler": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the rates themselves are the optimizer's."""
+        """Restore the count and the scheduler; the optimizer restores the rates."""
         self._count = state["count"]
         self._inner = None
         if state["scheduler"] is not None:
@@ -118,7 +123,7 @@ class ScheduleWindow:
             self._inner.load_state_dict(dict(state["scheduler"]))
 
     def _made(self) -> LRScheduler:
-        """Return a new scheduler, with the groups' settings as they were."""
+        """Return a new scheduler without changing the settings of the parameter groups."""
         groups = self.optimizer.param_groups
         before = [dict(group) for group in groups]
         try:
@@ -131,22 +136,25 @@ class ScheduleWindow:
 
 @HOOKS.register_module()
 class SchedulerHook(Hook):
-    """Steps torch's learning-rate schedulers and adds `lr` to the log records.
+    """Step torch's learning-rate schedulers and add ``lr`` to the log records.
 
-    docs/hooks.md says under which names. A schedule counts the loop's updates also where a loss
-    scaler skips some, so that a rate depends on the update alone.
+    docs/hooks.md lists the names. Updates that a loss scaler skips are counted, so that a rate
+    depends only on the number of the update.
 
     Args:
         schedulers: Each scheduler with "step" (stepped after each update), "batch" (after each
             batch, also within an accumulation window) or "epoch" (after each pass over the data).
-            `ReduceLROnPlateau` is stepped at the end of each validation whatever stands beside it.
-        metric: Metric of the validation that `ReduceLROnPlateau` watches; a warning tells where
-            that one's `mode` is not the metric's direction.
-        optimizers: Several optimizers by their names in the records, where also those without a
-            scheduler are; default: those of the schedulers, in their order.
+            ``ReduceLROnPlateau`` is always stepped at the end of each validation.
+        metric: The validation metric for ``ReduceLROnPlateau``. A warning is logged if the
+            scheduler's ``mode`` is not the metric's direction.
+        optimizers: Several optimizers by their names in the records, including those without a
+            scheduler; default: the optimizers of the schedulers, in their order.
+
+    Raises:
+        ValueError: A unit is unknown, or ``metric`` is missing.
     """
 
-    # Before hooks that save: a checkpoint holds the schedules after this update.
+    # Before hooks that save, so that checkpoints contain the schedules after the update.
     order = 30
 
     def __init__(
@@ -171,7 +179,7 @@ class SchedulerHook(Hook):
         self._epochs: int | None = None
 
     def ignores(self) -> Collection[str]:
-        """Return the end of batches, unless a schedule counts them."""
+        """Return the end of batches, unless a scheduler is stepped by batch."""
         return () if self._timed["batch"] else ("on_batch_end",)
 
     def on_train_start(self, state: LoopState) -> None:
@@ -188,12 +196,12 @@ class SchedulerHook(Hook):
         _step(self._timed["step"])
 
     def on_eval_start(self, state: LoopState) -> None:
-        # The validation after a pass comes before its save point, and a plateau acts on it.
+        # The validation of a pass, which may step a plateau scheduler, is before its save point.
         if state.phase is Phase.VAL:
             self._finish_epochs(state.epoch)
 
     def on_save_point(self, state: LoopState) -> None:
-        # Not at the end of an epoch's events: the iteration loop's is inside a pass over the data.
+        # Not in `on_epoch_end`, which the iteration loop emits inside a pass over the data.
         self._finish_epochs(state.epoch)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
@@ -212,24 +220,24 @@ class SchedulerHook(Hook):
             scalars.update(_rates("lr", [group for one in used for group in one.param_groups]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each scheduler, and the epochs that they have counted."""
+        """Return the state of each scheduler, and the number of epochs stepped so far."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
         return {"schedulers": states, "epochs": self._epochs}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take over the schedulers' states; ValueError if there is another number of them."""
+        """Restore the schedulers' states; ValueError if the number of schedulers differs."""
         saved: Sequence[Mapping[str, Any]] = state["schedulers"]
         if len(saved) != len(self._schedulers):
             raise ValueError(
-                f"the checkpoint holds {len(saved)} schedulers, the run has "
-                f"{len(self._schedulers)}: `schedulers` must be as it was"
+                "`schedulers` must be the same as in the checkpoint, which has "
+                f"{len(saved)} schedulers, got {len(self._schedulers)}"
             )
         for scheduler, part in zip(self._schedulers, saved, strict=True):
             scheduler.load_state_dict(dict(part))
         self._epochs = state["epochs"]
 
     def _finish_epochs(self, finished: int) -> None:
-        # None: a validation without a training.
+        # None in a validation without a training.
         if self._epochs is not None and self._epochs != finished:
             for _ in range(self._epochs, finished):
                 _step(self._timed["epoch"])
@@ -247,8 +255,8 @@ def _step(schedulers: Sequence[LRScheduler | ScheduleWindow]) -> None:
         if getattr(scheduler.optimizer, "_opt_called", False):
             scheduler.step()
             continue
-        # A loss scaler that starts too high skips the first updates, and torch knows of those of
-        # this process alone: it would warn (pytorch/pytorch#44511).
+        # A loss scaler may skip the first updates. Torch then warns that the scheduler was
+        # stepped before the optimizer (pytorch/pytorch#44511).
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
             scheduler.step()

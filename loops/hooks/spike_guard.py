@@ -1,4 +1,4 @@
-"""Leaving out updates whose loss or gradients stick out from those before."""
+"""Skip updates whose loss or gradient norm is an outlier."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ...wrappers import OptimWrapper
 from ...wrappers.features import optim_features
 from ..checkpoints.restore import find_checkpoint
 from ..hook import Hook, Scalars
-from ..skips import GoingBack, window_restorer
+from ..skip_steps import Rollback, window_restorer
 from ..state import LoopState
-from .figures import gradient_norm
+from .monitors import gradient_norm
 
 logger = logging.getLogger(__name__)
 
 _WATCHED = ("loss", "grad_norm")
-# The least that counts as a deviation, as a share of the median: equal values have none.
-_LEAST = 0.01
+# The minimum deviation as a share of the median, since equal values have a deviation of 0.
+_MIN_DEVIATION = 0.01
 
 
 @dataclass
 class _Series:
-    """One figure of the steps that were made, of each that of the rank with the highest."""
+    """The last values of the loss or the gradient norm: for each step the highest of the ranks."""
 
     name: str
     threshold: float
@@ -41,46 +41,51 @@ class _Series:
     made: deque[float]
 
     def judge(self, values: Sequence[float]) -> str:
-        """Say which rank's value sticks out, and from what; nothing where none does."""
+        """Describe the highest value of the ranks if it is an outlier; otherwise return ""."""
         heights = [value if math.isfinite(value) else math.inf for value in values]
         rank = heights.index(max(heights))
-        value, told = values[rank], f"{self.name} {values[rank]:.5g} on rank {rank}"
+        value, text = values[rank], f"{self.name} {values[rank]:.5g} on rank {rank}"
         if not math.isfinite(value):
-            return told
+            return text
         if len(self.made) < self.warmup:
             return ""
         middle = median(self.made)
-        deviation = max(median(abs(one - middle) for one in self.made), _LEAST * abs(middle))
+        mad = median(abs(one - middle) for one in self.made)
+        deviation = max(mad, _MIN_DEVIATION * abs(middle))
         bound = middle + self.threshold * deviation
         if value <= bound:
             return ""
-        return f"{told} is above {bound:.5g} (median {middle:.5g}, deviation {deviation:.3g})"
+        return f"{text} is above {bound:.5g} (median {middle:.5g}, deviation {deviation:.3g})"
 
 
 class SpikeError(ArithmeticError):
-    """One step after the other sticks out: leaving steps out does not help."""
+    """Too many steps in a row are outliers, so that skipping steps does not help."""
 
 
 @HOOKS.register_module()
 class SpikeGuardHook(Hook):
-    """Leaves out the steps whose loss or gradient norm sticks out, or is NaN or infinite.
+    """Skip the steps whose loss or gradient norm is an outlier, NaN or infinite.
 
-    Decided before the update, by all ranks alike: a value of any rank above `median + threshold *
-    MAD` of the last `window` steps that were made (MAD: the median absolute deviation; of each step
-    the value of the rank with the highest). The run goes on as if the batches of the step, all
-    those of its accumulation window, had not been there: docs/hooks.md. Each step costs a small
-    collective and waits for the device. Adds `skipped_steps`, those since the last record, to the
-    log records.
+    All ranks decide together before the update. A value is an outlier if it is above ``median +
+    threshold * MAD`` of the last ``window`` steps, without the skipped ones. MAD is the median
+    absolute deviation; the value of a step is the highest of its ranks. The run continues as if
+    the batches of the step's accumulation window did not exist; see docs/hooks.md. Each step costs
+    a small collective and waits for the device. The hook adds ``skipped_steps``, their number
+    since the last record, to the log records.
 
     Args:
-        threshold: Median absolute deviations above the median from which on a value sticks out.
-        window: Steps that a value is compared with.
-        warmup: Steps to wait for before comparing; NaN and infinity stick out from the first.
-        watch: "both", or "loss" or "grad_norm" alone.
-        before: Steps before one that sticks out to be left out as well. The run goes back to the
-            latest checkpoint from before them, if there is one.
-        after: Steps after it to be left out as well.
-        max_in_row: So many steps in a row may stick out; one more is a SpikeError.
+        threshold: The number of median absolute deviations above the median.
+        window: The number of previous steps that a value is compared with.
+        warmup: The number of steps before the first comparison. NaN and infinity are always
+            outliers.
+        watch: "both", "loss" or "grad_norm".
+        before: The number of steps before an outlier to skip as well. The run goes back to the
+            latest checkpoint before them, if there is one.
+        after: The number of steps after an outlier to skip as well.
+        max_in_row: The allowed number of outliers in a row. One more raises SpikeError.
+
+    Raises:
+        ValueError: An argument is not allowed.
     """
 
     # After the hooks that save and those that evaluate, which may draw random numbers.
@@ -104,8 +109,9 @@ class SpikeGuardHook(Hook):
                 f"SpikeGuardHook: watch must be both, loss or grad_norm, got {watch!r}"
             )
         if not 2 <= warmup <= window:
-            told = f"must be from 2 to window ({window}), got {warmup!r}"
-            raise ValueError(f"SpikeGuardHook: warmup {told}")
+            raise ValueError(
+                f"SpikeGuardHook: warmup must be from 2 to window ({window}), got {warmup!r}"
+            )
         for name, value in (("before", before), ("after", after), ("max_in_row", max_in_row)):
             if value < 0:
                 raise ValueError(f"SpikeGuardHook: {name} must be at least 0, got {value!r}")
@@ -127,8 +133,8 @@ class SpikeGuardHook(Hook):
             one = optim.optimizer if isinstance(optim, OptimWrapper) else optim
             kind = "several optimizers" if isinstance(optim, Mapping) else type(one).__name__
             raise TypeError(
-                f"SpikeGuardHook needs one OptimWrapper, whose single update it can leave out, got "
-                f"{kind}; train.skip_steps leaves out steps of any"
+                "SpikeGuardHook needs one OptimWrapper with an optimizer that takes no closure, "
+                f"got {kind}; use train.skip_steps to skip steps of other optimizers"
             )
         self._state, optim.guard = state, self
         self._losses, self._refused = [], False
@@ -175,16 +181,16 @@ class SpikeGuardHook(Hook):
         for one in self._series:
             one.made.clear()
             one.made.extend(state["made"].get(one.name, ()))
-        # A run that has gone back knows more than its checkpoint.
+        # After a rollback the run has found more steps to skip than its checkpoint has.
         self._skip_steps |= set(state["left_out"])
         self._count = state["count"]
 
     def note(self, loss: Tensor) -> None:
-        """Hear of the loss of a micro-batch."""
+        """Record the loss of a micro-batch."""
         self._losses.append(loss)
 
     def allows(self, optim_wrapper: OptimWrapper) -> bool:
-        """Whether nothing sticks out, on no rank; every rank must call this."""
+        """Return whether to make the update: no rank has an outlier; every rank must call this."""
         state, losses = self._state, self._losses
         self._losses, state.skipped = [], False
         if not state.together:
@@ -192,7 +198,7 @@ class SpikeGuardHook(Hook):
         names = [one.name for one in self._series]
         columns = list(zip(*_by_rank(_measured(names, losses, optim_wrapper)), strict=True))
         pairs = list(zip(self._series, columns, strict=True))
-        reasons = {one.name: told for one, values in pairs if (told := one.judge(values))}
+        reasons = {one.name: text for one, values in pairs if (text := one.judge(values))}
         if reasons.keys() == {"grad_norm"} and _overflows(optim_wrapper, columns[-1]):
             return True
         if reasons:
@@ -204,12 +210,13 @@ class SpikeGuardHook(Hook):
         return True
 
     def _refuse(self, state: LoopState, reason: str) -> None:
-        """Have the step left out; every rank must call this."""
+        """Skip the step; every rank must call this."""
         self._in_row += 1
         if self._in_row > self._max_in_row:
             raise SpikeError(
-                f"{self._in_row} steps in a row stick out, the last: {reason}. Leaving out more of "
-                "them does not help: look at the data, lower the learning rate, or raise threshold"
+                f"at most {self._max_in_row} outliers in a row are allowed (max_in_row), got "
+                f"{self._in_row}, the last in {reason}; check the data, lower the learning rate, "
+                "or raise threshold"
             )
         before, after = self._around
         step = state.step + 1
@@ -218,20 +225,20 @@ class SpikeGuardHook(Hook):
             self._skip_steps |= more
             state.skip_steps |= more
         if get_rank() == 0:
-            logger.warning("left out %s", reason)
+            logger.warning("skipped %s", reason)
         folder = state.run_dir
         path = find_checkpoint(folder, before=step - before) if before and folder else None
         if path is not None:
-            raise GoingBack(path, reason)
+            raise Rollback(path, reason)
         if before and get_rank() == 0:
-            logger.warning("no checkpoint is from before step %d to go back to", step - before)
+            logger.warning("there is no checkpoint before step %d to go back to", step - before)
         state.skipped = self._refused = True
 
 
 def _measured(
     names: Sequence[str], losses: Sequence[Tensor], optim_wrapper: OptimWrapper
 ) -> Tensor:
-    """This rank's figures of the step, on the device; every rank must call this."""
+    """Return this rank's values of the step, on the device; every rank must call this."""
     measured = []
     if "loss" in names:
         means = [one.double().mean() for one in losses]
@@ -244,7 +251,7 @@ def _measured(
 
 
 def _by_rank(own: Tensor) -> list[list[float]]:
-    """The values of all ranks, in one small collective."""
+    """Return the values of all ranks, exchanged in one small collective."""
     if not distributed_available() or get_world_size() == 1:
         return [own.tolist()]
     own = own.to(comm_device())
@@ -255,7 +262,7 @@ def _by_rank(own: Tensor) -> list[list[float]]:
 
 
 def _overflows(optim_wrapper: OptimWrapper, norms: Sequence[float]) -> bool:
-    """Whether the loss scale may be too high: its scaler skips the update, and lowers it."""
+    """Return whether the loss scale is too high, so that the scaler skips the update itself."""
     scaler = getattr(optim_wrapper, "loss_scaler", None)
     has_scale = scaler is not None and scaler.is_enabled()
     return has_scale and not all(map(math.isfinite, norms))

@@ -1,6 +1,6 @@
 """The mean loss, as a metric of torchmetrics.
 
-Imported only where it is wanted: with torchmetrics come matplotlib and much of scipy, a second.
+Imported lazily: torchmetrics imports matplotlib and much of scipy, which takes a second.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from torchmetrics import Metric
 
 
 class MeanLoss(Metric):
-    """Mean loss per sample, from the batches' mean losses and sample counts.
+    """The mean loss per sample, from the batches' mean losses and sample counts.
 
-    Where the training has a `loss_weight` batches weigh by that, as in every metric whose update
-    takes `loss` and `num_samples`.
+    If the training has a ``loss_weight``, it replaces the sample counts, as in every metric whose
+    ``update`` takes ``loss`` and ``num_samples``.
     """
 
     full_state_update = False
@@ -28,13 +28,18 @@ class MeanLoss(Metric):
         self.add_state("samples", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, num_samples: float | Tensor) -> None:
-        """Add one batch: its mean loss (0-d) and how many samples it had, or its weight."""
+        """Add a batch.
+
+        Args:
+            loss: Mean loss of the batch, 0-d.
+            num_samples: Number of its samples, or its weight.
+        """
         if not num_samples:
-            # The mean over nothing may be NaN.
+            # The mean loss of no samples may be NaN.
             return
         self.total += loss.detach().double() * num_samples
         self.samples += num_samples
 
     def compute(self) -> Tensor:
-        """Return the mean over all samples; nan without any."""
+        """Return the mean over all samples; NaN if there are none."""
         return self.total / self.samples

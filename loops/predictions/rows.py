@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..notes import describe
+from ..error_notes import describe
 
 Row = dict[str, Any]
 # The field of outputs that are not mappings.

@@ -263,7 +263,9 @@ def test_ledgers_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
     train(tmp_path / "one", every_steps=1)
     run_ranks(train, 2, tmp_path / "two", every_steps=1)
     one, two = read_ledger(tmp_path / "one"), read_ledger(tmp_path / "two")
-    with pytest.raises(LedgerError, match=r"at step 0 .*one/ledger is of 1 ranks .* of 2: entries"):
+    with pytest.raises(
+        LedgerError, match=r"same number of ranks, but at step 0 .*one/ledger has 1 .* has 2"
+    ):
         first_difference(one, two)
     with pytest.raises(LedgerError, match="no step in common"):
         first_difference(one, one, after=12)

@@ -113,7 +113,7 @@ def test_lines_that_draw_or_change_attributes_are_seen(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--kill-at=1"], "--kill-at 1: needs an earlier step"),
+        (["--kill-at=1"], "--kill-at must be at least 2"),
         (["--kill-at=0"], "must be a whole number from 1"),
         (["optimizer.lrr=1"], "optimizer.lrr"),
         (["--then=2", "wrapper={type: single}"], "wrapper.type: SingleDev"),

@@ -115,12 +115,7 @@ def train(
     group = model.data_group
     shard = dist.get_rank(group), dist.get_world_size(group)
     loader = build_loader(
-        make_data(samples),
-        batch_size=batch_size,
-        train=True,
-        shuffle=True,
-        seed=7,
-        shard=shard,
+        make_data(samples), batch_size=batch_size, train=True, shuffle=True, seed=7, shard=shard
     )
     loop: Any = EpochTrainLoop(loader, max_epochs=EPOCHS, log_every_steps=1000)
     if by_steps is not None:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, Metric
 
@@ -82,6 +83,17 @@ def scripted(*values: float, higher_is_better: bool | None = None) -> Metric:
 
     Scripted.higher_is_better = higher_is_better
     return Scripted()
+
+
+def rates(optimizer: Optimizer, steps: int, *schedulers: Any) -> list[list[float]]:
+    """Return the rates of all groups at each step of some schedulers, stepped by hand."""
+    found = []
+    for _ in range(steps):
+        found.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    return found
 
 
 def weights(state: LoopState) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from stepwrap.loops import Hook, LoopState, build_loader, seed_rng
+from stepwrap.loops import LoopState, build_loader, seed_rng
 from stepwrap.wrappers import (
     OptimWrapper,
     SingleDevice,
@@ -87,53 +87,30 @@ def assert_identical(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(value, right[name]), name
 
 
-class Recorder(Hook):
-    """Notes the events that it hears, in order."""
+# What a recorder appends at each event.
+_TEXTS: dict[str, Callable[..., str]] = {
+    "on_run_start": lambda state: "run_start",
+    "on_run_end": lambda state: "run_end",
+    "on_train_start": lambda state: "train_start",
+    "on_train_end": lambda state: "train_end",
+    "on_epoch_start": lambda state: f"epoch_start {state.epoch}",
+    "on_epoch_end": lambda state: f"epoch_end {state.epoch}",
+    "on_batch_start": lambda state, batch: f"batch_start {state.iteration}",
+    "on_batch_end": lambda state, batch, logs: f"batch_end {state.iteration}",
+    "on_update": lambda state: f"update {state.step}",
+    "on_log": lambda state, record: f"log {state.step}",
+    "on_save_point": lambda state: f"save_point {state.step}",
+    "on_eval_start": lambda state: f"{state.phase.value}_start",
+    "on_eval_batch_start": lambda state, batch: "eval_batch_start",
+    "on_eval_batch_end": lambda state, batch, outputs: "eval_batch_end",
+    "on_eval_end": lambda state, metrics: f"{state.phase.value}_end {sorted(metrics)}",
+}
+
+
+class Recorder:
+    """Records the events in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
-
-    def on_run_start(self, state: LoopState) -> None:
-        self.events.append("run_start")
-
-    def on_run_end(self, state: LoopState) -> None:
-        self.events.append("run_end")
-
-    def on_train_start(self, state: LoopState) -> None:
-        self.events.append("train_start")
-
-    def on_train_end(self, state: LoopState) -> None:
-        self.events.append("train_end")
-
-    def on_epoch_start(self, state: LoopState) -> None:
-        self.events.append(f"epoch_start {state.epoch}")
-
-    def on_epoch_end(self, state: LoopState) -> None:
-        self.events.append(f"epoch_end {state.epoch}")
-
-    def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        self.events.append(f"batch_start {state.iteration}")
-
-    def on_batch_end(self, state: LoopState, batch: Any, logs: Any) -> None:
-        self.events.append(f"batch_end {state.iteration}")
-
-    def on_update(self, state: LoopState) -> None:
-        self.events.append(f"update {state.step}")
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self.events.append(f"log {state.step}")
-
-    def on_save_point(self, state: LoopState) -> None:
-        self.events.append(f"save_point {state.step}")
-
-    def on_eval_start(self, state: LoopState) -> None:
-        self.events.append(f"{state.phase.value}_start")
-
-    def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
-        self.events.append("eval_batch_start")
-
-    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-        self.events.append("eval_batch_end")
-
-    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self.events.append(f"{state.phase.value}_end {sorted(metrics)}")
+        for event, text in _TEXTS.items():
+            setattr(self, event, lambda *args, text=text: self.events.append(text(*args)))

@@ -72,10 +72,10 @@ class Lines(IterableDataset[Any]):
 
 
 class Noisy(Dataset[Any]):
-    """A map-style data set with noise."""
+    """A map-style data set with noise, different at each reading."""
 
-    def __init__(self, noise: bool = True) -> None:
-        self.data, self.noise = make_data(SAMPLES), noise
+    def __init__(self, samples: int = SAMPLES, noise: bool = True) -> None:
+        self.data, self.noise = make_data(samples), noise
 
     def __len__(self) -> int:
         return len(self.data)
@@ -84,19 +84,23 @@ class Noisy(Dataset[Any]):
         return noisy(self.data[index]) if self.noise else self.data[index]
 
 
+def batch_at(at: int) -> tuple[Tensor, ...]:
+    """Return a batch of three samples with noise."""
+    data = make_data(SAMPLES)
+    pairs = [noisy(data[index]) for index in range(at * 3, at * 3 + 3)]
+    return tuple(torch.stack(part) for part in zip(*pairs, strict=True))
+
+
 class OwnLoader:
-    """A loader of one's own, with a state."""
+    """A user-defined loader with a state."""
 
     def __init__(self) -> None:
         self.at = 0
 
     def __iter__(self) -> Iterator[Any]:
-        data = make_data(SAMPLES)
         while self.at < 6:
             self.at += 1
-            yield tuple(
-                torch.stack(part) for part in zip(*map(noisy, data_of(data, self.at)), strict=True)
-            )
+            yield batch_at(self.at)
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,10 +108,6 @@ class OwnLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"]
-
-
-def data_of(data: Any, at: int) -> list[Any]:
-    return [data[index] for index in range(at * 3, at * 3 + 3)]
 
 
 class Cursor:
@@ -123,8 +123,7 @@ class Cursor:
         if self.at == 6:
             raise StopIteration
         self.at += 1
-        pairs = map(noisy, data_of(make_data(SAMPLES), self.at))
-        return tuple(torch.stack(part) for part in zip(*pairs, strict=True))
+        return batch_at(self.at)
 
     def get_state(self) -> bytes:
         return b"%d" % self.at

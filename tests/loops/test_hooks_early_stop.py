@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hook_runs import loader, new_state, scripted, train
 from torchmetrics import MetricCollection
 
-from stepwrap.loops import EarlyStopHook
+from stepwrap.loops import CheckpointHook, EarlyStopHook, Hook
 from stepwrap.loops.evaluate import ValLoop
 from stepwrap.loops.state import LoopState, Phase
 
@@ -51,10 +52,17 @@ def test_training_stops_with_a_reason() -> None:
     assert state.stop_reason.endswith("(step 4) and has not improved in 2 validations (patience 2)")
 
 
-def test_a_metric_that_does_not_exist() -> None:
-    text = r"EarlyStopHook: metric .* got 'erorr'; the last evaluation gave: error; did you mean"
+@pytest.mark.parametrize(
+    ("hook", "setting"),
+    [
+        (EarlyStopHook("erorr", patience=2), "EarlyStopHook: metric"),
+        (CheckpointHook(keep_best="erorr", mode="min"), "CheckpointHook: keep_best"),
+    ],
+)
+def test_a_metric_that_does_not_exist(hook: Hook, setting: str, tmp_path: Path) -> None:
+    text = f"{setting} .* got 'erorr'; the last evaluation computed: error; did you mean 'error'"
     with pytest.raises(ValueError, match=text):
-        train(new_state(), [EarlyStopHook("erorr", patience=2)])
+        train(new_state(run_dir=tmp_path), [hook])
 
 
 def test_a_test_run_does_not_count() -> None:
@@ -95,18 +103,21 @@ def test_the_direction_is_the_metrics_own(name: str, higher: bool | None, epochs
     assert ("was lowest at 1 " in state.stop_reason) == (epochs == 3)
 
 
-def test_a_direction_that_nothing_tells_is_asked_for_before_training() -> None:
-    state, val = new_state(), ValLoop(loader(8), {"score": scripted(1)})
-    text = "EarlyStopHook: mode must be given, 'max' when higher values of 'score' are better"
+@pytest.mark.parametrize(
+    "hook", [EarlyStopHook("score", patience=2), CheckpointHook(keep_best="score")]
+)
+def test_an_unknown_direction_is_an_error_before_training(hook: Hook, tmp_path: Path) -> None:
+    state, val = new_state(run_dir=tmp_path), ValLoop(loader(8), {"score": scripted(1)})
+    text = f"{type(hook).__name__}: mode must be given, since neither .* the name of 'score'"
     with pytest.raises(ValueError, match=text):
-        train(state, [EarlyStopHook("score", patience=2)], val_loop=val)
+        train(state, [hook], val_loop=val)
     assert state.step == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"patience": 0}, "patience must be a whole number >= 1, got 0"),
         ({"patience": 1, "min_delta": -1.0}, "min_delta must be at least 0"),
         ({"patience": 1, "mode": "up"}, "mode must be 'min' or 'max', got 'up'"),
     ],

@@ -46,23 +46,26 @@ class WithSpare(nn.Linear):
         self.spare = nn.Parameter(torch.zeros(2))
 
 
-def test_the_first_bad_loss_is_named() -> None:
-    text = "loss is nan at step 3 on rank 0; parameter 'net.weight' has 3 of 3 values not finite; "
-    with pytest.raises(NonFiniteError, match=text):
-        train(new_state(), [NanGuardHook(), PoisonHook(step=3)], log_every_steps=4)
-
-
-def test_the_first_bad_step_is_named_long_before_the_next_record() -> None:
-    state = new_state()
-    with pytest.raises(NonFiniteError, match="^loss is nan at step 3 on rank 0; parameter"):
-        train(
-            state,
-            [NanGuardHook(), PoisonHook(step=3)],
-            epochs=1,
-            dataloader=loader(1200),
-            log_every_steps=1000,
-        )
-    assert state.step == 300
+@pytest.mark.parametrize(
+    ("settings", "bad", "log_every_steps", "samples", "found"),
+    [
+        # With the record of the interval.
+        ({}, 3, 4, 16, 4),
+        ({}, 1, 3, 16, 3),
+        # At the end, long before the next record.
+        ({}, 3, 1000, 1200, 300),
+        ({"every_steps": 1}, 2, 100, 16, 2),
+    ],
+)
+def test_the_first_bad_loss_is_named(
+    settings: dict[str, int], bad: int, log_every_steps: int, samples: int, found: int
+) -> None:
+    state, hooks = new_state(), [NanGuardHook(**settings), PoisonHook(step=bad)]
+    options = {"dataloader": loader(samples), "log_every_steps": log_every_steps}
+    weights = "parameter 'net.weight' has 3 of 3 values not finite; "
+    with pytest.raises(NonFiniteError, match=f"^loss is nan at step {bad} on rank 0; {weights}"):
+        train(state, hooks, epochs=1, **options)
+    assert state.step == found
 
 
 def test_weights_that_no_loss_shows_are_found_at_the_end() -> None:
@@ -81,21 +84,6 @@ def test_a_bad_loss_whose_update_a_scaler_skips_is_no_fault() -> None:
     assert state.step == 8
     with pytest.raises(NonFiniteError, match="loss is nan at step 3 on rank 0; lower"):
         train(new_state(), [NanGuardHook(check="loss"), PoisonHook(step=3)], log_every_steps=1)
-
-
-def test_a_bad_loss_is_found_at_the_log_interval() -> None:
-    state = new_state()
-    with pytest.raises(NonFiniteError):
-        train(state, [NanGuardHook(), PoisonHook(step=1)], log_every_steps=3)
-    assert state.step == 3
-
-
-def test_a_bad_loss_is_found_every_so_many_updates() -> None:
-    state = new_state()
-    guard = NanGuardHook(every_steps=1)
-    with pytest.raises(NonFiniteError, match="loss is nan at step 2 on rank 0"):
-        train(state, [guard, PoisonHook(step=2)], log_every_steps=100)
-    assert state.step == 2
 
 
 def test_a_bad_parameter_is_named() -> None:
@@ -203,16 +191,23 @@ def _error_of_rank(settings: dict[str, Any], poison: dict[str, Any]) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("settings", [{"every_steps": 1}, {"check": "all"}, {}], ids=repr)
-def test_a_loss_that_is_bad_on_rank_1_alone_ends_both_ranks(settings: dict[str, Any]) -> None:
-    first, second = run_ranks(_error_of_rank, 2, settings, {"step": 1})
-    assert first == second
-    assert first.startswith("loss is nan at step 1 on rank 1; ")
+BAD_BIAS = {"step": 2, "param": "net.bias"}
 
 
-@pytest.mark.parametrize("settings", [{"every_steps": 1}, {}], ids=repr)
-def test_a_parameter_that_is_bad_on_rank_1_alone_ends_both_ranks(settings: dict[str, Any]) -> None:
-    poison = {"step": 2, "param": "net.bias"}
-    first, second = run_ranks(_error_of_rank, 2, {"check": "all", **settings}, poison)
+@pytest.mark.parametrize(
+    ("settings", "poison"),
+    [
+        *(({"every_steps": 1}, {"step": 1}), ({"check": "all"}, {"step": 1}), ({}, {"step": 1})),
+        *(({"check": "all", "every_steps": 1}, BAD_BIAS), ({"check": "all"}, BAD_BIAS)),
+    ],
+    ids=repr,
+)
+def test_a_bad_value_of_rank_1_ends_both_ranks(
+    settings: dict[str, Any], poison: dict[str, Any]
+) -> None:
+    first, second = run_ranks(_error_of_rank, 2, settings, poison)
     assert first == second
-    assert first.startswith("parameter 'net.bias' has 1 of 1 values not finite at step 2 on rank 1")
+    text = "loss is nan at step 1 on rank 1; "
+    if poison is BAD_BIAS:
+        text = "parameter 'net.bias' has 1 of 1 values not finite at step 2 on rank 1"
+    assert first.startswith(text)

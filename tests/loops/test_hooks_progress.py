@@ -229,19 +229,22 @@ def test_a_record_of_a_slow_run_is_shown_at_once(terminal: Terminal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speed", "shown"), [(12345.6, "12346"), (1e7, "10000000"), (999.87, "999.9"), (0.5, "0.5")]
+    ("record", "shown"),
+    [
+        ({"samples_per_s": 12345.6}, "12346 samples/s"),
+        ({"samples_per_s": 1e7}, "10000000 samples/s"),
+        ({"samples_per_s": 999.87}, "999.9 samples/s"),
+        ({"samples_per_s": 0.5}, "0.5 samples/s"),
+        (
+            {"samples_per_s": 5.0, "tokens_per_s": 1234567.8, "mfu": 0.414},
+            "5 samples/s 1234568 tokens/s 41% MFU",
+        ),
+    ],
 )
-def test_speed_is_shown_without_powers_of_ten(
-    capsys: pytest.CaptureFixture[str], speed: float, shown: str
+def test_speeds_are_shown_without_powers_of_ten(
+    capsys: pytest.CaptureFixture[str], record: dict[str, float], shown: str
 ) -> None:
     hook, state = ProgressHook(), new_state()
     hook.on_train_start(state)
-    hook.on_log(state, {"lr": 1e-5, "samples_per_s": speed})
-    assert f"lr 1e-05 {shown} samples/s" in capsys.readouterr().out
-
-
-def test_tokens_and_mfu_stand_beside_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    hook, state = ProgressHook(), new_state()
-    hook.on_train_start(state)
-    hook.on_log(state, {"samples_per_s": 5.0, "tokens_per_s": 1234567.8, "mfu": 0.414})
-    assert "5 samples/s 1234568 tokens/s 41% MFU" in capsys.readouterr().out
+    hook.on_log(state, {"lr": 1e-5, **record})
+    assert f"lr 1e-05 {shown}" in capsys.readouterr().out

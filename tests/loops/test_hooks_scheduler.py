@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hook_runs import loader, new_state, train
+from hook_runs import rates as rates_of
 from listeners import stop_at
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import (
@@ -59,13 +60,7 @@ def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
 def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
     """Return the rates that `make`'s schedule gives to successive steps."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = make(optimizer)
-    rates = []
-    for _ in range(steps):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return rates
+    return [rate for (rate,) in rates_of(optimizer, steps, make(optimizer))]
 
 
 def test_by_step() -> None:
@@ -75,16 +70,16 @@ def test_by_step() -> None:
     assert rates.used == by_hand(warm_up_and_cosine, 8, lr=0.05)
 
 
-def test_by_step_counts_updates_not_batches() -> None:
-    state, rates = new_state(accumulative_counts=2), RatesHook()
-    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), "step")]), rates])
-    assert rates.used[::2] == rates.used[1::2] == pytest.approx([0.05, 0.005, 0.0005, 0.00005])
-
-
-def test_by_epoch() -> None:
-    state, rates = new_state(), RatesHook()
-    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), "epoch")]), rates])
-    assert rates.used == pytest.approx([0.05] * 4 + [0.005] * 4)
+@pytest.mark.parametrize(
+    ("by", "accumulate", "powers"),
+    [("step", 2, [0, 0, 1, 1, 2, 2, 3, 3]), ("epoch", 1, [0] * 4 + [1] * 4)],
+)
+def test_by_step_counts_updates_and_by_epoch_passes(
+    by: str, accumulate: int, powers: list[int]
+) -> None:
+    state, rates = new_state(accumulative_counts=accumulate), RatesHook()
+    train(state, [SchedulerHook([(StepLR(optimizer_of(state), 1), by)]), rates])
+    assert rates.used == pytest.approx([0.05 * 0.1**power for power in powers])
 
 
 def test_by_epoch_in_the_iteration_loop_counts_passes_over_the_data() -> None:
@@ -117,7 +112,7 @@ def test_plateau_needs_a_metric_that_exists() -> None:
     plateau = ReduceLROnPlateau(optimizer_of(state))
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs `metric`"):
         SchedulerHook([(plateau, "epoch")])
-    with pytest.raises(ValueError, match="got 'acc'; the last evaluation gave: error"):
+    with pytest.raises(ValueError, match="got 'acc'; the last evaluation computed: error"):
         train(state, [SchedulerHook([(plateau, "epoch")], metric="acc")])
 
 
@@ -184,7 +179,7 @@ def test_the_schedule_goes_on_after_a_resume() -> None:
 def test_another_number_of_schedulers_is_refused() -> None:
     optimizer = optimizer_of(new_state())
     one = SchedulerHook([(StepLR(optimizer, 1), "step")])
-    with pytest.raises(ValueError, match="holds 1 schedulers, the run has 0"):
+    with pytest.raises(ValueError, match="which has 1 schedulers, got 0"):
         SchedulerHook([]).load_state_dict(one.state_dict())
 
 

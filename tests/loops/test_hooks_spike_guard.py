@@ -14,15 +14,7 @@ import pytest
 import torch
 from marks import slow
 from ranks import RanksError, run_ranks
-from spiky_runs import (
-    Spiky,
-    all_of,
-    differing,
-    make_state,
-    sample_at,
-    samples_of,
-    train,
-)
+from spiky_runs import Spiky, all_of, differing, make_state, sample_at, samples_of, train
 from torch import nn
 
 from stepwrap.collectives import get_world_size
@@ -155,8 +147,8 @@ def test_logs_hold_the_steps_that_were_made(tmp_path: Path, caplog: Any) -> None
     assert "loss" not in records[9]
     losses = [one["loss"] for step, one in records.items() if step != 9]
     assert all(map(math.isfinite, losses))
-    told = [one for one in caplog.messages if one.startswith("left out")]
-    assert told[0] == "left out step 7: loss nan on rank 0, grad_norm nan on rank 0"
+    told = [one for one in caplog.messages if one.startswith("skipped step")]
+    assert told[0] == "skipped step 7: loss nan on rank 0, grad_norm nan on rank 0"
     assert len(told) == 4
 
 
@@ -232,12 +224,12 @@ def test_without_a_checkpoint_to_go_back_to_the_step_alone_is_left_out(caplog: A
     wild = {sample_at(12, 0, 1): math.nan}
     train(make_state(), Spiky(80, wild), [SpikeGuardHook(before=4), noted])
     assert noted.steps == [12]
-    assert "no checkpoint is from before step 8 to go back to" in caplog.messages
+    assert "there is no checkpoint before step 8 to go back to" in caplog.messages
 
 
 def test_too_many_in_a_row_are_an_error() -> None:
     wild = {sample_at(step, 0, 1): math.nan for step in range(12, 20)}
-    text = r"4 steps in a row stick out, the last: step 15: loss nan on rank 0.*raise threshold"
+    text = r"at most 3 outliers .* got 4, the last in step 15: loss nan on rank 0.*raise threshold"
     with pytest.raises(SpikeError, match=text):
         train(make_state(), Spiky(80, wild), [SpikeGuardHook(max_in_row=3)])
 
@@ -252,7 +244,7 @@ def test_too_many_in_a_row_are_an_error_on_every_rank(tmp_path: Path) -> None:
         run_ranks(raise_on_all, 2, tmp_path)
     reports = told.value.reports
     assert sorted(reports) == [0, 1]
-    assert all("SpikeError: 3 steps in a row" in text for text in reports.values())
+    assert all("SpikeError: at most 2 outliers in a row" in text for text in reports.values())
     assert all("loss nan on rank 1" in text for text in reports.values())
 
 
@@ -281,5 +273,7 @@ def test_mistakes_are_named(wrong: dict[str, Any], told: str) -> None:
 def test_an_optimizer_with_a_closure_cannot_be_guarded() -> None:
     state = make_state()
     state.optim_wrapper = OptimWrapper(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
-    with pytest.raises(TypeError, match=r"needs one OptimWrapper.* got LBFGS; train.skip_steps"):
+    with pytest.raises(
+        TypeError, match=r"needs one OptimWrapper.* got LBFGS; use train.skip_steps"
+    ):
         train(state, Spiky(20), [SpikeGuardHook()])

@@ -20,15 +20,10 @@ def scalars(folder: Path) -> dict[str, list[int]]:
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_records_and_metrics(tmp_path: Path) -> None:
+def test_records_and_metrics_and_a_resume_hides_later_ones(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(new_state(run_dir=tmp_path), [TensorBoardHook()])
     assert scalars(tmp_path) == {"train/loss": [2, 4, 6, 8], "val/error": [4, 8]}
-
-
-def test_a_resume_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    train(new_state(run_dir=tmp_path), [TensorBoardHook()])
     state = new_state(run_dir=tmp_path)
     state.step, state.iteration, state.epoch, state.evaluated_at = 4, 4, 1, 4
     train(state, [TensorBoardHook()])

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from stepwrap.collectives import BaseMetric
 from stepwrap.loops import HookList, LoopState, ValLoop, build_loader
-from stepwrap.loops.metrics.scores import feed_metrics
+from stepwrap.loops.metrics.evaluation import feed_metrics
 from stepwrap.wrappers import BaseModel, SingleDevice
 
 CLASSES = 4
@@ -87,10 +87,6 @@ def evaluate(count: int, deal: Callable[[TensorDataset], DataLoader[Any]]) -> di
     return first
 
 
-def batches_of_this_rank(count: int) -> int:
-    return len(deal_exactly(make_samples(count)))
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("count", [1, 13, 64])
 def test_a_base_metric_agrees_with_torchmetrics_on_any_number_of_ranks(
@@ -102,10 +98,6 @@ def test_a_base_metric_agrees_with_torchmetrics_on_any_number_of_ranks(
     assert alone["correct"] == pytest.approx(alone["accuracy"], abs=1e-6)
     for metrics in run_ranks(evaluate, world_size, count, deal_exactly):
         assert metrics == alone
-
-
-def test_ranks_had_different_numbers_of_batches() -> None:
-    assert run_ranks(batches_of_this_rank, 3, 10) == [2, 1, 1]
 
 
 @pytest.mark.parametrize("deal", [deal_evenly, deal_by_torch])

@@ -102,26 +102,7 @@ def test_latest_and_best_are_found_from_the_folders(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, "newest")
 
 
-@pytest.mark.parametrize("name", ["model.pt", "checkpoint.json", "rank_00000.pt"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    state = make_state()
-    good = save_checkpoint(tmp_path, state)
-    state.step = 1
-    bad = save_checkpoint(tmp_path, state)
-    content = bytearray((bad / name).read_bytes())
-    content[len(content) // 2] ^= 255
-    (bad / name).write_bytes(content)
-    with caplog.at_level(logging.WARNING):
-        assert find_checkpoint(tmp_path) == good
-    assert str(bad) in caplog.text
-    assert name in caplog.text
-    with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(bad).restore(make_state())
-
-
-def test_a_missing_file_is_damage(tmp_path: Path) -> None:
+def test_a_missing_file_or_an_unreadable_description_is_damage(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, make_state())
     (path / "optim.pt").unlink()
     with pytest.raises(CheckpointError, match=r"none of .* can be read: .*optim\.pt: No such file"):
@@ -129,10 +110,6 @@ def test_a_missing_file_is_damage(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path, "best") is None
     with pytest.raises(CheckpointError, match=r"damaged: optim\.pt"):
         load_checkpoint(path).restore(make_state())
-
-
-def test_a_description_that_cannot_be_read_is_damage(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, make_state())
     (path / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"none of .* can be read: .*checkpoint\.json"):
         find_checkpoint(tmp_path)
@@ -179,10 +156,14 @@ class Vocabulary(nn.Linear):
         self.words = state["words"]
 
 
+def state_of(net: nn.Module) -> LoopState:
+    return LoopState(SingleDevice(net), OptimWrapper(torch.optim.SGD(net.parameters(), 0.1)))
+
+
 def vocabulary_state(words: Any) -> LoopState:
     net = Vocabulary(2, 2)
     net.words = words
-    return LoopState(SingleDevice(net), OptimWrapper(torch.optim.SGD(net.parameters(), 0.1)))
+    return state_of(net)
 
 
 def test_the_models_extra_state_can_be_loaded_or_is_refused(tmp_path: Path) -> None:
@@ -190,7 +171,9 @@ def test_the_models_extra_state_can_be_loaded_or_is_refused(tmp_path: Path) -> N
     other = vocabulary_state(None)
     load_checkpoint(path).restore(other)
     assert other.model.module.words == ["a", 2.0]
-    with pytest.raises(CheckpointError, match=r"_extra_state\.words is a numpy\.ndarray"):
+    with pytest.raises(
+        CheckpointError, match=r"got a numpy\.ndarray in model: _extra_state\.words"
+    ):
         save_checkpoint(tmp_path, vocabulary_state(np.arange(3)))
 
 
@@ -266,7 +249,9 @@ def test_pruning_keeps_the_last_and_what_is_asked_for(tmp_path: Path) -> None:
 def test_a_state_that_could_not_be_loaded_safely_is_refused_by_name(tmp_path: Path) -> None:
     state = make_state()
     state.stateful = {"hooks.odd": Value({"when": {"inner": object()}})}
-    with pytest.raises(CheckpointError, match=r"hooks\.odd\.value\.when\.inner is a builtins\.obj"):
+    with pytest.raises(
+        CheckpointError, match=r"a builtins\.object in hooks\.odd\.value\.when\.inner"
+    ):
         save_checkpoint(tmp_path, state)
     assert list(tmp_path.iterdir()) == []
 
@@ -286,9 +271,6 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
             self.body = nn.Linear(2, width)
             self.add_module(head, nn.Linear(width, 1))
 
-    def state_of(net: nn.Module) -> LoopState:
-        return LoopState(SingleDevice(net), OptimWrapper(torch.optim.SGD(net.parameters(), 0.1)))
-
     path = save_checkpoint(tmp_path, state_of(Net(3, "head_old")))
     target = Net(4, "head_new")
     before = target.body.weight.clone()
@@ -303,22 +285,19 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
 
 
 def test_near_names_are_looked_for_where_they_are_shown(tmp_path: Path) -> None:
-    def state_of(net: nn.Module) -> LoopState:
-        return LoopState(SingleDevice(nn.ModuleDict({"net": net})))
-
-    layers = [nn.Linear(1, 1, bias=False) for _ in range(30)]
-    path = save_checkpoint(tmp_path, state_of(nn.ModuleDict({"blocks": nn.ModuleList(layers)})))
-    other = state_of(nn.ModuleDict({"block": nn.ModuleList(layers)})).model
-    told: list[str] = []
+    layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(30))
+    path = save_checkpoint(tmp_path, state_of(nn.ModuleDict({"blocks": layers})))
+    other = nn.ModuleDict({"block": layers})
+    lines: list[str] = []
 
     def load() -> None:
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(path).load_model(other)
-        told.extend(str(caught.value).splitlines())
+        lines.extend(str(caught.value).splitlines())
 
     assert calls_of("get_close_matches", load) == 8
-    assert "(the checkpoint has net.blocks.0.weight)" in told[1]
-    assert told[-1] == "  and 52 more"
+    assert "(the checkpoint has blocks.0.weight)" in lines[1]
+    assert lines[-1] == "  and 52 more"
 
 
 def test_an_optimizer_that_does_not_fit_is_explained(tmp_path: Path) -> None:
@@ -354,33 +333,6 @@ def test_only_the_model_can_be_loaded_into_a_bare_model(tmp_path: Path) -> None:
 def test_reasons_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reason must be one of"):
         save_checkpoint(tmp_path, make_state(), reason="fun")
-
-
-def _failing_rank(folder: Path) -> str:
-    state = make_state()
-    if torch.distributed.get_rank() == 1:
-        torch.save = _refuse
-    try:
-        save_checkpoint(folder, state)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        torch.save = _SAVE
-    return "no error"
-
-
-_SAVE = torch.save
-
-
-def _refuse(*args: Any) -> None:
-    raise OSError("no space left")
-
-
-def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
-    texts = run_ranks(_failing_rank, 2, tmp_path)
-    assert texts[0] == texts[1]
-    assert "rank 1: OSError: no space left" in texts[0]
-    assert list(tmp_path.iterdir()) == []
 
 
 def _save_on_ranks(folder: Path) -> Path:

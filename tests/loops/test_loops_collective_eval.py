@@ -91,7 +91,19 @@ def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict
     return first, count.batches
 
 
-def check_against_one_rank(world_size: int, samples: int, batch_size: int, sized: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "samples", "batch_size", "sized"),
+    [
+        (2, 1, 4, True),
+        *slow(*((world, samples, 1, True) for world in (2, 4) for samples in (3, 5, 7))),
+        (2, 1, 2, False),
+        *slow((2, 7, 2, False), (4, 2, 2, False)),
+    ],
+)
+def test_each_sample_counts_once_where_steps_are_collective(
+    world_size: int, samples: int, batch_size: int, sized: bool
+) -> None:
+    """Also if a rank has no batch, and if loaders have no length."""
     alone, _ = evaluate(samples, batch_size)
     assert sum(value for name, value in alone.items() if name.startswith("conf")) == samples
     by_rank = run_ranks(evaluate, world_size, samples, batch_size, sized=sized)
@@ -99,22 +111,6 @@ def check_against_one_rank(world_size: int, samples: int, batch_size: int, sized
         assert metrics == pytest.approx(alone, rel=1e-6)
         own = len(range(rank, samples, world_size))
         assert batches == -(-own // batch_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("samples", [3, 5, 7])
-@pytest.mark.slow
-def test_each_sample_counts_once_where_steps_are_collective(world_size: int, samples: int) -> None:
-    check_against_one_rank(world_size, samples, 1, sized=True)
-
-
-@pytest.mark.parametrize(("world_size", "samples"), [(2, 1), *slow((2, 7), (4, 2))])
-def test_loaders_without_a_length(world_size: int, samples: int) -> None:
-    check_against_one_rank(world_size, samples, 2, sized=False)
-
-
-def test_a_rank_without_a_batch_of_its_own() -> None:
-    check_against_one_rank(2, 1, 4, sized=True)
 
 
 class OneMore:
@@ -238,8 +234,8 @@ def test_a_signal_cuts_a_collective_evaluation_on_all_ranks(
     assert at <= first[3] == second[3] < 200
 
 
-def _shared_samples(build: str) -> tuple[dict[str, float], int]:
-    mesh = build_mesh({"data": 2, "tensor": 2})
+def _shared_samples(build: str, data: int) -> tuple[dict[str, float], int]:
+    mesh = build_mesh({"data": data, "tensor": 2})
     wrapper = StepFullyShardedDataParallel if build == "fsdp" else None
     model = wrap_model(wrapper, make_model(), mesh=mesh, prepare=PLAN)
     loader = build_loader(make_data(7), batch_size=2, shard=(mesh.data_rank, mesh.data_size))
@@ -247,22 +243,9 @@ def _shared_samples(build: str) -> tuple[dict[str, float], int]:
     return ValLoop(loader, make_metrics()).run(LoopState(model), HookList([count])), count.batches
 
 
-@pytest.mark.parametrize("build", ["ddp", "fsdp"])
-def test_samples_that_ranks_share_count_once(build: str) -> None:
+@pytest.mark.parametrize(("build", "data"), [("ddp", 2), ("fsdp", 2), ("ddp", 1)])
+def test_samples_that_ranks_share_count_once(build: str, data: int) -> None:
     alone, _ = evaluate(7, 2)
-    for metrics, batches in run_ranks(_shared_samples, 4, build):
+    for metrics, batches in run_ranks(_shared_samples, 2 * data, build, data):
         assert metrics == pytest.approx(alone, rel=1e-6)
-        assert batches == 2
-
-
-def _alone_in_the_data_group() -> dict[str, float]:
-    mesh = build_mesh({"data": 1, "tensor": 2})
-    model = wrap_model(None, make_model(), mesh=mesh, prepare=PLAN)
-    loader = build_loader(make_data(5), batch_size=2, shard=(mesh.data_rank, mesh.data_size))
-    return ValLoop(loader, make_metrics()).run(LoopState(model), HookList())
-
-
-def test_ranks_that_all_share_their_samples() -> None:
-    alone, _ = evaluate(5, 2)
-    for metrics in run_ranks(_alone_in_the_data_group, 2):
-        assert metrics == pytest.approx(alone, rel=1e-6)
+        assert batches == 4 // data

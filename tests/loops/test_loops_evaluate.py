@@ -32,7 +32,7 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.loops.metrics.scores import compute_metrics, feed_metrics, merge_metrics
+from stepwrap.loops.metrics.evaluation import compute_metrics, feed_metrics, merge_metrics
 from stepwrap.wrappers import (
     AmpOptimWrapper,
     BaseModel,
@@ -114,7 +114,7 @@ def test_an_evaluation_without_any_batch_is_named() -> None:
 
 
 def test_a_model_without_the_step_is_named() -> None:
-    with pytest.raises(TypeError, match="Linear has no val_step"):
+    with pytest.raises(TypeError, match="must have val_step, got a Linear"):
         ValLoop([1]).run(LoopState(nn.Linear(1, 1)), HookList())
 
 

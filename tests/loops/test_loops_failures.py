@@ -135,11 +135,7 @@ def test_one_incomplete_checkpoint_stays(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_saved_where_weights_may_be_ahead_of_the_counters(
-    tmp_path: Path,
-    place: str,
-    error: BaseException,
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, place: str, error: BaseException, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert failed(tmp_path, place, 5, error).path is None
     assert list(tmp_path.iterdir()) == []

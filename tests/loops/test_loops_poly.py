@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hook_runs import rates
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 
@@ -14,13 +15,8 @@ def two_groups() -> SGD:
     return SGD([{"params": [first], "lr": 0.2}, {"params": [second], "lr": 0.05}])
 
 
-def rates(scheduler: LRScheduler, steps: int) -> list[list[float]]:
-    found = []
-    for _ in range(steps):
-        found.append([group["lr"] for group in scheduler.optimizer.param_groups])
-        scheduler.optimizer.step()
-        scheduler.step()
-    return found
+def rates_of(scheduler: LRScheduler, steps: int) -> list[list[float]]:
+    return rates(scheduler.optimizer, steps, scheduler)
 
 
 @pytest.mark.parametrize("power", [0.9, 1.0, 2.0])
@@ -29,31 +25,31 @@ def test_it_ends_at_the_lowest_rate(power: float) -> None:
         {"type": "PolyLR", "total_iters": 6, "power": power, "eta_min": 0.01},
         default_args={"optimizer": two_groups()},
     )
-    for step, found in enumerate(rates(scheduler, 9)):
+    for step, found in enumerate(rates_of(scheduler, 9)):
         share = (1 - min(step, 6) / 6) ** power
         assert found == pytest.approx([(lr - 0.01) * share + 0.01 for lr in (0.2, 0.05)])
 
 
 def test_without_a_lowest_rate_it_is_torchs() -> None:
-    ours = rates(PolyLR(two_groups(), 6, power=0.9), 9)
-    theirs = rates(PolynomialLR(two_groups(), 6, power=0.9), 9)
+    ours = rates_of(PolyLR(two_groups(), 6, power=0.9), 9)
+    theirs = rates_of(PolynomialLR(two_groups(), 6, power=0.9), 9)
     assert [one for pair in ours for one in pair] == pytest.approx(
         [one for pair in theirs for one in pair], abs=1e-15
     )
 
 
 def test_it_goes_on_from_its_state() -> None:
-    whole = rates(PolyLR(two_groups(), 6, eta_min=0.01), 8)
+    whole = rates_of(PolyLR(two_groups(), 6, eta_min=0.01), 8)
     optimizer = two_groups()
     first = PolyLR(optimizer, 6, eta_min=0.01)
-    assert rates(first, 3) == whole[:3]
+    assert rates_of(first, 3) == whole[:3]
     again = two_groups()
     second = PolyLR(again, 6, eta_min=0.01)
     second.load_state_dict(first.state_dict())
     again.load_state_dict(optimizer.state_dict())
-    assert rates(second, 5) == whole[3:]
+    assert rates_of(second, 5) == whole[3:]
 
 
 def test_a_schedule_of_no_steps() -> None:
-    with pytest.raises(ValueError, match="total_iters must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="total_iters must be a whole number >= 1, got 0"):
         PolyLR(two_groups(), 0)

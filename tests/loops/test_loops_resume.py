@@ -14,15 +14,12 @@ import torch.distributed as dist
 from listeners import Records, on, stop_at
 from loop_parts import Recorder, assert_identical, make_data, make_state, weights_of
 from ranks import run_ranks
-from torch import Tensor
-from torch.utils.data import Dataset
+from stream_parts import Noisy, SaveAll
 
 from stepwrap.loops import (
     EpochTrainLoop,
-    Hook,
     HookList,
     IterTrainLoop,
-    LoopState,
     MeanLoss,
     ValLoop,
     build_loader,
@@ -31,39 +28,14 @@ from stepwrap.loops import (
 )
 
 
-class Augmented(Dataset[Any]):
-    """Samples with noise of two random streams, different at each reading."""
-
-    def __init__(self, samples: int) -> None:
-        self.data = make_data(samples)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, target = self.data[index]
-        return inputs + torch.randn(4) * random.random(), target
-
-
-class SaveAll(Hook):
-    """Saves at every save point, each into a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.saved: list[Path] = []
-
-    def on_save_point(self, state: LoopState) -> None:
-        self.saved.append(save_checkpoint(self.folder / str(len(self.saved)), state))
-
-
 def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
     # An odd number of batches per epoch and rank: the first epoch ends inside a window.
     samples = 20 if dist.is_initialized() else 18
     loader = build_loader(
-        Augmented(samples), batch_size=2, train=True, shuffle=True, seed=4, num_workers=workers
+        Noisy(samples), batch_size=2, train=True, shuffle=True, seed=4, num_workers=workers
     )
     # Reading these draws from the streams as well, which must not matter to the training.
-    val_loop = ValLoop(build_loader(Augmented(6), batch_size=4), {"loss": MeanLoss()})
+    val_loop = ValLoop(build_loader(Noisy(6), batch_size=4), {"loss": MeanLoss()})
     if kind == "epochs":
         return EpochTrainLoop(loader, max_epochs=3, val_loop=val_loop, log_every_steps=3)
     return IterTrainLoop(loader, max_steps=8, val_interval=3, val_loop=val_loop, log_every_steps=5)
@@ -76,7 +48,7 @@ def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
     hook, records = SaveAll(folder), Records()
     make_loop(kind, workers).run(state, HookList([hook, records]))
     inside = 0
-    for path in hook.saved:
+    for _, path in hook.saved:
         resumed = make_state(accumulate=2, dropout=0.5)
         load_checkpoint(path).restore(resumed)
         inside += any(p.grad is not None for p in resumed.model.parameters())
@@ -108,7 +80,7 @@ def test_resume_is_exact_with_workers(tmp_path: Path) -> None:
     hook = SaveAll(tmp_path)
     make_loop("epochs", 2).run(state, HookList([hook]))
     resumed = make_state(accumulate=2, dropout=0.5)
-    load_checkpoint(hook.saved[7]).restore(resumed)
+    load_checkpoint(hook.saved[7][1]).restore(resumed)
     assert resumed.batch
     make_loop("epochs", 2).run(resumed, HookList())
     assert_identical(weights_of(resumed), weights_of(state))
@@ -164,7 +136,7 @@ def _save_inside_an_epoch(folder: Path) -> Path:
     state = make_state()
     hook = SaveAll(folder)
     make_loop("epochs", 0).run(state, HookList([hook]))
-    return hook.saved[3]
+    return hook.saved[3][1]
 
 
 def test_another_number_of_ranks_goes_on_with_updates_of_the_same_size(
@@ -180,7 +152,10 @@ def test_another_number_of_ranks_goes_on_with_updates_of_the_same_size(
     assert state.logs.means()["loss"].item() == pytest.approx(values.mean().item(), rel=1e-6)
     with caplog.at_level(logging.INFO):
         make_loop("epochs", 0).run(state, HookList())
-    assert "accumulative_counts is 2 and a batch has up to 2 samples on each rank" in caplog.text
+    assert (
+        "accumulative_counts is now 2, and a batch has up to 2 samples on each of 1 ranks"
+        in caplog.text
+    )
     assert "the last update of an epoch" not in caplog.text
     # 4 of the first epoch's 5 updates were done.
     assert (state.epoch, state.step) == (3, 15)

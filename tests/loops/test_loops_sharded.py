@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loop_parts import Value, make_state
+from loop_parts import Value
 from marks import slow
 from ranks import run_ranks
 from sharded_runs import CASES, batch, contents, gradients, make_run, same, train
@@ -199,7 +199,7 @@ def test_a_window_of_fsdp_is_told_of(tmp_path: Path) -> None:
     assert counters == others == [2, 3, 1]
     assert "in the middle of an accumulation window" in text
     assert "repeats the batches since the last update (1)" in text
-    assert "lacks those of the batches since the last update" in text
+    assert "lacks the gradients of the batches since the last update" in text
     assert not silence
 
 
@@ -237,7 +237,7 @@ def _alone(folder: Path) -> list[str]:
 def test_no_rank_saves_alone_what_it_does_not_have(tmp_path: Path) -> None:
     first, second = run_ranks(_alone, 2, tmp_path)
     assert len(first) == 2
-    assert "its state is spread over the ranks" in first[0]
+    assert "its state is sharded over the ranks" in first[0]
     assert second == []
     assert list(tmp_path.iterdir()) == []
 
@@ -261,8 +261,8 @@ def test_other_parts_of_a_run_get_whole_tensors(tmp_path: Path) -> None:
     assert run_ranks(_stateful, 2, tmp_path) == [["Tensor"]] * 2
 
 
-def _failing_rank(folder: Path) -> str:
-    state = make_run("fsdp")
+def _failing_rank(kind: str, folder: Path) -> str:
+    state = make_run(kind)
     real = torch.save
     if dist.get_rank() == 1:
         torch.save = _refuse
@@ -278,8 +278,11 @@ def _refuse(*args: Any) -> None:
     raise OSError("no space left")
 
 
-def test_a_failure_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: Path) -> None:
-    texts = run_ranks(_failing_rank, 2, tmp_path)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(
+    kind: str, tmp_path: Path
+) -> None:
+    texts = run_ranks(_failing_rank, 2, kind, tmp_path)
     assert texts[0] == texts[1]
     assert "rank 1: OSError: no space left" in texts[0]
     assert list(tmp_path.iterdir()) == []
@@ -303,9 +306,9 @@ def test_a_bad_part_of_any_rank_is_not_saved(kind: str, tmp_path: Path) -> None:
     assert run_ranks(_bad_part, 2, kind, tmp_path) == [[], []]
 
 
-def _after_validation(folder: Path) -> dict[str, Tensor]:
+def _validate_and_save(folder: Path) -> bool:
     """FSDP2 leaves the outermost parameters whole after a forward."""
-    state = make_run("fsdp")
+    state, other = make_run("fsdp"), make_run("fsdp")
     train(state, range(2))
     with torch.inference_mode():
         state.model.val_step(batch(state, 9))
@@ -315,25 +318,12 @@ def _after_validation(folder: Path) -> dict[str, Tensor]:
     assert load_checkpoint(path).meta["format"] == 2
     load_checkpoint(path).restore(state)
     train(state, range(2, 3))
-    return contents(state)
-
-
-def _without_validation() -> dict[str, Tensor]:
-    state = make_run("fsdp")
-    train(state, range(3))
-    return contents(state)
+    train(other, range(3))
+    return same(contents(state), contents(other))
 
 
 def test_saving_after_a_validation(tmp_path: Path) -> None:
-    expected = run_ranks(_without_validation, 2)
-    for got, wanted in zip(run_ranks(_after_validation, 2, tmp_path), expected, strict=True):
-        assert same(got, wanted)
-
-
-def test_a_checkpoint_without_shards_has_no_table(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, make_state())
-    assert load_checkpoint(path).meta["format"] == 1
-    assert not (path / "shards.json").exists()
+    assert run_ranks(_validate_and_save, 2, tmp_path) == [True, True]
 
 
 def test_parts_of_saved_tensors() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,23 +26,22 @@ from stepwrap.loops.signals import StopSignals
 from stepwrap.wrappers import StepDistributedDataParallel
 
 
-class Raise(Hook):
-    """Sends this process a signal at an update, on one rank."""
+def send(number: int, rank: int = 0) -> None:
+    """Send this process a signal, on one rank."""
+    if not dist.is_initialized() or dist.get_rank() == rank:
+        os.kill(os.getpid(), number)
 
-    def __init__(self, number: int, step: int, rank: int = 0) -> None:
-        self.number, self.step, self.rank = number, step, rank
 
-    def on_update(self, state: LoopState) -> None:
-        mine = not dist.is_initialized() or dist.get_rank() == self.rank
-        if mine and state.step == self.step:
-            os.kill(os.getpid(), self.number)
+def sending(number: int, step: int, rank: int = 0) -> Any:
+    """Return a hook that sends a signal at an update, on one rank."""
+    return on(on_update=lambda state: send(number, rank) if state.step == step else None)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_at_once_and_the_handlers_come_back(number: signal.Signals) -> None:
     handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
     loop = EpochTrainLoop(make_loader(20), max_epochs=2)
-    state = loop.run(make_state(), HookList([Raise(number, step=3)]))
+    state = loop.run(make_state(), HookList([sending(number, step=3)]))
     assert (state.step, state.signal) == (3, number)
     assert state.stop_reason == f"received {number.name}"
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == handlers
@@ -59,7 +57,7 @@ def test_the_same_signal_from_scheduler_and_launcher_is_one(
         loop = EpochTrainLoop(make_loader(20), max_epochs=2)
         # The launcher passes on what each rank has received already.
         again = on(on_train_end=lambda state: os.kill(os.getpid(), signal.SIGTERM))
-        state = loop.run(make_state(), HookList([Raise(signal.SIGTERM, step=3), again]))
+        state = loop.run(make_state(), HookList([sending(signal.SIGTERM, step=3), again]))
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, old)
@@ -82,17 +80,16 @@ def test_the_clock_goes_on_from_where_it_was() -> None:
     assert 100.0 < state.clock_s < 130.0
 
 
-def _stopped_at(make_hook: Callable[..., Hook], *arguments: int) -> tuple[int, int, float]:
+def _stopped_at() -> tuple[int, int, float]:
     val_loop = ValLoop(build_loader(make_data(42), batch_size=2), {"loss": MeanLoss()})
     loop = EpochTrainLoop(make_loader(2000, batch_size=1), max_epochs=50, val_loop=val_loop)
-    state = loop.run(
-        make_state(accumulate=3), HookList([make_hook(*arguments), slow(0.002, "on_batch_end")])
-    )
+    hooks = HookList([sending(signal.SIGTERM, step=5, rank=1), slow(0.002, "on_batch_end")])
+    state = loop.run(make_state(accumulate=3), hooks)
     return state.step, state.signal, state.clock_s
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_update() -> None:
-    ends = run_ranks(_stopped_at, 2, Raise, signal.SIGTERM, 5, 1)
+    ends = run_ranks(_stopped_at, 2)
     assert ends[0] == ends[1]
     step, number, clock_s = ends[0]
     assert 5 <= step < 1000
@@ -105,8 +102,7 @@ class RaiseInEvaluation(Hook):
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
         time.sleep(0.05)
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM, rank=1)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         assert metrics == {}
@@ -126,7 +122,7 @@ def test_a_signal_in_an_evaluation_with_uneven_batches_stops_all() -> None:
 
 def _uneven() -> str:
     loop = EpochTrainLoop([1] * (2 + dist.get_rank()), max_epochs=1)
-    with pytest.raises(ValueError, match=r"by rank they are \[2, 3\]") as caught:
+    with pytest.raises(ValueError, match=r"got by rank \[2, 3\]") as caught:
         loop.run(make_state(), HookList())
     return str(caught.value)
 
@@ -136,30 +132,13 @@ def test_unequal_training_loaders_are_refused_on_every_rank() -> None:
     assert texts[0] == texts[1]
 
 
-class RaiseAtTheEnd(Hook):
-    """Sends this process a signal when nothing looks for one any more, on one rank."""
-
-    def __init__(self, event: str, rank: int = 0) -> None:
-        self.event, self.rank = event, rank
-
-    def _raise(self, event: str) -> None:
-        if event == self.event and (not dist.is_initialized() or dist.get_rank() == self.rank):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_save_point(self, state: LoopState) -> None:
-        if state.epoch == 1:
-            self._raise("save_point")
-
-    def on_train_end(self, state: LoopState) -> None:
-        self._raise("train_end")
-
-
 def _signalled_at_the_end(event: str, rank: int) -> tuple[int, list[int]]:
     heard: list[int] = []
     old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    hook = on(**{event: lambda state: send(signal.SIGTERM, rank) if state.epoch == 1 else None})
     try:
         loop = EpochTrainLoop(make_loader(8), max_epochs=1)
-        state = loop.run(make_state(), HookList([RaiseAtTheEnd(event, rank)]))
+        state = loop.run(make_state(), HookList([hook]))
     finally:
         signal.signal(signal.SIGTERM, old)
     assert state.epoch == 1
@@ -168,10 +147,10 @@ def _signalled_at_the_end(event: str, rank: int) -> tuple[int, list[int]]:
 
 def test_a_signal_after_the_last_update_is_not_lost() -> None:
     """Known to the hooks of the training's end, or handed to the handler from before."""
-    assert _signalled_at_the_end("save_point", 0) == (signal.SIGTERM, [])
-    assert _signalled_at_the_end("train_end", 0) == (0, [signal.SIGTERM])
-    assert run_ranks(_signalled_at_the_end, 2, "save_point", 1) == [(signal.SIGTERM, [])] * 2
-    ends = run_ranks(_signalled_at_the_end, 2, "train_end", 1)
+    assert _signalled_at_the_end("on_save_point", 0) == (signal.SIGTERM, [])
+    assert _signalled_at_the_end("on_train_end", 0) == (0, [signal.SIGTERM])
+    assert run_ranks(_signalled_at_the_end, 2, "on_save_point", 1) == [(signal.SIGTERM, [])] * 2
+    ends = run_ranks(_signalled_at_the_end, 2, "on_train_end", 1)
     assert ends == [(0, []), (0, [signal.SIGTERM])]
 
 

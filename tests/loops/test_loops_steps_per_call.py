@@ -188,7 +188,7 @@ def test_what_hooks_change_is_seen(
 ) -> None:
     caplog.set_level(logging.WARNING, "stepwrap")
     assert_same_runs(tmp_path, Thaw(event, 12), loop="steps")
-    assert ("gains nothing: Thaw acts at each step" in caplog.text) is (event == "on_update")
+    assert ("has no effect: Thaw acts at each step" in caplog.text) is (event == "on_update")
 
 
 def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +202,7 @@ def test_a_step_that_is_not_compiled_gains_nothing(caplog: pytest.LogCaptureFixt
     assert_identical(*weights)
     lines = [one.getMessage() for one in caplog.records if "steps_per_call" in one.getMessage()]
     assert lines == [
-        "steps_per_call: 8 gains nothing: the training step is not compiled (compile: step)"
+        "steps_per_call: 8 has no effect: the training step is not compiled (compile: step)"
     ]
 
 

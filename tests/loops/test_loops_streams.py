@@ -26,7 +26,7 @@ from stepwrap.loops import (
     build_loader,
     load_checkpoint,
 )
-from stepwrap.loops.data.places import telling
+from stepwrap.loops.data.resume import with_position
 from stepwrap.wrappers import StepDistributedDataParallel
 
 pytestmark = [
@@ -35,11 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
 
-KINDS = [
-    ("own stream", 0),
-    ("own loader", 0),
-    ("iterator", 0),
-]
+KINDS = [("own stream", 0), ("own loader", 0), ("iterator", 0)]
 MORE = [
     ("own stream", 2),
     ("torchdata", 0),
@@ -146,7 +142,9 @@ def test_spawned_workers_go_on_within_their_round(tmp_path: Path) -> None:
 
 def test_other_workers_inside_a_pass_are_refused(tmp_path: Path) -> None:
     path = _save(tmp_path, build_loader(Lines(), batch_size=3, num_workers=2))
-    with pytest.raises(ValueError, match="num_workers must be 2 to the end of this pass.* got 1"):
+    with pytest.raises(
+        ValueError, match="num_workers must be 2 until the end of this pass.* got 1"
+    ):
         _resume(path, build_loader(Lines(), batch_size=3, num_workers=1))
 
 
@@ -154,11 +152,11 @@ def test_a_place_of_another_loader_is_refused_or_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = _save(tmp_path, OwnLoader())
-    with pytest.raises(ValueError, match="StreamLoader cannot go on from its place"):
+    with pytest.raises(ValueError, match="StreamLoader cannot continue from its position"):
         _resume(path, build_loader(Lines(), batch_size=3))
     batches = [[torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)]] * 5
     assert _resume(path, batches).iteration == 5
-    assert "list cannot take its place in the checkpoint" in caplog.text
+    assert "list cannot restore its position from the checkpoint" in caplog.text
 
 
 class Unsafe(Lines):
@@ -167,7 +165,9 @@ class Unsafe(Lines):
 
 
 def test_a_state_that_needs_a_pickle_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"loader.workers.0.samples.reader.file is a pathlib"):
+    with pytest.raises(
+        CheckpointError, match=r"got a pathlib.* in loader.workers.0.samples.reader.file"
+    ):
         _save(tmp_path, build_loader(Unsafe(), batch_size=3))
 
 
@@ -195,8 +195,8 @@ def test_a_stream_without_a_state_is_read_up_to_the_place(
     EpochTrainLoop(loader, max_epochs=1).run(resumed, HookList())
     assert_identical(weights_of(resumed), weights_of(state))
     warning, took = (record.getMessage() for record in caplog.records)
-    assert "4 batches are read again before training goes on" in warning
-    assert "a data set with state_dict() and load_state_dict() goes on at once" in warning
+    assert "by reading and discarding 4 batches" in warning
+    assert "use a data set with state_dict() and load_state_dict() to resume at once" in warning
     assert "reading and discarding 4 batches took" in took
 
 
@@ -207,8 +207,8 @@ def _save_by_ranks(folder: Path) -> Path:
 def test_another_number_of_ranks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = run_ranks(_save_by_ranks, 2, tmp_path)[0]
     _resume(path, build_loader(Lines(), batch_size=3))
-    assert "is of one of 2 shares of the data" in caplog.text
-    assert "reading and discarding: 6 batches are read again" in caplog.text
+    assert "is for 2 shares of the data" in caplog.text
+    assert "by reading and discarding 6 batches" in caplog.text
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ class Interleaved(IterableDataset[int]):
 
 
 def test_a_state_of_other_shards_names_the_setting_to_resume_with() -> None:
-    loader = telling(DataLoader(Interleaved(), batch_size=1))
+    loader = with_position(DataLoader(Interleaved(), batch_size=1))
     next(iter(loader))
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(ValueError, match=r"shuffle\(buffer_size=1, max_buffer_input_shards=1\)"):

@@ -35,33 +35,20 @@ _EVALUATION = ["eval_batch_start", "eval_batch_end"] * 2
 
 
 def test_trace_of_the_epoch_loop() -> None:
-    """C-22, first trace."""
     recorder = Recorder()
     loop = EpochTrainLoop(make_loader(4), max_epochs=1, val_loop=make_val_loop())
     loop.run(make_state(), HookList([recorder]))
     assert recorder.events == [
-        "train_start",
-        "epoch_start 0",
-        "batch_start 0",
-        "batch_end 0",
-        "update 1",
-        "save_point 1",
-        "batch_start 1",
-        "batch_end 1",
-        "update 2",
-        "save_point 2",
-        "epoch_end 0",
-        "log 2",
-        "val_start",
-        *_EVALUATION,
-        "val_end ['loss']",
-        "save_point 2",
+        *["train_start", "epoch_start 0"],
+        *["batch_start 0", "batch_end 0", "update 1", "save_point 1"],
+        *["batch_start 1", "batch_end 1", "update 2", "save_point 2"],
+        *["epoch_end 0", "log 2", "val_start", *_EVALUATION, "val_end ['loss']", "save_point 2"],
         "train_end",
     ]
 
 
 def test_trace_of_the_iteration_loop() -> None:
-    """C-22, second trace: 3 updates, validation every 2 and after the last."""
+    """3 updates, with a validation every 2 and after the last."""
     recorder = Recorder()
     loop = IterTrainLoop(
         make_loader(4), max_steps=3, val_interval=2, val_loop=make_val_loop(), log_every_steps=2
@@ -83,7 +70,6 @@ def test_trace_of_the_iteration_loop() -> None:
 
 
 def test_trace_of_the_test_loop() -> None:
-    """C-22, third trace."""
     recorder = Recorder()
     loop = TestLoop(build_loader(make_data(4), batch_size=2), {"loss": MeanLoss()})
     metrics = loop.run(make_state(), HookList([recorder]))
@@ -99,31 +85,28 @@ def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tup
     return seen
 
 
-def test_gating_of_validation_by_epochs() -> None:
-    """C-23: interval 2, begin 3, last 5."""
-    loop = EpochTrainLoop(
-        make_loader(4), max_epochs=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
-    )
-    assert [epoch for epoch, _ in validated_at(loop)] == [4, 5]
+@pytest.mark.parametrize(
+    ("settings", "epochs"),
+    [
+        ({"max_epochs": 5, "val_interval": 2, "val_begin": 3}, [4, 5]),
+        # An interval is chosen by the next epoch.
+        (
+            {"max_epochs": 10, "val_interval": 4, "dynamic_intervals": [(5, 2), (9, 1)]},
+            [4, 6, 8, 9, 10],
+        ),
+    ],
+)
+def test_epochs_that_are_validated(settings: dict[str, Any], epochs: list[int]) -> None:
+    loop = EpochTrainLoop(make_loader(4), val_loop=make_val_loop(), **settings)
+    assert [epoch for epoch, _ in validated_at(loop)] == epochs
 
 
-def test_gating_of_validation_counts_updates_not_batches() -> None:
+def test_intervals_of_validation_count_updates_not_batches() -> None:
     loop = IterTrainLoop(
         make_loader(4), max_steps=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
     )
     # Two batches are a pass, and three an update.
     assert validated_at(loop, accumulate=3) == [(5, 4), (7, 5)]
-
-
-def test_dynamic_intervals_look_one_unit_ahead() -> None:
-    loop = EpochTrainLoop(
-        make_loader(4),
-        max_epochs=10,
-        val_interval=4,
-        dynamic_intervals=[(5, 2), (9, 1)],
-        val_loop=make_val_loop(),
-    )
-    assert [epoch for epoch, _ in validated_at(loop)] == [4, 6, 8, 9, 10]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +119,7 @@ def test_dynamic_intervals_look_one_unit_ahead() -> None:
         ({"log_every_steps": 0}, ValueError, "log_every_steps"),
         ({"dynamic_intervals": [(4, 2), (3, 1)]}, ValueError, "ascend"),
         ({"dynamic_intervals": [(4,)]}, ValueError, "pairs"),
-        ({"dataloader": []}, ValueError, "no batches"),
+        ({"dataloader": []}, ValueError, "at least one batch"),
     ],
 )
 def test_bad_settings_are_refused_at_once(
@@ -148,7 +131,7 @@ def test_bad_settings_are_refused_at_once(
 
 
 def test_a_generator_without_batches_is_named() -> None:
-    with pytest.raises(ValueError, match="no batches"):
+    with pytest.raises(ValueError, match="at least one batch"):
         IterTrainLoop(iter(()), max_steps=1).run(make_state(), HookList())
 
 
@@ -156,7 +139,7 @@ def test_training_needs_a_wrapper_and_an_optimizer() -> None:
     loop = EpochTrainLoop(make_loader(4), max_epochs=1)
     with pytest.raises(ValueError, match="optim_wrapper"):
         loop.run(LoopState(model=make_state().model), HookList())
-    with pytest.raises(TypeError, match="Linear has no train_step"):
+    with pytest.raises(TypeError, match="must have train_step, got a Linear"):
         loop.run(
             LoopState(model=nn.Linear(4, 3), optim_wrapper=make_state().optim_wrapper), HookList()
         )

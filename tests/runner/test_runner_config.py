@@ -144,7 +144,10 @@ def test_samples_that_are_no_rows_are_told(run: Path, capsys: pytest.CaptureFixt
     (run / "rows.py").write_text(ROWS)
     write(run, rows("Noisy", "true"))
     assert main(["check", "run.yaml"]) == 2
-    assert "data.train: cannot be built: ValueError: in_memory takes" in capsys.readouterr().err
+    assert (
+        "data.train: cannot be built: ValueError: in_memory needs samples"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
         "  data.train.batch_size: 4 -> 8 (the most that a rank gets at once; an update keeps"
         in told
     )
-    assert "an update has 4 samples, as when the run began: accumulative_counts is 1" in told
+    assert "an update keeps its 4 samples: accumulative_counts is now 1" in told
     assert "  hooks.stop.at_step: 31 -> not set" in told
     rates = [
         json.loads(line)

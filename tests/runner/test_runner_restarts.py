@@ -52,7 +52,7 @@ def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
     lines = err.splitlines()
     # The rank that is left may say so before it is ended.
     if lines[0].startswith("no checkpoint of step"):
-        assert "spread over the ranks" in lines.pop(0)
+        assert "sharded over the ranks" in lines.pop(0)
     assert lines == [
         f"rank {nproc - 1} failed after step {done}: ProcessKilled: {why}",
         f"restarting {ranks} from {saved}; 1 of 2 restarts left",

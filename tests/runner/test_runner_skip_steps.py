@@ -46,7 +46,7 @@ def test_a_run_goes_back_to_before_the_step(run: Path, capsys: Capture) -> None:
     ("words", "told"),
     [
         (["--without-step", "0"], "must be the number of a step, or a range such as 1200-1210"),
-        (["--without-step", "9-7"], "skip_steps must hold numbers of steps from 1"),
+        (["--without-step", "9-7"], "skip_steps must hold step numbers >= 1"),
         (["train.skip_steps=[1.5]"], "train.skip_steps: cannot be built: ValueError: skip_steps"),
         (["train.skip_steps=-7"], "train.skip_steps: cannot be built: ValueError: skip_steps must"),
         (["--resume", "--without-step", "2"], "no checkpoint in runs is from before it; --fresh"),

@@ -78,7 +78,7 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
     code, out, err = command.finish()
     ended_by = number if number == signal.SIGINT else signal.SIGTERM
     assert code == 128 + ended_by, out
-    again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+    again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
     assert err == f"\nstopping after this step, to save{again}\n"
     assert command.left_over() == []
     line = next(line for line in out.splitlines() if line.startswith(told))

@@ -1,4 +1,4 @@
-"""What an error of a run says: which ranks are missing, which part of whose code, which batch."""
+"""Notes on errors: which ranks are missing, which part of the user's code failed, which batch."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ..registry import is_users_file
 from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
 
-# Entries of a batch, or kinds of samples, that are shown.
+# The number of entries of a batch, or kinds of samples, that are shown.
 _SHOWN = 6
 _NOTED = "_stepwrap_noted"
-_DOING = {Phase.TRAIN: "training", Phase.VAL: "validation", Phase.TEST: "test"}
+_ACTIVITIES = {Phase.TRAIN: "training", Phase.VAL: "validation", Phase.TEST: "test"}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
-    """Name in a CollectiveError the ranks that do not come where others wait; every rank enters."""
+    """Name the ranks that do not join a collective in its error; every rank must enter."""
     return in_progress(
-        lambda: Progress(_DOING[state.phase], f"step {state.step}, epoch {state.epoch}")
+        lambda: Progress(_ACTIVITIES[state.phase], f"step {state.step}, epoch {state.epoch}")
     )
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of `error`, as its `add_note` does from Python 3.11 on."""
+    """Add a note to an error, like ``BaseException.add_note`` of Python 3.11."""
     vars(error).setdefault("__notes__", []).append(text)
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:
-    """Note on an error of a step, or of reading its batch from `loader`, where it happened.
+    """Note on an error of a step, or of reading its batch from ``loader``, where it happened.
 
-    Its traceback tells that and the batch, so that nothing has to be kept while all goes well.
+    Place and batch are found in the traceback, so that successful steps need no records.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loop = next((one for one in reversed(frames) if one.f_code.co_name == "_pass"), None)
@@ -57,10 +57,10 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step: str)
 
 
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
-    """Return types and shapes in nested data, in a line; `ranges` of integers on the CPU too."""
+    """Return types and shapes in nested data as a line; with ``ranges`` of integers on the CPU."""
     try:
         return _described(data, ranges, depth)
-    except Exception:  # noqa: BLE001 - a user's own type; the error to be noted on must be seen
+    except Exception:  # noqa: BLE001 - must not hide the error that the note is for
         return type(data).__name__
 
 
@@ -80,16 +80,16 @@ def _described(data: Any, ranges: bool, depth: int) -> str:
 
 
 def describe_samples(samples: Any) -> str:
-    """Return how many samples there are of each kind, in a line."""
+    """Return the number of samples of each kind as a line."""
     if not isinstance(samples, Sequence):
         return describe(samples)
     kinds = Counter(describe(one, ranges=False) for one in samples)
-    told = [f"{count} x {kind}" for kind, count in kinds.most_common(_SHOWN)]
-    return _listed(told, len(kinds))
+    counts = [f"{count} x {kind}" for kind, count in kinds.most_common(_SHOWN)]
+    return _listed(counts, len(kinds))
 
 
 def name_of(thing: Any) -> str:
-    """Return the name of an object's class, or of a function, and its place in the user's code."""
+    """Return the name of a function or an object's class, and its location in the user's code."""
     kind = thing if inspect.isroutine(thing) or isinstance(thing, type) else type(thing)
     name = str(getattr(kind, "__name__", type(thing).__name__))
     try:
@@ -107,10 +107,10 @@ def _of_step(
     paths = {id(module): plain_name(path) for path, module in model.named_modules()}
     running = [one for one in map(_first, frames) if id(one) in paths]
     inner = running[-1] if running else model
-    told = f"{paths[id(inner)]} ({name_of(inner)}) of " if paths[id(inner)] else ""
+    layer = f"{paths[id(inner)]} ({name_of(inner)}) of " if paths[id(inner)] else ""
     parts = [(name, getattr(model, name, None)) for name in ("net", "loss")]
-    whose = [f"{name} {name_of(part)}" for name, part in parts if callable(part)]
-    yield f"in {told}{name_of(model)}" + (f" with {' and '.join(whose)}" if whose else "")
+    parts_text = " and ".join(f"{name} {name_of(part)}" for name, part in parts if callable(part))
+    yield f"in {layer}{name_of(model)}" + (f" with {parts_text}" if parts_text else "")
     yield f"{place}: {describe(loop.f_locals.get('batch'))}"
 
 
@@ -118,21 +118,21 @@ def _of_reading(
     error: BaseException, frames: Sequence[FrameType], loader: Any, place: str
 ) -> Iterator[str]:
     dataset = getattr(loader, "dataset", None)
-    collate = _users(getattr(loader, "collate_fn", None), "collate")
+    collate = _unwrapped(getattr(loader, "collate_fn", None), "collate")
     readers = [one for one in (loader, dataset) if one is not None]
     code = getattr(collate, "__code__", None)
     collating = [frame for frame in frames if code is not None and frame.f_code is code]
     is_read = any(_first(frame) is one for frame in frames for one in readers)
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
-    dataset = _users(readers[-1], "samples")
+    dataset = _unwrapped(readers[-1], "samples")
     yield f"while reading {place} from {name_of(dataset)}"
     if collating:
         yield f"{name_of(collate)} was given {describe_samples(_first(collating[0]))}"
 
 
-def _users(part: Any, name: str) -> Any:
-    """Return what is inside of a part that our loaders put around it; else itself."""
+def _unwrapped(part: Any, name: str) -> Any:
+    """Return the user's object if ``part`` is a wrapper of our loaders, otherwise ``part``."""
     is_ours = type(part).__module__.startswith(f"{__package__}.")
     return getattr(part, name, part) if is_ours else part
 
@@ -140,7 +140,7 @@ def _users(part: Any, name: str) -> Any:
 def _place(state: LoopState, loop: FrameType) -> str:
     if state.phase is Phase.TRAIN:
         return f"batch {state.batch + 1} of epoch {state.epoch + 1}"
-    return f"batch {loop.f_locals.get('count', 0) + 1} of the {_DOING[state.phase]}"
+    return f"batch {loop.f_locals.get('count', 0) + 1} of the {_ACTIVITIES[state.phase]}"
 
 
 def _first(frame: FrameType) -> Any:
@@ -150,7 +150,7 @@ def _first(frame: FrameType) -> Any:
 
 
 def _range(tensor: Any) -> str:
-    # On an accelerator this would wait for a device that may have failed.
+    # Reading from an accelerator would wait for a device that may have failed.
     on_cpu = isinstance(tensor, Tensor) and tensor.device.type == "cpu"
     if not on_cpu or not tensor.numel() or tensor.dtype not in _INTEGERS:
         return ""

@@ -1,4 +1,4 @@
-"""What hooks add to the log records: the size of the gradients, and how fast training goes."""
+"""Hooks that add measurements to the log records: the gradient norm, and the training speed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from ..state import LoopState
 
 @HOOKS.register_module()
 class GradNormHook(Hook):
-    """Adds `grad_norm`, the total L2 norm of the gradients, to the log records.
+    """Add ``grad_norm``, the total L2 norm of the gradients, to the log records.
 
-    It is taken right before each update, before clipping, and averaged over the updates of a log
-    interval; with several optimizers it is `grad_norm/<name>` for each. Where the optimizer wrapper
-    clips by norm, its figure is used; of sharded parameters it is the norm of the whole gradients.
-    Updates that a loss scaler skips do not count. Nothing leaves the device before the record.
+    The norm is measured right before each update, before clipping, and averaged over the updates
+    of a log interval; with several optimizers it is ``grad_norm/<name>`` for each. If the optimizer
+    wrapper clips by norm, its value is used. For sharded parameters it is the norm of the whole
+    gradients. Updates that a loss scaler skips do not count. Values stay on the device until the
+    record.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class GradNormHook(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         self._remove()
-        # The gradients are gone when a hook of the loop is called: the update clears them.
+        # A hook of the loop would be too late: the update clears the gradients.
         for name, member, optimizer in optimizers_of(state):
             measure = partial(self._measure, f"grad_norm/{name}".rstrip("/"), member)
             self._handles.append(optimizer.register_step_pre_hook(measure))
@@ -74,11 +75,11 @@ class GradNormHook(Hook):
         norm = optim_features(wrapper).grad_norm
         if norm is None:
             norm = gradient_norm(optimizer)
-            # A fused optimizer gets the loss scaler's scale with gradients that still bear it.
+            # The gradients of a fused optimizer still contain the loss scaler's scale.
             scale = getattr(optimizer, "grad_scale", None)
             norm = norm if scale is None else norm / scale
         count: Tensor | float = 1.0
-        # A fused optimizer is called for updates that the loss scaler skips, and told so.
+        # A fused optimizer is also called for skipped updates, with `found_inf` set.
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None:
             norm = torch.where(overflow == 0, norm, 0.0).squeeze()
@@ -93,16 +94,16 @@ class GradNormHook(Hook):
 
 
 def optimizers_of(state: LoopState) -> Iterator[tuple[str, Any, Optimizer]]:
-    """Yield name ("" for the only one), wrapper and what calls the hooks of each optimizer."""
+    """Yield for each optimizer its name ("" for the only one), its wrapper and itself."""
     wrapper = state.optim_wrapper
     for name, member in wrapper.items() if hasattr(wrapper, "items") else [("", wrapper)]:
         optimizer = member.optimizer
-        # Torch's optimizer for local SGD calls no hooks, but the one inside it does.
+        # Torch's optimizer for local SGD calls no step hooks, but the one inside it does.
         yield name, member, optimizer.optim if hasattr(optimizer, "averager") else optimizer
 
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
-    """Return the L2 norm of all gradients as they are; every rank must call this."""
+    """Return the L2 norm of the current gradients; every rank must call this."""
     every = (param for group in optimizer.param_groups for param in group["params"])
     params = [param for param in every if param.grad is not None]
     return total_norm([param.grad for param in params], like=params)
@@ -110,24 +111,27 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 
 @HOOKS.register_module()
 class ThroughputHook(Hook):
-    """Adds speed to the log records.
+    """Add the training speed to the log records.
 
-    docs/hooks.md describes `samples_per_s`, `steps_per_s`, `data_share`, `tokens_per_s` and `mfu`.
-    Ranks of a tensor axis share their samples. Nothing is synchronised: on an accelerator the
-    figures are right over an interval, because every log record waits for the device, not within
-    one step.
+    docs/hooks.md describes ``samples_per_s``, ``steps_per_s``, ``data_share``, ``tokens_per_s`` and
+    ``mfu``. Ranks of a tensor axis share their samples. The hook does not synchronize: on an
+    accelerator the values are correct for an interval, because every log record waits for the
+    device, but not for a single step.
 
     Args:
-        tokens_per_sample: Tokens in a sample; default: those that `loss_weight: tokens` counts, or
-            else the model's attribute of that name.
+        tokens_per_sample: Tokens in a sample; default: the count of ``loss_weight: tokens``,
+            otherwise the model's attribute of that name.
         flops_per_token: Floating-point operations of forward and backward for one token; default:
             the model's attribute of that name.
-        flops_per_sample: The same for one sample; not together with `flops_per_token`.
-        peak_flops: Operations per second that one device could do at most, in the dtype in which
-            the model computes.
+        flops_per_sample: The same for one sample; not together with ``flops_per_token``.
+        peak_flops: The peak operations per second of one device, in the dtype in which the model
+            computes.
+
+    Raises:
+        ValueError: A number is not positive and finite, or the numbers do not determine ``mfu``.
     """
 
-    # Last of all, so that the time of other hooks does not count as waiting for data.
+    # After all other hooks, so that their time does not count as waiting for data.
     order = 95
 
     def __init__(
@@ -151,7 +155,7 @@ class ThroughputHook(Hook):
             raise ValueError("ThroughputHook takes flops_per_token or flops_per_sample, got both")
         if peak_flops is None and (flops_per_token or flops_per_sample):
             raise ValueError(
-                "ThroughputHook: mfu needs peak_flops beside the flops of a token or sample"
+                "ThroughputHook: mfu needs peak_flops in addition to the flops of a token or sample"
             )
         self._path: tuple[Any, ...] | None = ()
         self._tokens_per_sample: float | None = None
@@ -172,7 +176,7 @@ class ThroughputHook(Hook):
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
         self._waited_s += perf_counter() - self._mark_s
-        # One that only keeps other ranks company counts for nothing, nor one that is skipped.
+        # Batches that only pad an uneven pass do not count, nor do skipped steps.
         counts = self._optim.batch_counts
         if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
             return
@@ -191,8 +195,8 @@ class ThroughputHook(Hook):
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         elapsed_s = perf_counter() - self._since_s - self._evaluating_s
         steps = state.step - self._first_step
-        # The reduction over the ranks is a mean, and samples are to be summed; ranks that share
-        # a model's layers see the same ones.
+        # The mean over the ranks must become a sum of samples; ranks that share a model's layers
+        # see the same samples.
         ranks = data_size(state.model)
         done: dict[str, float | Tensor] = {"sample": self._samples * ranks / elapsed_s}
         if self._counts_tokens:
@@ -221,17 +225,17 @@ class ThroughputHook(Hook):
         self._mark_s = perf_counter()
 
     def _count(self, state: LoopState, name: str) -> float | None:
-        """Return a count that the settings give, or else the model, or the net inside it."""
+        """Return a count of the settings, otherwise of the model or the net inside it, or None."""
         model = user_model(state.model)
-        told = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
-        return next((one for one in (self._given[name], *told) if one is not None), None)
+        own = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
+        return next((one for one in (self._given[name], *own) if one is not None), None)
 
     def _use_of(self, state: LoopState) -> tuple[str, float] | None:
-        """Return the unit whose flops are known, and its share of a second of all devices."""
+        """Return the unit whose flops are known, and the seconds of all devices that it takes."""
         peak = self._given["peak_flops"]
         if peak is None:
             return None
-        # What the settings give counts before what the model tells.
+        # Settings take precedence over the model's attributes.
         units = sorted(("token", "sample"), key=lambda one: self._given[f"flops_per_{one}"] is None)
         known = {unit: self._count(state, f"flops_per_{unit}") for unit in units}
         for unit, flops in known.items():
@@ -240,12 +244,12 @@ class ThroughputHook(Hook):
             if unit == "token" and not (self._counts_tokens or self._tokens_per_sample):
                 raise ValueError(
                     "ThroughputHook: mfu by flops_per_token needs tokens_per_sample, as a setting "
-                    "or an attribute of the model, or loss_weight: tokens"
+                    "or as an attribute of the model, or loss_weight: tokens"
                 )
             return unit, flops / (peak * _devices(state.model))
         raise ValueError(
-            "ThroughputHook: mfu needs flops_per_token or flops_per_sample beside peak_flops, as a "
-            "setting or an attribute of the model"
+            "ThroughputHook: mfu needs flops_per_token or flops_per_sample in addition to "
+            "peak_flops, as a setting or as an attribute of the model"
         )
 
     def _start_interval(self, step: int) -> None:
@@ -258,7 +262,7 @@ class ThroughputHook(Hook):
 
 
 def _devices(model: nn.Module) -> int:
-    """Return how many devices train the model, over all ranks."""
+    """Return the number of devices that train the model, over all ranks."""
     here = 1
     if isinstance(model, nn.DataParallel):
         here = len(set(model.device_ids)) or torch.cuda.device_count() or 1

@@ -1,4 +1,4 @@
-"""Passes in which the ranks have, or may have, different numbers of batches."""
+"""Passes over the data in which ranks may have different numbers of batches."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ _PROGRESS = ("batch", "iteration", "step", "updated_at")
 
 
 class PassInputs:
-    """The batches of a pass, as many on every rank unless the model's wrapper has `uneven_inputs`.
+    """The batches of a pass: the same number on every rank, with two exceptions.
 
-    With that the model's `join` keeps the averaging of gradients going. What else the loop does
-    together with other ranks is left out from where the first one has run out of batches:
-    `state.together` says so. At the end of the pass all are brought to where the rank with most
-    batches is: counters, optimizers, schedulers and whatever else is in `state.stateful`. Where a
-    rank does not know how many it has, or only estimates it, as for an iterable data set, the ranks
-    compare as they go; `length` is the most, else None.
+    With ``uneven_inputs`` of the model wrapper, its ``join`` continues to average gradients after
+    a rank has run out of batches. From then on the loop does nothing else that needs all ranks,
+    and ``state.together`` is False. At the end of the pass every rank takes over the counters,
+    optimizers and ``state.stateful`` of the rank with most batches.
 
-    With `loss_weight` ranks may have different numbers of batches under every wrapper: one that has
-    run out goes on with its last batch, which counts nothing.
+    With a ``loss_weight`` a rank that has run out repeats its last batch with a weight of 0, under
+    every model wrapper.
+
+    ``length`` is the largest number of batches of a rank; None if a rank does not know its number.
+    If a number is unknown or an estimate, as for an iterable data set, the ranks compare before
+    each batch whether all have one.
     """
 
     def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:
-        told = all_gather_object((length_of(loader), is_stream(loader)))
-        lengths = [length for length, _ in told]
+        answers = all_gather_object((length_of(loader), is_stream(loader)))
+        lengths = [length for length, _ in answers]
         known = [one for one in lengths if one is not None]
         self.length = max(known) if len(known) == len(lengths) else None
-        is_sure = self.length is not None and not any(estimated for _, estimated in told)
-        self._compares = not is_sure and len(told) > 1
-        # Arguments of `join`, and the ranks with batches of their own.
+        is_sure = self.length is not None and not any(estimated for _, estimated in answers)
+        self._compares = not is_sure and len(answers) > 1
+        # The arguments of `join`.
         self._options: dict[str, Any] | None = None
         features = model_features(state.model)
         self._group = features.data_group
         self._weighted = is_weighted(state.optim_wrapper)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
-            # Windows end with the pass: an estimate would end them elsewhere.
+            # Windows end with the pass; an estimated length would end them at another batch.
             self.length = self.length if is_sure else None
             self._sampler = sampler_of(loader)
             return
@@ -57,15 +59,15 @@ class PassInputs:
             _check(state, by_epoch)
         elif len(set(lengths)) > 1:
             raise ValueError(
-                "every rank needs the same number of training batches, but by rank they are "
-                f"{lengths}; build_loader(..., train=True) shares them out, and "
-                "StepDistributedDataParallel(uneven_inputs=True) can do without, and so can every "
-                "wrapper with a loss_weight of the optimizer wrapper"
+                "every rank needs the same number of training batches, got by rank "
+                f"{lengths}; use build_loader(..., train=True), or allow different numbers by "
+                "StepDistributedDataParallel(uneven_inputs=True) or by a loss_weight of the "
+                "optimizer wrapper"
             )
 
     @contextmanager
     def joined(self, state: LoopState) -> Iterator[None]:
-        """Run a pass inside; every rank must enter."""
+        """Enter the model's ``join`` for a pass, if it is needed; every rank must enter."""
         if self._options is None:
             yield
             return
@@ -77,24 +79,24 @@ class PassInputs:
         finally:
             state.together = True
 
-    def watched(self, batches: Iterable[Any], state: LoopState) -> Iterable[Any]:
-        """Return `batches`, and watch whether all ranks have one; all must iterate."""
+    def synchronized(self, batches: Iterable[Any], state: LoopState) -> Iterable[Any]:
+        """Return ``batches``, compared or padded over the ranks; every rank must iterate."""
         if self._weighted:
-            return self._standing_in(batches, state)
+            return self._padded(batches, state)
         if self._options is not None:
             return self._uneven(batches, state)
         return self._compared(batches, state) if self._compares else batches
 
     def _uneven(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
-        """Yield `batches`; clears `state.together` once a rank has no more."""
+        """Yield ``batches``; set ``state.together`` to False when a rank has run out."""
         for batch in batches:
-            state.together = state.together and all(on_all_ranks(self._group, True))
+            state.together = state.together and all(true_on_all_ranks(self._group, True))
             yield batch
         if state.together:
-            state.together = all(on_all_ranks(self._group, False))
+            state.together = all(true_on_all_ranks(self._group, False))
 
-    def _standing_in(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
-        """Yield batches as long as any rank has one; the optimizer wrapper knows which count."""
+    def _padded(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+        """Yield batches until every rank has run out; repeated batches have a weight of 0."""
         own, optim = iter(batches), state.optim_wrapper
         optim.begin_pass(state.iteration - state.batch, self.length)
         batch = last = next(own, _END)
@@ -103,7 +105,9 @@ class PassInputs:
         try:
             while last is not _END:
                 has_batch = batch is not _END
-                ended = on_all_ranks(None, not has_batch)[0] if self._compares else not has_batch
+                ended = (
+                    true_on_all_ranks(None, not has_batch)[0] if self._compares else not has_batch
+                )
                 if ended:
                     break
                 last = batch if has_batch else last
@@ -112,7 +116,7 @@ class PassInputs:
                 yield last
                 batch = next(own, _END)
             if self.length is None and last is not _END and not optim.should_update():
-                # Nobody knew that the window would end here: one more batch ends it.
+                # The data ended inside a window: close it with a zero-weight batch.
                 optim.begin_pass(state.iteration - state.batch, state.batch + 1)
                 optim.batch_counts = False
                 yield last
@@ -120,12 +124,12 @@ class PassInputs:
             optim.batch_counts = True
 
     def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
-        """Yield `batches`; a rank that trained on without another one would wait for it."""
+        """Yield ``batches``; raise ValueError if only some of the ranks have run out."""
         own = iter(batches)
         while True:
             batch = next(own, _END)
             has_batch = batch is not _END
-            all_have, none_has = on_all_ranks(None, has_batch, not has_batch)
+            all_have, none_has = true_on_all_ranks(None, has_batch, not has_batch)
             if none_has:
                 return
             if not all_have:
@@ -134,8 +138,8 @@ class PassInputs:
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
                     f"{name_ranks(ended)} ran out after {state.batch} in epoch {state.epoch}, and "
-                    f"{name_ranks(others)} did not; StepDistributedDataParallel("
-                    "uneven_inputs=True) in an EpochTrainLoop can do without"
+                    f"{name_ranks(others)} did not; allow different numbers by "
+                    "StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop"
                 )
             yield batch
 
@@ -143,7 +147,7 @@ class PassInputs:
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
-        # As torch chooses whose weights all get: most batches, the last of equals.
+        # Torch's `join` takes the weights of the same rank: most batches, the last of equals.
         longest = max(range(len(everyone)), key=lambda at: (everyone[at]["batch"], at))
         ahead = everyone[longest]
         if all(one["batch"] == ahead["batch"] for one in everyone):
@@ -166,36 +170,36 @@ class PassInputs:
 
 
 def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:
-    """Return this rank's first batch, or another's where it has none; each rank must call this."""
+    """Return this rank's first batch, or another rank's if it has none; every rank must call."""
     ranks = TorchDist(group)
     has = ranks.all_gather_object(has_batch)
     if all(has) or not any(has):
         return batch
-    lent = ranks.broadcast_object(batch if has_batch else None, has.index(True))
-    return batch if has_batch else lent
+    other = ranks.broadcast_object(batch if has_batch else None, has.index(True))
+    return batch if has_batch else other
 
 
-def on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
-    """Return which of the answers are yes on all ranks of the group; each of them must ask."""
+def true_on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
+    """Return which of the values are true on all ranks of the group; each of them must call."""
     answers = torch.tensor(own, dtype=torch.uint8, device=comm_device(group))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     return [bool(answer) for answer in answers.tolist()]
 
 
 def _check(state: LoopState, by_epoch: bool) -> None:
-    # Here, since they import much of torch that no other run needs.
+    # Imported lazily: heavy.
     from ..wrappers import PostLocalSGD, ZeroRedundancyOptimizer
 
     if not by_epoch:
         raise ValueError(
-            "uneven_inputs needs an EpochTrainLoop: updates that only some ranks make cannot be "
-            "counted by an IterTrainLoop"
+            "uneven_inputs needs an EpochTrainLoop, got an IterTrainLoop, which cannot count "
+            "updates that only some ranks make"
         )
     window = window_of(state.optim_wrapper)
     if window != 1:
         raise ValueError(
-            "uneven_inputs needs accumulative_counts=1: a rank that runs out of batches inside a "
-            f"window would lose its gradients; got {window or 'several values'}"
+            f"uneven_inputs needs accumulative_counts=1, got {window or 'several values'}: a rank "
+            "that runs out of batches inside a window would lose its gradients"
         )
     for member in members_of(state.optim_wrapper):
         optimizer = getattr(member, "optimizer", None)

@@ -1,4 +1,4 @@
-"""Going on inside a pass: from the place that a loader tells, or one found again."""
+"""Continue inside a pass, from the saved position of a loader or by its batch number."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..checkpoints.weights import device_of
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
 from .loaders import batches_from, is_stream, set_epoch
-from .prefetch import prefetch_to_device, reads_ahead
+from .prefetch import can_read_ahead, prefetch_to_device
 from .sampler import sampler_of
 from .workers import iterate
 
 logger = logging.getLogger(__name__)
 
-# What a worker yields, a batch of them, where its turn in the round has already been.
-_PASSED = object()
+# A worker yields a batch of these if its turn in the round was before the saved position.
+_SKIPPED = object()
 _OPTIONS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "in_order"),
@@ -31,53 +31,55 @@ _OPTIONS = (
 
 
 def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> Iterator[Any]:
-    """Return the batches of the running pass that are left; `prefetch` them to the model's device.
+    """Return the remaining batches of the running pass, with ``prefetch`` on the model's device.
 
-    If the loader or its iterator can report its place, it becomes `state.data.reader`.
+    If the loader or its iterator can report its position, it becomes ``state.data.reader``.
     """
     place, state.data.reader_state = state.data.reader_state, None
     if place is None and state.batch and state.data.reader is not None:
-        # The run goes on in the process that has begun the pass.
+        # Training continues in the process that has begun the pass.
         place = state.data.reader.state_dict()
-    batches, state.data.reader = _with_place(loader, state.epoch, state.batch, place)
+    batches, state.data.reader = _batches_and_source(loader, state.epoch, state.batch, place)
     if not prefetch:
         return batches
-    return prefetch_to_device(batches, device_of(state.model), ahead=reads_ahead(loader))
+    return prefetch_to_device(batches, device_of(state.model), ahead=can_read_ahead(loader))
 
 
-def _with_place(
+def _batches_and_source(
     loader: Iterable[Any], epoch: int, batch: int, place: Any
 ) -> tuple[Iterator[Any], Stateful | None]:
-    """Return batches, from a place that was saved if there is one, and what tells theirs."""
+    """Return batches, from a saved position if there is one, and the source of their position."""
     if place is None:
         batches = batches_from(loader, epoch, batch)
-        return batches, _teller(loader, batches)
+        return batches, _position_source(loader, batches)
     set_epoch(loader, epoch)
-    # The random streams come from the checkpoint: finding the place must not move them.
+    # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
         if isinstance(loader, Stateful):
             _load(loader, place, loader)
         batches = iterate(loader)
-        teller = _teller(loader, batches)
-        if teller is None:
-            logger.warning("%s cannot take its place in the checkpoint", type(loader).__name__)
+        source = _position_source(loader, batches)
+        if source is None:
+            logger.warning(
+                "%s cannot restore its position from the checkpoint", type(loader).__name__
+            )
             return batches_from(loader, epoch, batch), None
         if not isinstance(loader, Stateful):
-            _load(teller, place, loader)
+            _load(source, place, loader)
     if batch:
-        return batches, teller
+        return batches, source
     if isinstance(loader, DataLoader) and not (loader.generator or loader.persistent_workers):
-        # As any iterator of a DataLoader does that begins a pass, for the seed of its workers.
+        # Draw the seed of the workers, like any DataLoader at the beginning of a pass.
         torch.empty((), dtype=torch.int64).random_()
     for first in batches:
-        return itertools.chain([first], batches), teller
-    # The place was the end of the pass before.
+        return itertools.chain([first], batches), source
+    # The saved position was the end of the previous pass.
     batches = iterate(loader)
-    return batches, _teller(loader, batches)
+    return batches, _position_source(loader, batches)
 
 
-def _teller(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
-    """Return what tells the place of the batches; None where their order is known by index."""
+def _position_source(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
+    """Return the object that reports the position; None if the order is known by index."""
     if sampler_of(loader) is not None:
         return None
     for one in (loader, batches):
@@ -88,47 +90,47 @@ def _teller(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
     return _Renamed(own.get_state, own.set_state) if is_grain else None
 
 
-def _load(teller: Stateful, place: Any, loader: Iterable[Any]) -> None:
+def _load(source: Stateful, place: Any, loader: Iterable[Any]) -> None:
     try:
-        teller.load_state_dict(place)
+        source.load_state_dict(place)
     except Exception as error:
         raise ValueError(
-            f"{type(loader).__name__} cannot go on from its place in the checkpoint: "
+            f"{type(loader).__name__} cannot continue from its position in the checkpoint: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 @dataclass
 class _Renamed:
-    """An iterator's place under the names of a `Stateful`, where its own are those of grain."""
+    """An adapter that gives the position of grain's iterators the names of a ``Stateful``."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], Any]
 
 
-def telling(loader: Any) -> Any:
-    """Return a loader like `loader` that tells its place, if its data set does; else itself."""
-    tells = is_stream(loader) and isinstance(loader.dataset, Stateful)
-    return StreamLoader(loader) if tells and type(loader) is DataLoader else loader
+def with_position(loader: Any) -> Any:
+    """Return a loader that reports its position if its data set does, otherwise ``loader``."""
+    is_stateful = is_stream(loader) and isinstance(loader.dataset, Stateful)
+    return StreamLoader(loader) if is_stateful and type(loader) is DataLoader else loader
 
 
 class StreamLoader(DataLoader[Any]):
-    """Gives the batches of a plain `loader` over an iterable data set, and tells its place.
+    """A resumable copy of a plain DataLoader over a stateful iterable data set.
 
-    Its state is that of each worker's copy of the data set after the last batch that was given
-    out, however many have been read ahead. The random streams of workers are a function of
-    (seed, epoch, worker, batch), so that augmentations go on as well.
+    Its state contains the state of each worker's copy of the data set after the last batch that
+    was returned, no matter how many have been read ahead. The random streams of workers are a
+    function of (seed, epoch, worker, batch), so that augmentations continue as well.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         stream = Stream(loader.dataset, loader.batch_size or 1)
         options: dict[str, Any] = {name: getattr(loader, name) for name in _OPTIONS}
         super().__init__(stream, collate_fn=_Collate(loader.collate_fn, stream), **options)
-        # Where workers end with the pass, the next one begins with fresh copies of the data set.
-        stream.stays = not self.num_workers or self.persistent_workers
+        # If workers end with the pass, the next pass begins with fresh copies of the data set.
+        stream.keeps_workers = not self.num_workers or self.persistent_workers
         self._stream = stream
         self._places: list[dict[str, Any] | None] = [None] * max(1, self.num_workers)
-        # The worker that gave the last batch of this pass.
+        # The worker that read the last batch of this pass; -1 at its beginning.
         self._last = -1
         self._seed: int | None = None
 
@@ -140,9 +142,9 @@ class StreamLoader(DataLoader[Any]):
         if self._seed is None:
             self._seed = (self.generator or torch.default_generator).initial_seed()
         stream.seed = self._seed
-        # No generator itself: workers start now, and draw their seed as in any DataLoader.
+        # Not a generator function: workers start now, and draw their seed as in any DataLoader.
         batches = super().__iter__()
-        # Workers have it by now; those of the next pass must not.
+        # The workers have a copy by now; workers of the next pass must not get it.
         stream.restored = None
         return self._noting_places(batches)
 
@@ -153,21 +155,26 @@ class StreamLoader(DataLoader[Any]):
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place after the last batch that was given out."""
+        """Return the position after the last batch that was returned."""
         place = {"epoch": self._stream.epoch, "last": self._last, "seed": self._seed}
         return {**place, "workers": list(self._places)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from there; ValueError inside a pass of other workers."""
+        """Set the position of the next iteration.
+
+        Raises:
+            ValueError: The position is inside a pass that was begun with another number of
+                workers.
+        """
         saved, now = len(state["workers"]), len(self._places)
         inside = state["epoch"] == self._stream.epoch
         if saved != now and inside:
             raise ValueError(
-                f"num_workers must be {saved} to the end of this pass, as when it began, got "
-                f"{self.num_workers}: each worker has read a part of its own of "
+                f"num_workers must be {saved} until the end of this pass, as at its beginning, got "
+                f"{self.num_workers}: each worker has read a separate part of "
                 f"{type(self._stream.samples).__name__}"
             )
-        # Those that live on from an earlier pass would not hear of it.
+        # Persistent workers of an earlier pass would keep their position.
         self._iterator = None
         self._seed = state["seed"]
         self._last = state["last"] if inside else -1
@@ -176,14 +183,14 @@ class StreamLoader(DataLoader[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """An iterable data set that goes on from where it, or a worker's copy of it, was."""
+    """A wrapper of an iterable data set that saves and restores the position of each worker."""
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self.samples = samples
         self.batch_size = batch_size
         self.seed = 0
-        self.stays = True
-        # For the next iteration: the worker that gave the last batch, and the places by worker.
+        self.keeps_workers = True
+        # For the next iteration: the worker of the last batch, and the positions by worker.
         self.restored: tuple[int, list[dict[str, Any] | None]] | None = None
         # Shared with the workers, which may outlive a pass.
         self._epoch = torch.zeros((), dtype=torch.int64)
@@ -200,12 +207,12 @@ class Stream(IterableDataset[Any]):
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin a pass; called in the process that has the loader."""
+        """Begin a pass; called in the process of the loader."""
         self._epoch.fill_(epoch)
         getattr(self.samples, "set_epoch", lambda _: None)(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # No generator itself: what was restored is for this iteration alone.
+        # Not a generator function: `restored` is only for this iteration.
         restored, self.restored = self.restored, None
         info = get_worker_info()
         self.worker = 0 if info is None else info.id
@@ -213,14 +220,14 @@ class Stream(IterableDataset[Any]):
         return self._read(*(restored or (-1, [])))
 
     def _read(self, last: int, places: list[dict[str, Any] | None]) -> Iterator[Any]:
-        # A round of batches begins with worker 0, and `last` need not be the last of its round.
+        # The DataLoader starts each round with worker 0, but `last` may be inside a round.
         if self.worker <= last < len(places) - 1:
-            yield from [_PASSED] * self.batch_size
+            yield from [_SKIPPED] * self.batch_size
         place = places[self.worker] if places else None
         if place is not None:
             with preserved_rng():
-                self._go_on_from(place)
-        # Not where it knows already: copies may share the number, as those of Hugging Face do.
+                self._restore(place)
+        # Copies of a data set may share the epoch, like copies of Hugging Face's data sets.
         if getattr(self.samples, "epoch", None) != self.epoch:
             getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
         self._start_batch()
@@ -231,33 +238,33 @@ class Stream(IterableDataset[Any]):
     def _restored_samples(self) -> Iterator[Any]:
         samples = iter(self.samples)
         try:
-            # Hugging Face's loads its state here.
+            # The data sets of Hugging Face load their state here.
             first = list(itertools.islice(samples, 1))
         except LookupError as error:
             raise ValueError(
-                f"{type(self.samples).__name__} cannot load its state in the checkpoint "
-                f"({type(error).__name__}: {error}). A shuffled stream of Hugging Face can be "
-                "resumed with several workers if the run was started with shuffle(buffer_size=1, "
+                f"{type(self.samples).__name__} cannot load its state from the checkpoint "
+                f"({type(error).__name__}: {error}). To resume a shuffled stream of Hugging Face "
+                "with several workers, start the run with shuffle(buffer_size=1, "
                 "max_buffer_input_shards=1)"
             ) from error
         yield from first
         yield from samples
 
-    def _go_on_from(self, place: dict[str, Any]) -> None:
+    def _restore(self, place: dict[str, Any]) -> None:
         inside = place["epoch"] == self.epoch
         if inside:
             self.samples.load_state_dict(place["samples"])
             self._batches, self._ended = place["batches"], place["ended"]
-        elif self.stays and not hasattr(self.samples, "set_epoch"):
-            # What it remembers from pass to pass, such as a generator of its own.
+        elif self.keeps_workers and not hasattr(self.samples, "set_epoch"):
+            # Restore what the data set keeps between passes, such as its generator.
             self.samples.load_state_dict(place["samples"])
             if not place["ended"]:
                 for _ in self.samples:
                     pass
 
     def place(self) -> dict[str, Any]:
-        """Return where this copy is after a batch; the next one begins."""
-        # Copied, since a worker sends it while it reads on.
+        """Return the position of this copy after a batch, and begin the next batch."""
+        # Copied, since a worker sends the state while it continues to read.
         state = deepcopy(self.samples.state_dict())
         self._batches += 1
         self._start_batch()
@@ -274,7 +281,7 @@ class Stream(IterableDataset[Any]):
 
 
 class _Collate:
-    """Makes a batch, and adds the worker that has read it and the place after it."""
+    """Make a batch, and add its worker and the position after it."""
 
     def __init__(self, collate: Any, stream: Stream) -> None:
         self.collate = collate
@@ -282,7 +289,7 @@ class _Collate:
 
     def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
         first = samples[0] if type(samples) is list and samples else samples
-        if first is _PASSED:
+        if first is _SKIPPED:
             return self.stream.worker, None, None
         batch = self.collate(samples)
         return self.stream.worker, self.stream.place(), batch

@@ -1,4 +1,4 @@
-"""Metrics: fed from the outputs of a step, merged over the ranks, flattened, watched by hooks."""
+"""Update metrics from the outputs of a step, merge them over the ranks, flatten and watch them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ...collectives import (
 )
 from ...registry import METRICS, nearest
 from ..data.loaders import SeededSamples
-from ..notes import add_note, describe, name_of
+from ..error_notes import add_note, describe, name_of
 from ..state import LoopState
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ logger = logging.getLogger(__name__)
 
 AnyMetric: TypeAlias = "Metric | BaseMetric"
 
-_OF_ALL_RANKS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
-# Words in the name of a metric, or of its class, that tell which values are better.
-_FALLING = frozenset(
+_GLOBAL_BACKENDS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
+# Words in the name of a metric, or of its class, from which the direction follows.
+_LOWER_IS_BETTER = frozenset(
     ["err", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "rmse"]
 )
-_RISING = frozenset(["acc", "accuracy", "auc", "auroc", "f1", "iou", "precision", "recall"])
+_HIGHER_IS_BETTER = frozenset(
+    ["acc", "accuracy", "auc", "auroc", "f1", "iou", "precision", "recall"]
+)
 _WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -53,9 +55,9 @@ def feed_metrics(
     batch: Any,
     weight_of: Callable[[Any], float | Tensor] | None = None,
 ) -> None:
-    """Update metrics with a step's outputs: a mapping by keyword, all else as (outputs, batch).
+    """Update metrics with a step's outputs: a mapping by keyword, others as (outputs, batch).
 
-    `weight_of` tells what the mean loss of a batch is a mean over, where that is not its samples.
+    ``weight_of`` returns the weight of a batch's mean loss, if it is not the number of samples.
     """
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
@@ -90,10 +92,11 @@ def _arguments(
 
 
 def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
-    """Return copies without results; a metric that cannot be copied is left out."""
+    """Return copies without results; leave out metrics that cannot be copied."""
     copies: dict[str, AnyMetric] = {}
     for name, metric in metrics.items():
-        # A BaseMetric may hold a process group, which cannot be copied; its results are a new list.
+        # A BaseMetric may hold a process group, which deepcopy cannot copy; `reset` makes a new
+        # list of results.
         with suppress(Exception):
             copies[name] = copy(metric) if isinstance(metric, BaseMetric) else deepcopy(metric)
             copies[name].reset()
@@ -101,7 +104,7 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
-    """Return by name whether higher values are better, by attribute or words; None if unknown."""
+    """Return by name whether higher values are better; None if attribute and name do not say."""
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
@@ -112,35 +115,40 @@ def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
 
 
 def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
-    """Say whether higher values of the result `name` are better, by `directions_of` the metrics."""
+    """Return whether higher values of the result ``name`` are better; None if unknown.
+
+    Args:
+        name: A result, such as "accuracy" or "scores/f1".
+        known: The result of ``directions_of``.
+    """
+    above, _, last = name.rpartition("/")
     own = known.get(name)
     if own is None:
-        own = _by_words(name.rpartition("/")[2])
-    above = name.rpartition("/")[0]
+        own = _direction_by_words(last)
     return direction_of(above, known) if own is None and above else own
 
 
 def _direction(name: str, metric: nn.Module | BaseMetric) -> bool | None:
-    # What a wrapper of torchmetrics holds tells for it.
+    # A wrapper of torchmetrics has the direction of the metric inside it.
     parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
-    told = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
-    if told:
-        return told.pop() if len(told) == 1 else None
-    by_name = _by_words(name.rpartition("/")[2])
-    return _by_words(type(metric).__name__) if by_name is None else by_name
+    directions = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
+    if directions:
+        return directions.pop() if len(directions) == 1 else None
+    by_name = _direction_by_words(name.rpartition("/")[2])
+    return _direction_by_words(type(metric).__name__) if by_name is None else by_name
 
 
-def _by_words(text: str) -> bool | None:
+def _direction_by_words(text: str) -> bool | None:
     words = {word.lower() for word in _WORD.findall(text)}
-    falls, rises = bool(words & _FALLING), bool(words & _RISING)
-    return None if falls == rises else rises
+    lower, higher = bool(words & _LOWER_IS_BETTER), bool(words & _HIGHER_IS_BETTER)
+    return None if lower == higher else higher
 
 
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank's metrics the states of the group's ranks; each of them must call this.
+    """Merge the metric states of the group's ranks, on each of them; each of them must call this.
 
-    One exchange for all of them. torchmetrics' own synchronisation waits for ever where ranks hold
-    lists of unequal length. A BaseMetric is left as it is: its own `compute` gathers.
+    All metrics take one exchange. The synchronization of torchmetrics is not used, since it hangs
+    if ranks hold lists of unequal length. A BaseMetric is left out, since its ``compute`` gathers.
     """
     parts = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
     cpu = torch.device("cpu")
@@ -159,14 +167,17 @@ def compute_metrics(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Return the results by name, "name/key" where a metric has several; every rank must call this.
+    """Return the results by name, several of one metric as "name/key"; every rank must call this.
 
-    `size` is that of a data set of which ranks were given some samples twice. A BaseMetric gathers
-    from `group`, unless its back-end is one of the user's own.
+    Args:
+        metrics: The metrics by name.
+        size: The data set's size, if ranks were given some samples twice.
+        group: The ranks from which a BaseMetric gathers, unless its back-end was defined by the
+            user.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
-        # A rank may have had no batch of its own.
+        # A rank may have had no batch.
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
             try:
@@ -183,8 +194,8 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
     if not isinstance(metric, BaseMetric):
         return metric.compute()
     backend = metric.dist_backend
-    of_all = type(backend) in _OF_ALL_RANKS and getattr(backend, "group", None) is None
-    if group is not None and of_all:
+    is_global = type(backend) in _GLOBAL_BACKENDS and getattr(backend, "group", None) is None
+    if group is not None and is_global:
         metric.dist_backend = TorchDist(group)
     try:
         return metric.compute(size)
@@ -193,7 +204,7 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
 
 
 def _parts(metric: nn.Module) -> list[Any]:
-    """Return the metric and those inside it (a collection's, a wrapper's), unsynchronised."""
+    """Return the metric and those inside it, with their own synchronization turned off."""
     parts: list[Any] = [part for part in metric.modules() if hasattr(part, "_reductions")]
     for part in parts:
         part.sync_on_compute = False
@@ -232,15 +243,16 @@ def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
 
 @METRICS.register_module()
 class ProcessMetric(BaseMetric):
-    """A metric with `process(data_batch, data_samples)` and `compute_metrics(results)`.
+    """An adapter for metrics with the interface of mmengine's BaseMetric.
 
-    Subclasses of mmengine's BaseMetric are of this kind. The results of all ranks come together
-    here; the metric's own `prefix` and `collect_device` have no effect.
+    The results of all ranks are gathered here; the metric's ``prefix`` and ``collect_device`` have
+    no effect.
 
     Args:
-        metric: One such; its `process` appends to its `results` what counts of one batch.
-        dataset_meta: What the metric is to know of the data set, such as class names; default: the
-            data set's own `metainfo`, where it has one.
+        metric: A metric with ``process(data_batch, data_samples)``, which appends the results of
+            one batch to ``results``, and ``compute_metrics(results)``.
+        dataset_meta: Facts about the data set, such as class names, that the metric needs;
+            default: the data set's ``metainfo``, if it has one.
     """
 
     def __init__(self, metric: Any, dataset_meta: Mapping[str, Any] | None = None) -> None:
@@ -250,10 +262,10 @@ class ProcessMetric(BaseMetric):
         if dataset_meta is not None:
             metric.dataset_meta = dataset_meta
 
-    def tell_of(self, loader: Any) -> None:
-        """Tell the metric of a loader's data set, unless it has been told of one."""
+    def use_metainfo_of(self, loader: Any) -> None:
+        """Set ``dataset_meta`` from the loader's data set, unless it is set."""
         dataset = getattr(loader, "dataset", None)
-        # What build_loader puts around a data set that workers read.
+        # build_loader wraps data sets that are read by workers.
         dataset = dataset.samples if isinstance(dataset, SeededSamples) else dataset
         known = getattr(dataset, "metainfo", None)
         if self.dataset_meta is None and known is not None:
@@ -261,20 +273,26 @@ class ProcessMetric(BaseMetric):
 
     def add(self, data_samples: Iterable[Any], data_batch: Any) -> None:
         """Process the predictions of one batch."""
-        # The dicts of mmengine's data elements, which its metrics expect.
+        # The metrics of mmengine expect its data elements as dicts.
         plain = [one.to_dict() if hasattr(one, "to_dict") else one for one in data_samples]
         self._metric.results.clear()
         self._metric.process(data_batch, plain)
         self._results += self._metric.results
 
     def compute_metric(self, results: list[Any]) -> dict[str, Any]:
-        """Return the figures of all results."""
-        figures: dict[str, Any] = self._metric.compute_metrics(results)
-        return figures
+        """Return the values computed from the results of all batches."""
+        values: dict[str, Any] = self._metric.compute_metrics(results)
+        return values
 
 
 class WatchedMetric:
-    """A metric of the validation and the direction in which it improves; `setting` names both."""
+    """A validation metric and the direction in which it improves.
+
+    Args:
+        name: The name of the metric's result.
+        mode: "min", "max", or None to derive it from the metric.
+        setting: The hook and its argument, for messages, such as "EarlyStopHook: metric".
+    """
 
     def __init__(self, name: str, mode: str | None, *, setting: str) -> None:
         self._hook = setting.partition(":")[0]
@@ -285,21 +303,21 @@ class WatchedMetric:
         self._mode = mode
 
     def start(self, state: LoopState) -> None:
-        """Learn the direction before training, where there is such a metric, and log it."""
+        """Log the direction before training, if it is derived from the metric."""
         if self._mode is None and self.name.partition("/")[0] in state.higher_is_better:
             extreme = self.extreme(state)
             if get_rank() == 0:
                 logger.info("%s: the best %s is the %s", self._hook, self.name, extreme)
 
     def extreme(self, state: LoopState) -> str:
-        """Return which value is the best, "lowest" or "highest"; ValueError if nothing tells."""
+        """Return which value is the best, "lowest" or "highest"; ValueError if unknown."""
         if self._mode is None:
             higher = direction_of(self.name, state.higher_is_better)
             if higher is None:
                 raise ValueError(
-                    f"{self._hook}: mode must be given, 'max' when higher values of {self.name!r} "
-                    "are better, 'min' when lower: neither the metric, by higher_is_better, nor "
-                    "its name tells"
+                    f"{self._hook}: mode must be given, since neither higher_is_better nor the "
+                    f"name of {self.name!r} says which values are better; use 'max' for higher, "
+                    "'min' for lower"
                 )
             self._mode = "max" if higher else "min"
         return "highest" if self._mode == "max" else "lowest"
@@ -312,7 +330,7 @@ class WatchedMetric:
             logger.warning(text, self._hook, mode, better, self.name)
 
     def value_in(self, metrics: Mapping[str, float]) -> float:
-        """Return its value; ValueError if no evaluation produced it, with what it did produce."""
+        """Return the metric's value; ValueError if the evaluation did not compute it."""
         if self.name in metrics:
             return metrics[self.name]
         near = nearest(self.name, metrics)
@@ -320,13 +338,13 @@ class WatchedMetric:
         known = ", ".join(sorted(metrics)) or "none at all"
         raise ValueError(
             f"{self._setting} must name a metric of the evaluation, got {self.name!r}; "
-            f"the last evaluation gave: {known}{guess}"
+            f"the last evaluation computed: {known}{guess}"
         )
 
     def improves(
         self, value: float, best: float | None, state: LoopState, *, min_delta: float = 0.0
     ) -> bool:
-        """Say whether `value` beats `best` by more than `min_delta`; NaN never does."""
+        """Return whether ``value`` beats ``best`` by more than ``min_delta``; NaN never does."""
         rising = self.extreme(state) == "highest"
         if best is None or math.isnan(value):
             return not math.isnan(value)

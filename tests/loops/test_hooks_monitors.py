@@ -161,7 +161,7 @@ def test_speed_without_evaluations_and_the_share_of_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, seen = Clock(), Records()
-    monkeypatch.setattr("stepwrap.loops.hooks.figures.perf_counter", clock)
+    monkeypatch.setattr("stepwrap.loops.hooks.monitors.perf_counter", clock)
     train(new_state(), [clock, ThroughputHook(), seen], dataloader=ClockedLoader(batches(), clock))
     # An interval is two steps of 3 + 1 s and two save points of 4 s, less at the start, more
     # after the end of an epoch.
@@ -171,94 +171,76 @@ def test_speed_without_evaluations_and_the_share_of_waiting(
         assert record["data_share"] == pytest.approx(6 / seconds)
 
 
-@pytest.mark.parametrize(
-    ("batch", "size"),
-    [
-        (torch.zeros(5, 2), 5),
-        ([torch.zeros(6, 2), torch.zeros(6)], 6),
-        ({"id": "x", "scale": torch.tensor(1.0), "image": (torch.zeros(7, 1),)}, 7),
-        ({"names": ["a", "b"]}, 0),
-    ],
-    ids=["tensor", "pair", "nested", "none"],
-)
-def test_size_of_a_batch(batch: Any, size: int) -> None:
-    hook, state = ThroughputHook(), LoopState(model=nn.Identity())
-    hook.on_train_start(state)
-    for _ in range(2):
-        hook.on_batch_start(state, batch)
-        hook.on_batch_end(state, batch, {})
-    state.step = 2
-    scalars: Scalars = {}
-    hook.collect_logs(state, scalars)
-    assert float(scalars["samples_per_s"]) == pytest.approx(size * float(scalars["steps_per_s"]))
-
-
-def test_a_batch_of_another_shape() -> None:
-    hook, state = ThroughputHook(), LoopState(model=nn.Identity(), step=0)
-    hook.on_train_start(state)
-    hook.on_batch_start(state, {"a": torch.zeros(3, 1)})
-    hook.on_batch_start(state, [torch.zeros(2, 1)])
-    state.step = 1
-    scalars: Scalars = {}
-    hook.collect_logs(state, scalars)
-    assert float(scalars["samples_per_s"]) == pytest.approx(5 * float(scalars["steps_per_s"]))
-
-
-def record_of_batches(model: nn.Module, **counts: float) -> dict[str, float]:
-    """Return the speed of two updates with batches of 5 samples."""
+def speed_of(batches: list[Any], model: nn.Module, **counts: float) -> dict[str, float]:
+    """Return the record of some updates, one for each batch."""
     hook, state = ThroughputHook(**counts), LoopState(model=model)
     hook.on_train_start(state)
-    for _ in range(2):
-        hook.on_batch_start(state, torch.zeros(5, 3))
-        hook.on_batch_end(state, torch.zeros(5, 3), {})
-    state.step = 2
+    for batch in batches:
+        hook.on_batch_start(state, batch)
+        hook.on_batch_end(state, batch, {})
+    state.step = len(batches)
     scalars: Scalars = {}
     hook.collect_logs(state, scalars)
     return {name: float(value) for name, value in scalars.items()}
 
 
-class Told(nn.Linear):
-    """A network that tells what it takes."""
+@pytest.mark.parametrize(
+    ("batches", "size"),
+    [
+        ([torch.zeros(5, 2)] * 2, 5),
+        ([[torch.zeros(6, 2), torch.zeros(6)]] * 2, 6),
+        ([{"id": "x", "scale": torch.tensor(1.0), "image": (torch.zeros(7, 1),)}] * 2, 7),
+        ([{"names": ["a", "b"]}] * 2, 0),
+        ([{"a": torch.zeros(3, 1)}, [torch.zeros(2, 1)]], 2.5),
+    ],
+    ids=["tensor", "pair", "nested", "none", "other"],
+)
+def test_size_of_a_batch(batches: list[Any], size: float) -> None:
+    record = speed_of(batches, nn.Identity())
+    assert record["samples_per_s"] == pytest.approx(size * record["steps_per_s"])
+
+
+class Described(nn.Linear):
+    """A network with attributes for its tokens and operations."""
 
     tokens_per_sample = 6
     flops_per_token = 1e3
     flops_per_sample = 7e3
 
 
-def test_tokens_and_mfu_by_settings() -> None:
-    counts = {"tokens_per_sample": 4, "flops_per_token": 100.0, "peak_flops": 1e9}
-    record = record_of_batches(nn.Identity(), **counts)
-    assert record["tokens_per_s"] == pytest.approx(4 * record["samples_per_s"])
-    assert record["mfu"] == pytest.approx(100 * record["tokens_per_s"] / 1e9)
+PEAK = 1e9
+IN_MODEL = SingleDevice(Described(3, 1))
+IN_NET = SingleDevice(SupervisedModel(Described(3, 1), nn.MSELoss()))
 
 
-def test_mfu_without_tokens() -> None:
-    record = record_of_batches(nn.Identity(), flops_per_sample=50.0, peak_flops=1e6)
-    assert record["mfu"] == pytest.approx(50 * record["samples_per_s"] / 1e6)
-    assert "tokens_per_s" not in record
+@pytest.mark.parametrize(
+    ("model", "counts", "tokens", "flops"),
+    [
+        (nn.Identity(), {"tokens_per_sample": 4, "flops_per_token": 100.0}, 4, 400),
+        (nn.Identity(), {"flops_per_sample": 50.0}, None, 50),
+        (IN_MODEL, {}, 6, 6e3),
+        (IN_NET, {}, 6, 6e3),
+        # Settings take precedence.
+        (IN_MODEL, {"tokens_per_sample": 2, "flops_per_sample": 10.0}, 2, 10),
+        # Two copies on one device are one device.
+        (StepDataParallel(Described(3, 1), device_ids=["cpu", "cpu"]), {}, 6, 6e3),
+    ],
+)
+def test_tokens_and_mfu(
+    model: nn.Module, counts: dict[str, float], tokens: int | None, flops: float
+) -> None:
+    record = speed_of([torch.zeros(5, 3)] * 2, model, **counts, peak_flops=PEAK)
+    samples = record["samples_per_s"]
+    assert record["mfu"] == pytest.approx(flops * samples / PEAK)
+    if tokens is None:
+        assert "tokens_per_s" not in record
+    else:
+        assert record["tokens_per_s"] == pytest.approx(tokens * samples)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["model", "net"])
-def test_tokens_and_mfu_by_the_model(inside: bool) -> None:
-    model = SingleDevice(SupervisedModel(Told(3, 1), nn.MSELoss()) if inside else Told(3, 1))
-    record = record_of_batches(model)
-    assert record["tokens_per_s"] == pytest.approx(6 * record["samples_per_s"])
-    assert "mfu" not in record
-    record = record_of_batches(model, peak_flops=1e9)
-    assert record["mfu"] == pytest.approx(1e3 * record["tokens_per_s"] / 1e9)
-
-
-def test_settings_come_before_what_the_model_tells() -> None:
-    model = SingleDevice(Told(3, 1))
-    record = record_of_batches(model, tokens_per_sample=2, flops_per_sample=10.0, peak_flops=1e9)
-    assert record["tokens_per_s"] == pytest.approx(2 * record["samples_per_s"])
-    assert record["mfu"] == pytest.approx(10 * record["samples_per_s"] / 1e9)
-
-
-def test_copies_on_one_device_are_one_device() -> None:
-    copies = StepDataParallel(Told(3, 1), device_ids=["cpu", "cpu"])
-    record = record_of_batches(copies, peak_flops=1e9)
-    assert record["mfu"] == pytest.approx(1e3 * record["tokens_per_s"] / 1e9)
+@pytest.mark.parametrize("model", [IN_MODEL, IN_NET])
+def test_without_a_peak_there_is_no_mfu(model: nn.Module) -> None:
+    assert "mfu" not in speed_of([torch.zeros(5, 3)] * 2, model)
 
 
 def test_tokens_are_those_that_the_loss_counts() -> None:
@@ -308,7 +290,7 @@ def test_a_batch_that_only_keeps_others_company_is_no_sample() -> None:
 )
 def test_counts_that_are_wrong_or_missing(counts: dict[str, float], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        record_of_batches(nn.Identity(), **counts)
+        ThroughputHook(**counts).on_train_start(LoopState(model=nn.Identity()))
 
 
 def _records_of_rank() -> list[dict[str, float]]:
