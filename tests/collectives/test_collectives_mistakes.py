@@ -122,7 +122,6 @@ def _make_agreed_mistakes(is_tracing: bool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("is_tracing", [False, True])
 def test_the_mistake_of_one_rank_is_an_error_on_all(is_tracing: bool) -> None:
-    """X-5."""
     for outcomes in run_ranks(_make_agreed_mistakes, 2, is_tracing):
         for (name, message), (call, _, _, error, text) in zip(outcomes, AGREED, strict=True):
             assert name == error, (call, message)
@@ -154,7 +153,6 @@ def _make_traced_mistakes() -> list[tuple[str, str]]:
 
 
 def test_calls_without_a_first_message_agree_while_tracing() -> None:
-    """X-5, X-9."""
     for outcomes in run_ranks(_make_traced_mistakes, 2):
         for (name, message), (_, _, _, error, text) in zip(outcomes[:-1], RAW, strict=True):
             assert name == "CollectiveError"
@@ -186,7 +184,6 @@ def _be_elsewhere() -> list[tuple[str, str]]:
 
 
 def test_scalars_that_meet_another_call() -> None:
-    """X-9."""
     for outcomes in run_ranks(_be_elsewhere, 2):
         for name, message in outcomes:
             assert name == "CollectiveError"
@@ -196,7 +193,6 @@ def test_scalars_that_meet_another_call() -> None:
 
 @pytest.mark.parametrize("wrong", [SPARSE, META])
 def test_one_process_refuses_the_same(wrong: torch.Tensor) -> None:
-    """X-2."""
     for call in (all_gather, gather, all_reduce, reduce_mean, in_place.broadcast):
         name, message = outcome(call, wrong)
         assert (name, " must " in message) == ("ValueError", True)

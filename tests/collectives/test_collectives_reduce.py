@@ -34,7 +34,6 @@ def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 def test_reduce_mean(dtype: torch.dtype, expected: torch.dtype) -> None:
-    """A-14."""
     for mean in run_ranks(_mean_of, 2, [1, 2], dtype):
         assert torch.equal(mean, torch.tensor([1.5, 3.0], dtype=expected))
 
@@ -72,7 +71,6 @@ def _reduce_rank_dict(reduce_op: str, to_float: bool) -> dict[str, torch.Tensor]
 
 
 def test_sums_are_exact_and_floating_point() -> None:
-    """A-15, A-16, A-19."""
     for reduced in run_ranks(_reduce_rank_dict, 2, "sum", True):
         assert reduced["a"].tolist() == [3.0, 3.0]
         assert reduced["n"].item() == 8.0
@@ -94,7 +92,6 @@ def test_dtypes_are_kept_without_to_float() -> None:
 
 
 def test_the_mean_of_integers_is_a_float_in_any_case() -> None:
-    """A-18."""
     for reduced in run_ranks(_reduce_rank_dict, 2, "mean", False):
         assert reduced["tracked"].item() == 2**24 + 1.5
         assert reduced["n"].dtype == torch.float64
@@ -164,7 +161,6 @@ def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
     ],
 )
 def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text: str) -> None:
-    """A-17, X-5."""
     for (name, message), after in run_ranks(_reduce_differing, 2, kind):
         assert name == error
         assert text in message
@@ -183,7 +179,6 @@ def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text:
 def test_arguments_are_checked_in_one_process_too(
     args: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
-    """X-2."""
     assert outcome(all_reduce_dict, *args) == (error.__name__, text)
 
 
