@@ -94,7 +94,7 @@ def _after_the_end() -> str:
 
 def test_destroying_after_the_end_of_the_world() -> None:
     for answer in run_ranks(_after_the_end, 2):
-        assert answer.startswith("RuntimeError: there is no world with RPC in this process")
+        assert answer.startswith("RuntimeError: this process must be in a world with RPC")
 
 
 def _one_dies(told: Path) -> str:
