@@ -111,7 +111,6 @@ def pad_to_largest_tensor(
 
     Args:
         tensor: a tensor of shape ``(n,)``; ``n`` may differ between ranks.
-        group: default: the default group.
 
     Raises:
         ValueError: on every rank, if some rank's tensor does not have one dimension.

@@ -42,7 +42,6 @@ def collect_results(
         size: the number of results to return: padding of the sampler at the end is dropped.
         device: "cpu" as in ``collect_results_cpu``; "gpu" or "npu" as in ``collect_results_gpu``.
         tmpdir: a directory that all ranks see, for "cpu" only; default: use the process group.
-        group: default: the default group.
         remove_tmpdir: whether to remove ``tmpdir`` and its content afterwards.
 
     Raises:
@@ -150,7 +149,6 @@ def all_gather_object_cpu(
         rank_zero_return_only: whether to return None on all ranks except the group's first.
         use_system_tmp: without ``tmpdir``: True shares rank 0's directory for temporary files,
             False its current directory.
-        group: default: the default group.
 
     Raises:
         CollectiveError: on every rank, if an object cannot be pickled or unpickled, the directory

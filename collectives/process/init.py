@@ -233,12 +233,14 @@ def adopt_slurm(env: MutableMapping[str, str]) -> None:
     if env.get("RANK") or not env.get("SLURM_PROCID"):
         return
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    # The port differs between the jobs on a node and between the steps of a job.
+    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     found = {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_NTASKS"],
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": first_host(nodes) if nodes else "localhost",
-        "MASTER_PORT": str(_port(env)),
+        "MASTER_PORT": str(_FIRST_PORT + (job * 61 + step) % _PORTS),
     }
     here = tasks_here(env)
     if here is not None:
@@ -274,12 +276,6 @@ def tasks_here(env: Mapping[str, str]) -> int | None:
     node = int(env.get("SLURM_NODEID") or 0)
     # A single number applies to every node.
     return tasks[node] if node < len(tasks) else tasks[-1]
-
-
-def _port(env: MutableMapping[str, str]) -> int:
-    """Return a port that differs between the jobs on a node and between the steps of a job."""
-    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return _FIRST_PORT + (job * 61 + step) % _PORTS
 
 
 def _adopt_mpi(env: MutableMapping[str, str]) -> None:

@@ -126,7 +126,6 @@ def comm_device(group: Group = None, *, prefer: torch.device | None = None) -> t
     """Return the device of the group's communication; the CPU without a group.
 
     Args:
-        group: default: the default group.
         prefer: a device that is returned if the group has a backend for its type. Otherwise the
             result is the first device type of the group's backend configuration.
 
@@ -161,7 +160,8 @@ def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
 def _count_on_this_host(world: dist.ProcessGroup) -> int:
     """Return the number of lower ranks on this host."""
     store = world.get_group_store()
-    host = _host()
+    # Containers on one machine share its boot id, but not its name.
+    host = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
     store.set(f"{_HOST_KEY}/{world.rank()}", host)
     keys = [f"{_HOST_KEY}/{rank}" for rank in range(world.rank())]
     limit = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
@@ -188,11 +188,6 @@ def process_space() -> bytes:
 def _process_space() -> bytes:
     space = f"{_BOOT.read_text()} {os.readlink('/proc/self/ns/pid')}"
     return hashlib.blake2b(space.encode(), digest_size=8).digest()
-
-
-def _host() -> str:
-    """Return a text that is equal on two ranks of one host; each container has its own name."""
-    return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
 
 
 def _integer(variable: str) -> int | None:

@@ -40,7 +40,6 @@ def all_reduce_dict(
         to_float: whether to return floating-point results: float64 for integers, which are summed
             exactly first, and float32 for half types. Otherwise dtypes are kept, except for the
             mean of integers, which is always float64.
-        group: default: the default group.
 
     Raises:
         TypeError, ValueError: on every rank, if the operation is unknown, a value is neither a
@@ -77,7 +76,6 @@ def all_reduce_dict_in_place(data: dict[Any, Any], op: str = "sum", group: Group
     Args:
         data: the dict to change.
         op: an operation of ``all_reduce``.
-        group: default: the default group.
 
     Raises:
         AssertionError: on every rank, if ``data`` is not a dict on some rank.
@@ -113,7 +111,6 @@ def all_reduce_params(
         coalesce: whether to send the tensors of one dtype together instead of one by one.
         bucket_size_mb: how much is sent at once, in MiB; -1 is everything.
         op: an operation of ``all_reduce``.
-        group: default: the default group.
 
     Raises:
         TypeError, ValueError: on every rank, if the operation or size is invalid, an element is

@@ -131,7 +131,6 @@ class Reduction:
     Args:
         tensor: this rank's detached tensor.
         op: a checked operation.
-        group: default: the default group.
         is_wide: whether sums must neither overflow nor be rounded to the tensor's dtype.
         others: more tensors of this rank, which are reduced into the first one in order.
         dst: the global rank that gets the result, None for all.

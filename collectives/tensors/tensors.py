@@ -43,7 +43,6 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
         data: a dense tensor.
         op: "sum", "product", "min", "max", "band", "bor", "bxor" or "mean". Complex numbers only
             have sum, product and mean; floating-point numbers have no bitwise operations.
-        group: default: the default group.
 
     Raises:
         TypeError, ValueError: the data is not a dense tensor, or the operation is unknown or not
@@ -135,7 +134,6 @@ def synchronize(timeout_s: float | None = None, group: Group = None) -> None:
 
     Args:
         timeout_s: the timeout in seconds; default: the group's timeout.
-        group: default: the default group.
 
     Raises:
         ValueError: ``timeout_s`` is not positive.

@@ -28,7 +28,7 @@ _MOVABLE = frozenset({torch.strided, torch.sparse_coo})
 _RAISED_BY = "raised by "
 
 # Has the undo functions of the message that this thread is packing.
-_open = threading.local()
+_packing = threading.local()
 
 
 def pack(value: Any) -> Message:
@@ -36,21 +36,21 @@ def pack(value: Any) -> Message:
     if type(value) in _PLAIN:
         return pickle.dumps(value, protocol=5), []
     file, parts = io.BytesIO(), _Parts()
-    outer = getattr(_open, "undo", None)
-    _open.undo = parts.undo
+    outer = getattr(_packing, "undo", None)
+    _packing.undo = parts.undo
     try:
         _Pickler(file, parts).dump(value)
     except Exception as error:
         release_unsent((b"", parts))
         raise TypeError(f"cannot be sent to another process: {error}") from error
     finally:
-        _open.undo = outer
+        _packing.undo = outer
     return file.getvalue(), parts if parts.undo else list(parts)
 
 
 def on_not_sent(undo: Callable[[], None]) -> None:
     """Call ``undo`` if the message that is being packed is never delivered."""
-    undo_functions = getattr(_open, "undo", None)
+    undo_functions = getattr(_packing, "undo", None)
     if undo_functions is not None:
         undo_functions.append(undo)
 

@@ -54,7 +54,8 @@ def test_every_dtype_is_reduced_by_every_operation(world_size: int) -> None:
     run_ranks(_reduce_every_dtype, world_size)
 
 
-def _means() -> list[str]:
+@on_ranks(2)
+def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
     rank = dist.get_rank()
     floats = torch.tensor([1.0 + rank])
     all_reduce(floats, "mean")
@@ -83,19 +84,8 @@ def _means() -> list[str]:
         flags = torch.tensor([True, rank == 0])
         all_reduce(flags, "mean")
         assert flags.tolist() == [True, False]
-    return messages
-
-
-def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
-    for messages in run_ranks(_means, 2):
-        assert len(messages) <= 1
-        assert all("was rounded to the nearest integer" in message for message in messages)
-
-
-def _mean_of_three() -> list[int]:
-    own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
-    all_reduce(own, "mean")
-    return [int(value) for value in own]
+    assert len(messages) <= 1
+    assert all("was rounded to the nearest integer" in message for message in messages)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
@@ -123,5 +113,8 @@ def test_means_and_wide_sums_of_large_integers_do_not_wrap(dtype: torch.dtype) -
         assert total.tolist() == [float(sum(parts))], parts
 
 
+@on_ranks(3)
 def test_thirds_go_to_the_nearest() -> None:
-    assert run_ranks(_mean_of_three, 3) == [[0, 1, -1]] * 3
+    own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
+    all_reduce(own, "mean")
+    assert [int(value) for value in own] == [0, 1, -1]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from calls import assert_outcomes, outcome
-from ranks import on_ranks, run_ranks
+from ranks import on_ranks
 
 from stepwrap.collectives.dist import all_reduce_dict
 
@@ -101,7 +101,8 @@ def test_keys_need_no_order_and_no_clear_text() -> None:
     assert "keys missing on rank 1: Key; keys missing on rank 0: Key" in text
 
 
-def _sum_differing() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_differing_dicts_are_an_error_on_every_rank() -> None:
     rank = dist.get_rank()
     one = torch.ones(1)
     pairs: list[tuple[Any, Any]] = [
@@ -121,10 +122,6 @@ def _sum_differing() -> list[tuple[str, str]]:
     after = {"n": torch.tensor(1)}
     all_reduce_dict(after)
     assert after["n"].item() == 2
-    return outcomes
-
-
-def test_differing_dicts_are_an_error_on_every_rank() -> None:
     own = "torch.float32 of shape (1,) on cpu"
     expected = [
         ("ValueError", "keys missing on rank 1: a; keys missing on rank 0: b"),
@@ -138,5 +135,4 @@ def test_differing_dicts_are_an_error_on_every_rank() -> None:
         ("ValueError", "data['a']: op must be sum, product or mean for torch.complex64"),
         ("ValueError", ", and 15 more"),
     ]
-    for outcomes in run_ranks(_sum_differing, 2):
-        assert_outcomes(outcomes, expected)
+    assert_outcomes(outcomes, expected)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RanksError, run_ranks
+from ranks import RanksError, on_ranks, run_ranks
 
 from stepwrap.collectives import (
     CollectiveError,
@@ -84,16 +84,13 @@ def test_a_rank_without_shared_memory_moves_all_to_the_transport(spare: int) -> 
     assert run_ranks(_exchange_with_few_descriptors, 2, spare) == [[], []]
 
 
-def _look_after_use() -> tuple[int, int]:
+@on_ranks(2)
+def test_shared_memory_lives_as_long_as_what_was_received() -> None:
     gathered = all_gather_object(torch.ones(LARGE))
     while_held = len(_traces_of_shared_memory())
     del gathered
     gc.collect()
-    return while_held, len(_traces_of_shared_memory())
-
-
-def test_shared_memory_lives_as_long_as_what_was_received() -> None:
-    assert run_ranks(_look_after_use, 2) == [(2, 0)] * 2
+    assert (while_held, len(_traces_of_shared_memory())) == (2, 0)
 
 
 class _EndsRank1:

@@ -188,13 +188,10 @@ def test_torchmetrics_in_one_process() -> None:
     assert metric.compute().tolist() == [1.0, 2.0]
 
 
-def _ask_for_a_group() -> str:
+@on_ranks(2)
+def test_the_group_belongs_to_the_back_end() -> None:
     metric = CatMetric(process_group=dist.group.WORLD, **metric_sync())
     metric.update(torch.ones(1))
-    return outcome_text(metric.compute)
-
-
-def test_the_group_belongs_to_the_back_end() -> None:
-    for text in run_ranks(_ask_for_a_group, 2):
-        assert text.startswith("ValueError: ")
-        assert "pass the group to the backend: metric_sync(TorchDist(group))" in text
+    text = outcome_text(metric.compute)
+    assert text.startswith("ValueError: ")
+    assert "pass the group to the backend: metric_sync(TorchDist(group))" in text

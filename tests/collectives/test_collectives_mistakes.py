@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import (
     BaseMetric,
@@ -178,17 +178,14 @@ def test_calls_without_a_first_message_end_at_the_timeout() -> None:
     assert second == ("TypeError", "data must be a torch.Tensor, got float")
 
 
-def _be_elsewhere() -> list[tuple[str, str]]:
-    calls = [lambda: mean_scalars({"a": 1.0}), lambda: all_reduce_dict({"a": 1.0})]
-    return [outcome(call) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
-
-
+@on_ranks(2)
 def test_scalars_that_meet_another_call() -> None:
-    for outcomes in run_ranks(_be_elsewhere, 2):
-        for name, message in outcomes:
-            assert name == "CollectiveError"
-            assert "in mean_scalars (" in message
-            assert "in all_reduce_dict (" in message
+    calls = [lambda: mean_scalars({"a": 1.0}), lambda: all_reduce_dict({"a": 1.0})]
+    outcomes = [outcome(call) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
+    for name, message in outcomes:
+        assert name == "CollectiveError"
+        assert "in mean_scalars (" in message
+        assert "in all_reduce_dict (" in message
 
 
 @pytest.mark.parametrize("wrong", [SPARSE, META])

@@ -72,7 +72,13 @@ def test_buckets_are_made_by_dtype_and_size() -> None:
     assert run_ranks(_count_reductions, 2) == [[2, 4, 7]] * 2
 
 
-def _reduce_differing_params() -> list[tuple[str, str]]:
+def _failing() -> Iterator[torch.Tensor]:
+    yield torch.ones(2)
+    raise LookupError("no more")
+
+
+@on_ranks(2)
+def test_differing_params_are_an_error_on_every_rank() -> None:
     rank = dist.get_rank()
     a, b = torch.ones(2), torch.ones(3)
     outcomes = [
@@ -85,15 +91,6 @@ def _reduce_differing_params() -> list[tuple[str, str]]:
         outcome(all_reduce_params, [a], True, -1, "band"),
     ]
     assert a.tolist() == [1.0, 1.0]
-    return outcomes
-
-
-def _failing() -> Iterator[torch.Tensor]:
-    yield torch.ones(2)
-    raise LookupError("no more")
-
-
-def test_differing_params_are_an_error_on_every_rank() -> None:
     expected = [
         ("ValueError", "0 is torch.float32 of shape (2,) on cpu on rank 0 and torch.float32 of"),
         ("ValueError", "keys missing on rank 1: 1"),
@@ -103,11 +100,11 @@ def test_differing_params_are_an_error_on_every_rank() -> None:
         ("LookupError", "no more"),
         ("ValueError", "params[0]: op must not be bitwise for torch.float32"),
     ]
-    for outcomes in run_ranks(_reduce_differing_params, 2):
-        assert_outcomes(outcomes, expected)
+    assert_outcomes(outcomes, expected)
 
 
-def _broadcast_lists() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_an_object_list_is_overwritten() -> None:
     rank = dist.get_rank()
     source = [1, {"a": torch.ones(2)}, None, "text"]
     own: list[Any] = source if rank == 1 else [None] * 4
@@ -120,16 +117,13 @@ def _broadcast_lists() -> list[tuple[str, str]]:
     assert (own[1] is source[1]) == (rank == 1)
     nothing: list[object] = []
     broadcast_object_list(nothing)
-    return [
+    outcomes = [
         outcome(broadcast_object_list, [0] * (2 + rank)),
         outcome(broadcast_object_list, [0] if rank == 0 else (0,)),
         outcome(broadcast_object_list, [lambda: None], 1),
         outcome(broadcast_object_list, [0], 2 if rank else 0),
         outcome(broadcast_object_list, [0], rank),
     ]
-
-
-def test_an_object_list_is_overwritten() -> None:
     expected = [
         ("ValueError", "{0: '2 objects from rank 0', 1: '3 objects from rank 0'}"),
         ("AssertionError", "): data must be a list, got tuple"),
@@ -137,8 +131,7 @@ def test_an_object_list_is_overwritten() -> None:
         ("ValueError", "() on rank 1 (tests/collectives/calls.py:"),
         ("ValueError", "{0: '1 objects from rank 0', 1: '1 objects from rank 1'}"),
     ]
-    for outcomes in run_ranks(_broadcast_lists, 2):
-        assert_outcomes(outcomes, expected)
+    assert_outcomes(outcomes, expected)
 
 
 def _use_subgroup() -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import all_reduce_dict, reduce_mean
 
@@ -100,13 +100,10 @@ def test_the_mean_of_integers_is_a_float_in_any_case() -> None:
         assert reduced["a"].tolist() == [1.5, 1.5]
 
 
-def _sum_of_flags() -> list[float]:
-    flags = {"a": np.bool_(dist.get_rank() == 0), "b": np.bool_(True), "c": np.int16(300)}
-    return [float(value) for value in all_reduce_dict(flags).values()]
-
-
+@on_ranks(2)
 def test_numbers_of_numpy() -> None:
-    assert run_ranks(_sum_of_flags, 2) == [[1.0, 2.0, 600.0]] * 2
+    flags = {"a": np.bool_(dist.get_rank() == 0), "b": np.bool_(True), "c": np.int16(300)}
+    assert [float(value) for value in all_reduce_dict(flags).values()] == [1.0, 2.0, 600.0]
 
 
 def test_the_smallest_of_all_ranks() -> None:
@@ -128,23 +125,6 @@ def test_an_ordered_dict_of_another_order_is_not_mixed_up() -> None:
     assert (kind, items) == ("OrderedDict", [("b", 20), ("a", 2)])
 
 
-def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
-    own: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
-    op = "sum"
-    if dist.get_rank() == 1:
-        if kind == "missing":
-            del own["b"]
-        elif kind == "value":
-            own["b"] = "text"
-        elif kind == "huge":
-            own["b"] = 2**70
-        elif kind == "op":
-            op = "mean"
-        else:
-            own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
-    return outcome(all_reduce_dict, own, op), dict(all_reduce_dict({"n": 1}, to_float=False))
-
-
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
@@ -160,11 +140,28 @@ def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
         ("op", "ValueError", "'op' is sum, to_float=True on rank 0 and mean, to_float=True on"),
     ],
 )
+@on_ranks(2)
 def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text: str) -> None:
-    for (name, message), after in run_ranks(_reduce_differing, 2, kind):
-        assert name == error
-        assert text in message
-        assert int(after["n"]) == 2
+    own: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
+    op = "sum"
+    if dist.get_rank() == 1:
+        if kind == "missing":
+            del own["b"]
+        elif kind == "value":
+            own["b"] = "text"
+        elif kind == "huge":
+            own["b"] = 2**70
+        elif kind == "op":
+            op = "mean"
+        else:
+            own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
+    (name, message), after = (
+        outcome(all_reduce_dict, own, op),
+        dict(all_reduce_dict({"n": 1}, to_float=False)),
+    )
+    assert name == error
+    assert text in message
+    assert int(after["n"]) == 2
 
 
 @pytest.mark.parametrize(

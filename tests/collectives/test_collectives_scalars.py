@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import mean_scalars
 
@@ -36,7 +36,8 @@ def test_equal_keys_take_one_collective(num_keys: int, num_collectives: int) -> 
         assert means == {f"key_{i}": i + 0.5 for i in range(num_keys)}
 
 
-def _mixed_kinds() -> dict[str, float]:
+@on_ranks(2)
+def test_kinds_and_orders_may_be_mixed() -> None:
     rank = dist.get_rank()
     scalars = {
         "float": 0.1 + rank,
@@ -52,16 +53,11 @@ def _mixed_kinds() -> dict[str, float]:
     keys = list(scalars) if rank == 0 else list(reversed(scalars))
     means = mean_scalars({key: scalars[key] for key in keys})
     assert list(means) == keys
-    return means
-
-
-def test_kinds_and_orders_may_be_mixed() -> None:
-    for means in run_ranks(_mixed_kinds, 2):
-        assert means["float"] == pytest.approx(0.6, abs=1e-15)
-        assert means["bool"] == 0.5
-        assert (means["int"], means["half"], means["gradient"]) == (2.5, 2.0, 1.5)
-        assert means["count"] == 2**40 + 0.5
-        assert (means["flag"], means["numpy"], means["large"]) == (0.5, 2.0, 2.0**63)
+    assert means["float"] == pytest.approx(0.6, abs=1e-15)
+    assert means["bool"] == 0.5
+    assert (means["int"], means["half"], means["gradient"]) == (2.5, 2.0, 1.5)
+    assert means["count"] == 2**40 + 0.5
+    assert (means["flag"], means["numpy"], means["large"]) == (0.5, 2.0, 2.0**63)
 
 
 def _sum_in_order() -> list[str]:
@@ -74,17 +70,14 @@ def test_all_ranks_get_the_same_bits() -> None:
     assert others == [first, first]
 
 
-def _not_finite() -> dict[str, float]:
-    bad = [math.nan, math.inf, -math.inf][dist.get_rank()]
-    return mean_scalars({"a": 1.0, "inf": abs(bad), "m": bad, "one": bad if bad > 0 else 2.0})
-
-
+@on_ranks(3)
 def test_a_value_that_is_not_finite_reaches_its_own_key_only() -> None:
-    for means in run_ranks(_not_finite, 3):
-        assert means["a"] == 1.0
-        assert math.isnan(means["m"])
-        assert math.isnan(means["inf"])
-        assert means["one"] == math.inf
+    bad = [math.nan, math.inf, -math.inf][dist.get_rank()]
+    means = mean_scalars({"a": 1.0, "inf": abs(bad), "m": bad, "one": bad if bad > 0 else 2.0})
+    assert means["a"] == 1.0
+    assert math.isnan(means["m"])
+    assert math.isnan(means["inf"])
+    assert means["one"] == math.inf
 
 
 def _with_own_keys(keys: list[list[str]]) -> tuple[list[dict[str, float]], dict[str, float]]:

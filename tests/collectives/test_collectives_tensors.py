@@ -68,7 +68,16 @@ def test_conjugate_tracked_and_deep_tensors() -> None:
     assert [part.tolist() for part in first] == [[2.0] * 3, [1.0] * 3]
 
 
-def _gather_unequal(kind: str) -> list[tuple[str, str]]:
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("shape", "ValueError", "torch.float32 of shape (3, 1000)"),
+        ("dtype", "ValueError", "torch.float64 of shape (3,)"),
+        ("deep", "ValueError", "torch.float32 of shape (3, 1, "),
+    ],
+)
+@on_ranks(2)
+def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text: str) -> None:
     rank = dist.get_rank()
     data: Any = torch.ones(3)
     if rank == 1:
@@ -80,43 +89,25 @@ def _gather_unequal(kind: str) -> list[tuple[str, str]]:
     outcomes = [outcome(all_gather, data), outcome(gather, data, 1)]
     # Nobody is left waiting.
     assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
-    return outcomes
+    for name, message in outcomes:
+        assert name == error
+        assert "on all ranks, got torch.float32 of shape (3,)" in message
+        assert text in message
+        assert "on rank 0; " in message
+        assert "on rank 1" in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "text"),
-    [
-        ("shape", "ValueError", "torch.float32 of shape (3, 1000)"),
-        ("dtype", "ValueError", "torch.float64 of shape (3,)"),
-        ("deep", "ValueError", "torch.float32 of shape (3, 1, "),
-    ],
-)
-def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text: str) -> None:
-    for outcomes in run_ranks(_gather_unequal, 2, kind):
-        for name, message in outcomes:
-            assert name == error
-            assert "on all ranks, got torch.float32 of shape (3,)" in message
-            assert text in message
-            assert "on rank 0; " in message
-            assert "on rank 1" in message
-
-
-def _call_another() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_another_call_is_an_error_on_every_rank() -> None:
     data = torch.ones(2)
     calls: list[Callable[..., Any]] = [all_gather, all_gather_object, gather]
     own = calls if dist.get_rank() == 0 else [calls[1], calls[2], calls[0]]
-    return [outcome(call, data) for call in own]
-
-
-def test_another_call_is_an_error_on_every_rank() -> None:
+    outcomes = [outcome(call, data) for call in own]
     names = ["all_gather", "all_gather_object", "gather"]
-    for outcomes in run_ranks(_call_another, 2):
-        for (error, message), one, other in zip(
-            outcomes, names, [*names[1:], names[0]], strict=True
-        ):
-            assert error == "CollectiveError"
-            assert f"in {one} (" in message
-            assert f"in {other} (" in message
+    for (error, message), one, other in zip(outcomes, names, [*names[1:], names[0]], strict=True):
+        assert error == "CollectiveError"
+        assert f"in {one} (" in message
+        assert f"in {other} (" in message
 
 
 def _use_subgroup() -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from worlds import in_group, model_client
+from worlds import in_group, in_world, model_client
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -40,7 +40,8 @@ class Net(nn.Module):
         return values.pop()
 
 
-def _push_and_pull(world: World, group: RpcGroup) -> Any:
+@in_world(3)
+def test_what_is_pushed_is_pulled(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)
     model = Net(rank)
@@ -64,11 +65,7 @@ def _push_and_pull(world: World, group: RpcGroup) -> Any:
     # What is no newer is not loaded.
     model.fill(5)
     assert server.pull(model)
-    return pulled, model.value(), model.pp_version
-
-
-def test_what_is_pushed_is_pulled() -> None:
-    assert in_group(_push_and_pull, 3) == [((10.0, 2), 5.0, 2)] * 3
+    assert (pulled, model.value(), model.pp_version) == ((10.0, 2), 5.0, 2)
 
 
 def _refuse(world: World, group: RpcGroup) -> Any:
@@ -126,7 +123,8 @@ def test_refused_with_nothing_to_pull_is_an_error() -> None:
         PushPullModelServer("model").pull(Net())
 
 
-def _race(world: World, group: RpcGroup) -> Any:
+@in_world(3)
+def test_clients_that_race_lose_no_accepted_push(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)
     model = Net(0)
@@ -136,11 +134,7 @@ def _race(world: World, group: RpcGroup) -> Any:
         accepted += server.push(model, pull_on_fail=True)
     group.barrier()
     assert server.pull(model)
-    return model.value(), model.pp_version
-
-
-def test_clients_that_race_lose_no_accepted_push() -> None:
-    assert in_group(_race, 3) == [(40.0, 40)] * 3
+    assert (model.value(), model.pp_version) == (40.0, 40)
 
 
 def _restart(world: World, group: RpcGroup, versions: int, pushes_before_clients: bool) -> Any:
@@ -212,7 +206,10 @@ def test_any_ordered_server_keeps_models() -> None:
     assert versions == (2,) * 3
 
 
-def _misfit(world: World, group: RpcGroup) -> Any:
+@in_world(3)
+def test_another_model_is_told_by_its_names_and_stays_as_it_was(
+    world: World, group: RpcGroup
+) -> None:
     rank = world.rank
     server = model_client(group)
     if rank == 0:
@@ -230,17 +227,13 @@ def _misfit(world: World, group: RpcGroup) -> Any:
         assert not hasattr(other, "pp_version")
         after = other.state_dict()
         assert all(after[name].equal(value) for name, value in before.items())
-    return texts
-
-
-def test_another_model_is_told_by_its_names_and_stays_as_it_was() -> None:
-    for names, shapes in in_group(_misfit, 3):
-        assert names[0] == "KeyError"
-        assert "has 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
-        assert "and 2 more, which the model lacks" in names[1]
-        assert "lacks '0.bias', '0.weight', which the model has" in names[1]
-        assert shapes == (
-            "ValueError",
-            "the state must be of the same model, but 'linear.weight' is (2, 3) in it and (2, 4) "
-            "in the model",
-        )
+    names, shapes = texts
+    assert names[0] == "KeyError"
+    assert "has 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
+    assert "and 2 more, which the model lacks" in names[1]
+    assert "lacks '0.bias', '0.weight', which the model has" in names[1]
+    assert shapes == (
+        "ValueError",
+        "the state must be of the same model, but 'linear.weight' is (2, 3) in it and (2, 4) "
+        "in the model",
+    )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from worlds import in_group, ordered_server
+from ranks import on_ranks
+from worlds import in_group, in_world, ordered_server
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -120,7 +120,8 @@ def test_values_are_shared_and_are_nobodys_to_change() -> None:
     assert firsts == agains
 
 
-def _names(world: World, group: RpcGroup) -> Any:
+@in_world(3)
+def test_a_name_is_taken_until_the_server_is_closed(world: World, group: RpcGroup) -> None:
     rank = world.rank
     if rank == 0:
         first = OrderedServerSimpleImpl("server", group)
@@ -152,25 +153,17 @@ def _names(world: World, group: RpcGroup) -> Any:
     group.barrier()
     # The accessor of before finds the new server, which starts with nothing.
     accessor.push(rank, "of the second", 1, None)
-    return accessor.pull("key"), accessor.pull(rank)
+    assert (accessor.pull("key"), accessor.pull(rank)) == (None, ("of the second", 1))
 
 
-def test_a_name_is_taken_until_the_server_is_closed() -> None:
-    assert in_group(_names, 3) == [(None, ("of the second", 1))] * 3
-
-
-def _close_late() -> bool:
+@on_ranks(3)
+def test_a_server_may_be_closed_after_its_group() -> None:
     with World(f"w{dist.get_rank()}") as world:
         group = world.create_rpc_group("all", world.get_members())
         server = OrderedServerSimpleImpl(f"server of {world.rank}", group)
         group.barrier()
         group.destroy()
         server.close()
-    return True
-
-
-def test_a_server_may_be_closed_after_its_group() -> None:
-    assert run_ranks(_close_late, 3) == [True] * 3
 
 
 def _count(world: World, group: RpcGroup) -> Any:
@@ -221,7 +214,8 @@ def _living() -> int:
     return len(Counted.living)
 
 
-def _fill(world: World, group: RpcGroup) -> int:
+@in_world(3)
+def test_dropped_and_refused_values_are_freed(world: World, group: RpcGroup) -> None:
     rank = world.rank
     if rank == 0:
         OrderedServerSimpleImpl("server", group, version_depth=2)
@@ -232,8 +226,4 @@ def _fill(world: World, group: RpcGroup) -> int:
         server.push(rank, Counted(), "refused", "never")
     group.barrier()
     living: int = group.rpc_sync("w0", _living)
-    return living
-
-
-def test_dropped_and_refused_values_are_freed() -> None:
-    assert in_group(_fill, 3) == [3 * 3] * 3
+    assert living == 3 * 3
