@@ -125,15 +125,15 @@ def _is_of_the_transport(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-class _FailureKeys(NamedTuple):
-    """Keys in the store: this rank's reported failures, and ranks that did not answer before."""
+class _FailureHistory(NamedTuple):
+    """Store keys of this rank's reported failures, and of ranks that did not answer before."""
 
     posted: set[str]
     silent: set[str]
 
 
-_keys: weakref.WeakKeyDictionary[dist.ProcessGroup, _FailureKeys] = weakref.WeakKeyDictionary()
-_Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
+_histories = weakref.WeakKeyDictionary[dist.ProcessGroup, _FailureHistory]()
+_Answers: TypeAlias = "tuple[list[Place], dict[int, str]]"
 
 
 def _failure(
@@ -142,30 +142,32 @@ def _failure(
     """Return the error to raise, after asking where the other ranks are."""
     ranks = members(group)
     places, elsewhere = _ask_in_time(own, ranks, group)
-    said = f"The transport ({dist.get_backend_config(group)}) says: {error}"
+    transport_text = f"The transport ({dist.get_backend_config(group)}) says: {error}"
     title, needs = (f"{own.call}()", "must be reached by") if is_call else (own.call, "needs")
     if not elsewhere and len({(place.call, place.detail) for place in places}) == 1:
-        return CollectiveError(f"{title} failed on all ranks: {describe_places(places)}. {said}")
+        return CollectiveError(
+            f"{title} failed on all ranks: {describe_places(places)}. {transport_text}"
+        )
     return CollectiveError(
         f"{title} {needs} all {len(ranks)} ranks, but did not finish on rank {own.rank}: "
-        f"{describe_places(places, elsewhere)}. {said}"
+        f"{describe_places(places, elsewhere)}. {transport_text}"
     )
 
 
 def _withdraw_failure(group: Group) -> None:
     """After a successful call, delete the report of an earlier failure."""
-    past = _keys.get(_world()) if _keys else None
-    if past and past.posted:
-        past.silent.clear()
+    history = _histories.get(_world()) if _histories else None
+    if history and history.posted:
+        history.silent.clear()
         key = _key(group, dist.get_rank())
-        if key in past.posted:
-            past.posted.discard(key)
+        if key in history.posted:
+            history.posted.discard(key)
             _world().get_group_store().delete_key(key)
 
 
-def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Known:
+def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Answers:
     """Return the result of ``_ask``, even if the store's process has died or was stopped."""
-    known: list[_Known] = []
+    known: list[_Answers] = []
     has_store = threading.Event()
     patience = _PATIENCE_S + (trace.ANSWER_S if trace.is_answering() else 0.0)
 
@@ -188,13 +190,13 @@ def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Known:
 
 def _ask(
     own: Place, ranks: list[int], group: Group, patience: float, has_store: threading.Event
-) -> _Known:
+) -> _Answers:
     """Return the places of ranks that failed too, and a text for each of the others."""
     store = _world().get_group_store()
-    past = _keys.setdefault(_world(), _FailureKeys(set(), set()))
+    history = _histories.setdefault(_world(), _FailureHistory(set(), set()))
     keys = {rank: _key(group, rank) for rank in ranks}
     store.set(keys[own.rank], own.encode().decode())
-    past.posted.add(keys.pop(own.rank))
+    history.posted.add(keys.pop(own.rank))
     has_store.set()
     question = trace.ask(store) if trace.is_answering() else None
     places, answers, started = {own.rank: own}, dict[int, str](), time.monotonic()
@@ -207,7 +209,7 @@ def _ask(
         missing = {key: r for r, key in keys.items() if r not in places and r not in answers}
         waited_s = time.monotonic() - started
         # Ranks that were silent before may still answer, but will not report a failure.
-        was_silent = missing.keys() <= past.silent
+        was_silent = missing.keys() <= history.silent
         if waited_s > (bool(question) * _PATIENCE_S if was_silent else patience):
             will_answer = (trace.will_answer(store, rank) for rank in missing.values())
             if not question or waited_s > _BUSY_S or not any(will_answer):
@@ -217,7 +219,7 @@ def _ask(
         if not missing and (waited_s > patience or not may_fail):
             break
         time.sleep(_POLL_S)
-    past.silent.update(missing)
+    history.silent.update(missing)
     answers |= dict.fromkeys(missing.values(), _SILENT if question else "has not come")
     # Ranks that failed long ago no longer wait, so their places are outdated.
     gone = {

@@ -39,7 +39,7 @@ class Node:
         self.groups: dict[str, Any] = {}
         self.lock = threading.RLock()
         # Completed when this process leaves the world; the manager waits for it.
-        self.left: Future[None] = Future()
+        self.has_left: Future[None] = Future()
         self.directory = Directory(self.members) if name == self.manager else None
         self._withdrawals: dict[str, Future[None]] = {}
 
@@ -146,4 +146,4 @@ def _manage(method: str, *args: Any) -> Any:
 @served_immediately
 def wait_for_leave() -> Future[None]:
     """Return a future that completes when this process leaves its world; it fails on death."""
-    return current().left
+    return current().has_left

@@ -220,8 +220,8 @@ class _Sender:
         with self._lock:
             if reducer in self._excluded:
                 return False
-            there = (one for one in self._pushes.values() if one.reducer == reducer)
-            asked = tuple(one.number for one in there if one.is_acknowledged)
+            at_reducer = (one for one in self._pushes.values() if one.reducer == reducer)
+            asked = tuple(one.number for one in at_reducer if one.is_acknowledged)
             pending.reducer = reducer
             low, content = min(self._pushes), pending.gradients
             push = Push(self._client, pending.number, low, content, asked, is_retry)
@@ -230,7 +230,7 @@ class _Sender:
         except (KeyError, RpcError) as error:
             self._recover(reducer, error)
             return self._has_arrived(pending)
-        self._note(reducer, push, receipt)
+        self._note_receipt(reducer, push, receipt)
         if receipt.state == "taken":
             with self._lock:
                 pending.is_acknowledged = pending.reducer not in self._excluded
@@ -270,7 +270,7 @@ class _Sender:
             text = f"the queue of {where} has been full for too long: {error}"
             return Receipt("full" if is_back else "taken", text, pending=push.asked)
 
-    def _note(self, reducer: str, push: Push, receipt: Receipt) -> None:
+    def _note_receipt(self, reducer: str, push: Push, receipt: Receipt) -> None:
         """Delete the pushes that a reducer has handed over; log dropped ones."""
         with self._lock:
             before = self.dropped
@@ -297,8 +297,8 @@ class _Sender:
                     return
                 # No push is sent to this reducer from now on, so the list below is complete.
                 self._excluded.add(reducer)
-                there = [one for one in self._pushes.values() if one.reducer == reducer]
-            numbers = [one.number for one in there]
+                at_reducer = [one for one in self._pushes.values() if one.reducer == reducer]
+            numbers = [one.number for one in at_reducer]
             try:
                 arrived = self._call(_FALLBACK, "_fence_service", reducer, self._client, numbers)
             except (KeyError, RpcError) as error:
@@ -309,7 +309,7 @@ class _Sender:
                 for number in arrived:
                     self._pushes.pop(number, None)
                 # Unacknowledged pushes are sent by the threads that wait for them.
-                lacking = (one for one in there if one.number not in arrived)
+                lacking = (one for one in at_reducer if one.number not in arrived)
                 again = [one for one in lacking if one.is_acknowledged]
                 for one in again:
                     one.is_acknowledged = False

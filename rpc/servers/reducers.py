@@ -311,7 +311,7 @@ class Secondary:
         # Completes when this reducer leaves: True in good order, False if it is excluded.
         self._end: Future[bool] = Future()
         # The end of the world waits for all answers, so this future must complete then.
-        _node.current().left.add_done_callback(partial(_leave, self._end))
+        _node.current().has_left.add_done_callback(partial(_leave, self._end))
 
     @property
     def has_work(self) -> bool:

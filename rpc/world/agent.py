@@ -130,7 +130,7 @@ class Agent:
         self._is_stopping = True
         if gone:
             logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
-        self._node.left.set_result(None)
+        self._node.has_left.set_result(None)
         while any(not one.done() for one in self._watches) and time.monotonic() < deadline:
             time.sleep(0.001)
         self._is_complete = not gone and all(one.done() for one in self._watches)

@@ -96,11 +96,11 @@ class _Attempt:
                 except RuntimeError:
                     # This was the store of the previous world, which has just ended.
                     verdict = {"text": "its store is gone"}
-                names = self._take_part(verdict)
+                names = self._try_to_join(verdict)
                 if names is not None:
                     return names
                 last = f"; the last one ended: {verdict['text']}" if "text" in verdict else ""
-            if self._left() == 0:
+            if self._remaining_s() == 0:
                 raise RpcError(
                     f"rank 0 has opened no world at {self._place.where} within "
                     f"{self._timeout_s:g} s that this process, rank {self._own.rank}, could "
@@ -132,7 +132,7 @@ class _Attempt:
             names[rank] = other["name"]
         return names
 
-    def _take_part(self, verdict: dict[str, Any]) -> dict[int, str] | None:
+    def _try_to_join(self, verdict: dict[str, Any]) -> dict[int, str] | None:
         """Join the current world; return None if it has begun or ended without this process."""
         place, store, rank = self._place, self._place.store, self._own.rank
         if verdict:
@@ -155,9 +155,9 @@ class _Attempt:
             with contextlib.suppress(RuntimeError):
                 store.delete_key(self._keys[rank])
             raise
-        return self._obey(store) if is_decided else None
+        return self._follow_verdict(store) if is_decided else None
 
-    def _obey(self, store: Store) -> dict[int, str]:
+    def _follow_verdict(self, store: Store) -> dict[int, str]:
         verdict = _read(store, _VERDICT)
         if "error" in verdict:
             _raise_verdict(store, verdict)
@@ -181,8 +181,8 @@ class _Attempt:
 
     def _wait_for(self, store: Store, key: str) -> bool:
         """Wait for a key; return False at the deadline, or if another world has been opened."""
-        while not wait_for_key(store, key, min(_POLL_S, self._left())):
-            if self._left() == 0 or not self._place.is_current():
+        while not wait_for_key(store, key, min(_POLL_S, self._remaining_s())):
+            if self._remaining_s() == 0 or not self._place.is_current():
                 return False
         return True
 
@@ -200,7 +200,7 @@ class _Attempt:
             f"come within {self._timeout_s:g} s; here: {', '.join(here)}"
         )
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
 

@@ -313,7 +313,7 @@ class _Ending:
     def begin(self, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
 
@@ -347,7 +347,7 @@ def _start_rpc(
 ) -> None:
     world._node = Node(world.name, world.rank_name_map, world.rpc_timeout)
     agent = Agent(world._node, world.rank, world.dist_timeout)
-    undo.callback(lambda: agent.stop(world._ending.left()))
+    undo.callback(lambda: agent.stop(world._ending.remaining_s()))
     with joint_step(meeting, "calls", world.rank, world.rank_name_map):
         agent.start(meeting.store, threads, device_maps)
     world._agent = agent
