@@ -1,4 +1,4 @@
-"""Who am I among the ranks, and what do all of them know together?"""
+"""Ranks, process groups, and collectives on Python objects, tensors and dicts of tensors."""
 
 from .backends.base import BaseDistBackend, TensorBaseDistBackend
 from .backends.metric import BaseMetric, metric_sync

@@ -1,6 +1,6 @@
 """The distributed functions under mmengine's names.
 
-`from mmengine.dist import X` becomes `from stepwrap.collectives.dist import X`.
+``from mmengine.dist import X`` becomes ``from stepwrap.collectives.dist import X``.
 """
 
 import os
@@ -64,8 +64,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-# The local group made in each default group: after a new start the old one is nobody's. Weakly: a
-# group that is kept beyond its destruction keeps threads, which abort the exit.
+# The local group of each default group. References are weak because a group that outlives its
+# destruction keeps threads running, and these abort the process at exit.
 _local: weakref.WeakKeyDictionary[
     distributed.ProcessGroup, weakref.ref[distributed.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
@@ -77,18 +77,22 @@ def all_gather_object(data: _T, group: Group = None) -> list[_T]:
 
 
 def gather_object(data: _T, dst: int = 0, group: Group = None) -> list[_T] | None:
-    """Return the objects of all ranks on global rank `dst`; every rank must call this."""
+    """Return the objects of all ranks on global rank ``dst``, None on the others.
+
+    Every rank must call this.
+    """
     return objects.gather_object(data, dst, group)
 
 
 def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
-    """Overwrite a list's objects with those of global rank `src`; every rank must call this.
+    """Overwrite a list with the objects of global rank ``src``; every rank must call this.
 
     Raises:
-        AssertionError: on every rank, when `data` is no list on some rank.
-        ValueError: on every rank, when `src` is no rank of the group, or it or the lengths differ.
-        CollectiveError: on every rank, when an object cannot be pickled or unpickled; or when a
-            rank does not take part.
+        AssertionError: on every rank, if ``data`` is not a list on some rank.
+        ValueError: on every rank, if ``src`` is not a rank of the group, or if ``src`` or the
+            lengths of the lists differ.
+        CollectiveError: on every rank, if an object cannot be pickled or unpickled; or if a rank
+            does not take part.
     """
 
     def check() -> str:
@@ -100,7 +104,7 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
     if live_world_size(group) == 1:
         check()
         return
-    with calling("broadcast_object_list", group, meets=True):
+    with calling("broadcast_object_list", group, has_headers=True):
         asked = results_of_all(check, group, "broadcast_object_list() ")
         if len(set(asked)) > 1:
             by_rank = dict(zip(members(group), asked, strict=True))
@@ -116,8 +120,8 @@ def get_default_group() -> distributed.ProcessGroup | None:
 def get_backend(group: Group = None) -> str | None:
     """Return the name of the group's backend in lower case, None without a group.
 
-    A group with several has torch's way to write them, such as "cpu:gloo,cuda:nccl". A process that
-    is no member gets a ValueError.
+    Several backends are written as in torch, such as "cpu:gloo,cuda:nccl". Raises ValueError if
+    this process is not a member.
     """
     if not is_distributed():
         return None
@@ -128,29 +132,29 @@ def get_backend(group: Group = None) -> str | None:
 
 
 def get_dist_info(group: Group = None) -> tuple[int, int]:
-    """Return rank and world size, (-1, -1) when this process is no member of the group."""
+    """Return rank and world size, (-1, -1) if this process is not a member of the group."""
     return get_rank(group), get_world_size(group)
 
 
 def is_main_process(group: Group = None) -> bool:
-    """Return whether this process is the first of the group; always True without one."""
+    """Return whether this process is the group's first rank; True without a group."""
     return get_rank(group) == 0
 
 
 def barrier(group: Group = None, timeout_s: float | None = None) -> None:
-    """Wait until every rank of the group is here, as `stepwrap.collectives.synchronize` does."""
+    """Wait for every rank of the group; see ``stepwrap.collectives.synchronize``."""
     synchronize(timeout_s, group)
 
 
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
-    """Make the group of this host's ranks; every rank must call this.
+    """Create the group of this host's ranks; every rank must call this.
 
     Args:
-        node_rank: which host this is: ranks `node_rank * num_gpus_per_node` and on are on it.
-        num_gpus_per_node: how many ranks each host has; the last one may have fewer.
+        node_rank: the number of this host; its first rank is ``node_rank * num_gpus_per_node``.
+        num_gpus_per_node: the number of ranks per host; the last host may have fewer.
 
     Raises:
-        ValueError: on every rank, when the numbers differ between ranks or do not fit a rank.
+        ValueError: on every rank, if ``num_gpus_per_node`` differs or ``node_rank`` does not fit.
     """
     if not is_distributed():
         return
@@ -167,20 +171,26 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> distributed.ProcessGroup | None:
-    """Return the group that `init_local_group` has made, None without a process group."""
+    """Return the group created by ``init_local_group``, None without a process group.
+
+    Raises:
+        RuntimeError: ``init_local_group`` has not been called.
+    """
     if not is_distributed():
         return None
     group = _live_local_group()
     if group is None:
-        raise RuntimeError("there is no local group yet: call init_local_group() on all ranks")
+        raise RuntimeError("the local group must exist: call init_local_group() on all ranks first")
     return group
 
 
 def get_local_size() -> int:
     """Return the number of ranks on this host, 1 without a process group.
 
-    Asked in this order: the local group, LOCAL_WORLD_SIZE, SLURM and Open MPI; a RuntimeError where
-    none of them tells.
+    Looked up in this order: the local group, LOCAL_WORLD_SIZE, Open MPI's variable, Slurm's.
+
+    Raises:
+        RuntimeError: none of them is set.
     """
     if not is_distributed():
         return 1
@@ -191,7 +201,7 @@ def get_local_size() -> int:
     size = int(text) if text else tasks_here(os.environ)
     if size is None:
         raise RuntimeError(
-            "the number of ranks on this host is not known: call init_local_group() on all ranks "
+            "the number of ranks on this host is unknown: call init_local_group() on all ranks "
             "or set LOCAL_WORLD_SIZE"
         )
     return size
@@ -200,8 +210,8 @@ def get_local_size() -> int:
 def get_local_rank() -> int:
     """Return this process's rank on its host.
 
-    Asked in this order: the local group, then what `stepwrap.collectives.get_local_rank` asks,
-    which every rank may have to call.
+    The local group is asked first, then ``stepwrap.collectives.get_local_rank``, which every rank
+    may have to call.
     """
     group = _live_local_group()
     return ranks.get_local_rank() if group is None else distributed.get_rank(group)
@@ -232,8 +242,8 @@ def get_data_device(data: object) -> torch.device:
     """Return the one device of all tensors in nested lists, tuples, sets and dicts.
 
     Raises:
-        ValueError: the tensors are on different devices, or there are none.
-        TypeError: something in there is no tensor.
+        ValueError: the tensors are on different devices, or a container is empty.
+        TypeError: an element is neither a tensor nor a container.
     """
     devices = list(dict.fromkeys(tensor.device for tensor in _tensors(data)))
     if len(devices) > 1:
@@ -243,19 +253,21 @@ def get_data_device(data: object) -> torch.device:
 
 
 def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None) -> _T:
-    """Return nested tensors on a device; those that are there already are not copied.
+    """Return nested tensors on a device; tensors that are there already are not copied.
 
     Lists, tuples, namedtuples, sets and dicts of any class are rebuilt in their own class.
 
     Args:
+        data: tensors in nested containers.
+        device: the target device.
         out: tensors nested in the same way, which are filled in place as well.
 
     Raises:
-        ValueError: a container is empty, or `out` has other lengths, keys or shapes.
-        TypeError: something in there is no tensor, or `out` is of another class, or is a set, whose
-            order is not defined. Nothing has been filled then.
+        ValueError: a container is empty, or ``out`` has other lengths, keys or shapes.
+        TypeError: an element is neither a tensor nor a container, or ``out`` has another class, or
+            is a set, which has no order. ``out`` is unchanged then.
     """
-    # All of them first: an error leaves nothing filled.
+    # Check all pairs before the first copy, so that an error leaves `out` unchanged.
     pairs = [] if out is None else list(_paired(data, out))
     moved = _move(data, torch.device(device))
     for source, target in pairs:
@@ -264,7 +276,7 @@ def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None
 
 
 def _children(data: object, listed: str = "list") -> list[Any]:
-    """Return what a container holds, a mapping's values in the order of its keys."""
+    """Return the elements of a container, or the values of a mapping."""
     if isinstance(data, Mapping):
         children = list(data.values())
     elif isinstance(data, list | tuple | AbstractSet):
@@ -295,12 +307,12 @@ def _move(data: Any, device: torch.device) -> Any:
         if isinstance(data, defaultdict):
             return type(data)(data.default_factory, items)
         return type(data)(items)  # type: ignore[call-arg]
-    # A namedtuple takes its fields one by one.
+    # The constructor of a namedtuple takes its fields as separate arguments.
     return type(data)(*children) if hasattr(data, "_fields") else type(data)(children)
 
 
 def _paired(data: Any, out: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each tensor of data with its place in out."""
+    """Yield each tensor of data with its counterpart in out."""
     if isinstance(data, torch.Tensor) and isinstance(out, torch.Tensor):
         if data.shape != out.shape:
             got = f"{tuple(out.shape)} for {tuple(data.shape)}"

@@ -1,4 +1,4 @@
-"""The error of this folder, and its words: which ranks, calls and lines."""
+"""CollectiveError, and functions that describe where each rank is and how ranks differ."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ _ROOT = Path(__file__).absolute().parents[1]
 _OURS = tuple(
     f"{one.parent}{os.sep}" for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"
 )
-# Frames of context managers stand between ours and the caller's.
+# Frames of context managers lie between our frames and the caller's.
 _NOT_CALLERS = _FOLDER, contextlib.__file__
-# At most this many keys or differences are named.
+# The maximum number of keys or differences in an error text.
 _SHOWN = 5
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-
 
 # None is the default group.
 Group: TypeAlias = dist.ProcessGroup | None
@@ -42,26 +41,31 @@ Describe: TypeAlias = "Callable[[], str | Iterable[object]]"
 
 @dataclass
 class Call:
-    """A call of a collective, among whom, and what is passed; `meets` if it begins with a meeting.
+    """One call of a collective on this rank.
 
-    `detail`, such as "from rank 0", must be the same on all ranks, and so must what `describe`
-    returns, a text or a dict's keys, unless it `meets`.
+    Attributes:
+        name: the function, without parentheses.
+        group: the ranks that must make the call.
+        describe: returns what this rank passes: a text or a dict's keys. It must be the same on
+            all ranks unless the call ``has_headers``.
+        detail: a text such as "from rank 0", which must be the same on all ranks.
+        has_headers: whether the call itself begins with ``exchange_headers``.
     """
 
     name: str
     group: Group = None
     describe: Describe | None = None
     detail: str = ""
-    meets: bool = False
+    has_headers: bool = False
 
     def structure(self) -> str | list[str]:
-        """Return what this rank passes; never raises, since the others are waiting."""
+        """Return what this rank passes; never raises, because the others are waiting."""
         try:
             described = self.describe() if self.describe else ""
             return described if isinstance(described, str) else [str(key) for key in described]
-        # What is wrong with it, the call itself will find out.
+        # The call itself will report the error.
         except Exception as error:
-            return f"what cannot be described ({type(error).__name__})"
+            return f"arguments that cannot be described ({type(error).__name__})"
 
     def here(self, problem: str = "") -> Place:
         return Place(
@@ -71,7 +75,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank is, what it passes (a text or a dict's keys), and what is wrong there."""
+    """The call that one rank is in, its arguments (a text or a dict's keys), and its problem."""
 
     rank: int
     call: str
@@ -82,7 +86,7 @@ class Place:
     when: float = field(default_factory=time.time)
 
     def encode(self) -> bytes:
-        """Return the place as bytes that `decode` reads; no pickle, it is read when all fails."""
+        """Return the place as JSON, so that reading it after a failure needs no pickle."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -98,11 +102,11 @@ def call_site() -> str:
     return _location(frame)
 
 
-def users_site(innermost: FrameType | None = None) -> str:
-    """Return "file:line in function" of the user's innermost code that has led to a frame.
+def user_site(innermost: FrameType | None = None) -> str:
+    """Return "file:line in function" of the user's innermost frame on a stack.
 
-    Without any, that of the innermost code outside the standard library. The default frame is that
-    of the caller.
+    If no frame is the user's, return the innermost one outside the standard library. The default
+    stack is the caller's.
     """
     frames = [frame for frame, _ in traceback.walk_stack(innermost or sys._getframe(1))]
     for is_wanted in (_is_the_users, lambda path: not path.startswith((_STANDARD_LIBRARY, "<"))):
@@ -112,17 +116,17 @@ def users_site(innermost: FrameType | None = None) -> str:
     return "?"
 
 
-def tell(
+def describe_places(
     places: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
 ) -> str:
-    """Return one sentence on where each rank is, and on what differs in what they pass."""
+    """Return one sentence that says where each rank is and how their arguments differ."""
     places = sorted(places, key=lambda place: place.rank)
     has_details = len({p.call for p in places}) == 1 and len({p.detail for p in places}) > 1
     by_call: dict[tuple[str, str], list[Place]] = {}
     for place in places:
         name = f"{place.call} {place.detail}" if has_details else place.call
         by_call.setdefault((name, place.site), []).append(place)
-    # The few first: they are most likely the culprits.
+    # Smallest group first: it most likely has the mistake.
     groups = sorted(by_call.items(), key=lambda item: len(item[1]))
     parts = []
     for index, ((call, site), group) in enumerate(groups):
@@ -137,7 +141,7 @@ def tell(
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result, or the error for the other ranks, which are waiting to hear of it."""
+    """Return the result and None, or None and the error, so that it can be sent to other ranks."""
     try:
         return action(), None
     except Exception as error:
@@ -145,7 +149,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return type and text of an error, also of one whose text cannot be had."""
+    """Return type and text of an error, even if its ``__str__`` fails."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -177,11 +181,12 @@ def differences(entries: Mapping[int, Mapping[Any, str]]) -> str:
         if len(by_text) > 1:
             where = (f"{text} on {name_ranks(ranks)}" for text, ranks in by_text.items())
             parts.append(f"{key!r} is {' and '.join(where)}")
-    parts += [f"keys missing on {where}: {_shorten(keys, ', ')}" for where, keys in missing.items()]
-    return _shorten(parts, "; ")
+    parts += [f"keys missing on {where}: {shorten(keys)}" for where, keys in missing.items()]
+    return shorten(parts, "; ")
 
 
-def _shorten(texts: Sequence[str], separator: str) -> str:
+def shorten(texts: Sequence[str], separator: str = ", ") -> str:
+    """Join the first texts, and add the number of the others."""
     more = len(texts) - _SHOWN
     return separator.join([*texts[:_SHOWN], *([f"and {more} more"] if more > 0 else [])])
 
@@ -203,7 +208,7 @@ def _is_the_users(path: str) -> bool:
 
 def _location(frame: FrameType) -> str:
     path = frame.f_code.co_filename
-    # The job's directory may have been removed.
+    # The current directory may have been removed.
     with contextlib.suppress(OSError):
         path = path.removeprefix(os.getcwd() + os.sep)
     return f"{path}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""A world of named processes that call each other, and servers for models and gradients."""
+"""Named processes that call each other, and servers for models and gradients."""
 
 from .calls.group import RpcGroup
 from .calls.reference import RpcReference

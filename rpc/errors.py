@@ -1,9 +1,9 @@
-"""What goes wrong between processes of a world."""
+"""Errors between the processes of a world."""
 
 
 class RpcError(RuntimeError):
-    """A call, a group or a world could not finish: the text names the peers concerned."""
+    """A call, a group or a world failed; the text names the processes concerned."""
 
 
 class RpcException(RpcError):
-    """A remote function raised what cannot be rebuilt here: the text has its type and traceback."""
+    """A remote error that cannot be rebuilt here; the text has its type and traceback."""

@@ -22,6 +22,8 @@ from typing import Any
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 LAUNCHER_PREFIXES = ("MASTER_", "SLURM_", "TORCHELASTIC_", "OMPI_")
+# Whether this process is a rank.
+is_rank = False
 
 
 def without_launcher(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -51,6 +53,8 @@ class RankCall:
 
 def serve() -> None:
     """Serve calls in a rank process until told to exit."""
+    global is_rank
+    is_rank = True
     rank, fd, stack = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     sys.argv[1:] = []
     os.set_inheritable(fd, False)

@@ -11,6 +11,8 @@ gets a new gloo group over a file store in a fresh folder, destroyed when every 
     def test_sum() -> None:
         assert run_ranks(_sum_of_ranks, 2) == [1.0, 1.0]
 
+A test that compares nothing between the ranks can itself run on them, by `@on_ranks(2)`.
+
 Functions, arguments and results travel by plain pickle, so functions live at module level. Inside,
 every call starts from the same state: the caller's directory, import path, warning filters and
 environment (without the variables that launchers set), seed 0, default dtype float32, one thread.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import pickle
 import shutil
@@ -34,9 +37,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+import rank_process
 from rank_process import RankCall, without_launcher
 
 T = TypeVar("T")
+Test = TypeVar("Test", bound=Callable[..., None])
 
 START_TIMEOUT_S = 120.0
 # How long the other ranks may go on after one has failed.
@@ -100,6 +105,22 @@ def run_ranks(
     if reports:
         raise RanksError(world_size, reports)
     return [results[rank] for rank in range(world_size)]
+
+
+def on_ranks(world_size: int, *, init: bool = True) -> Callable[[Test], Test]:
+    """Run the body of a test, with its arguments, on every rank of `run_ranks`."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(*args: Any, **kwargs: Any) -> None:
+            if rank_process.is_rank:
+                test(*args, **kwargs)
+            else:
+                run_ranks(run, world_size, *args, init=init, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
 
 
 def shutdown() -> None:

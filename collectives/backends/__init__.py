@@ -1,3 +1,4 @@
-"""Object collectives over whatever carries them: torch, MPI, one's own; and metrics over any of
-them. Start with base.py.
+"""Backends for object collectives (torch, MPI, custom) and metrics that run on any of them.
+
+Imports objects and trace. Start with base.py.
 """

@@ -1,4 +1,4 @@
-"""What a back-end is: the ranks and the two object collectives, over whatever carries them."""
+"""Base classes of the backends: the ranks and two object collectives."""
 
 from abc import ABC, abstractmethod
 from typing import Any, TypeVar
@@ -12,26 +12,26 @@ T = TypeVar("T")
 
 
 class BaseDistBackend(ABC):
-    """What a metric needs of the ranks; a subclass provides all five members.
+    """The ranks and object collectives that a metric needs; subclasses provide all five members.
 
-    Instances hold no results and are shared: one serves every metric of a process. Constructors
-    raise what keeps the back-end from being used and touch no device.
+    Instances hold no results, and all metrics of a process share one. A constructor must raise if
+    the backend cannot be used, and must not touch a device.
     """
 
     @property
     @abstractmethod
     def is_initialized(self) -> bool:
-        """Whether there are ranks to talk to."""
+        """Whether there are other ranks to communicate with."""
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The number of this process, as `src` counts; 0 when not initialised."""
+        """The rank of this process, as used for ``src``; 0 when not initialised."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """How many ranks there are; 1 when not initialised."""
+        """The number of ranks; 1 when not initialised."""
 
     @abstractmethod
     def all_gather_object(self, obj: T) -> list[T]:
@@ -39,15 +39,15 @@ class BaseDistBackend(ABC):
 
     @abstractmethod
     def broadcast_object(self, obj: T, src: int) -> T:
-        """Return the object of rank `src`; every rank must call this."""
+        """Return the object of rank ``src``; every rank must call this."""
 
 
 class TensorBaseDistBackend(BaseDistBackend):
-    """Object collectives for a library that moves tensors only; a subclass writes five hooks.
+    """Object collectives for a library that only moves tensors; subclasses write five hooks.
 
-    The hooks may work in place or not, and tensors may be of any kind. A size is a tensor of one
-    element that `int()` takes. Errors of `_object_to_tensor` and `_tensor_to_object` on one rank
-    are raised on all.
+    The hooks may work in place, and tensors may be of any type. A size is a tensor of one element
+    that ``int()`` accepts. If ``_object_to_tensor`` or ``_tensor_to_object`` fails on one rank,
+    every rank raises.
     """
 
     @abstractmethod
@@ -56,27 +56,27 @@ class TensorBaseDistBackend(BaseDistBackend):
 
     @abstractmethod
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
-        """Return the object in the first `size` elements."""
+        """Return the object in the first ``size`` elements."""
 
     @abstractmethod
     def _pad_tensor(self, tensor: Any, max_size: int) -> Any:
-        """Return the tensor with zeros after it, `max_size` long, which is never shorter."""
+        """Return the tensor padded with zeros to ``max_size`` elements (at least its own size)."""
 
     @abstractmethod
     def _all_gather(self, tensor: Any) -> list[Any]:
-        """Return the tensors of all ranks, which are of one shape, in rank order."""
+        """Return the tensors of all ranks in rank order; all have the same shape."""
 
     @abstractmethod
     def _broadcast(self, tensor: Any, src: int) -> Any:
-        """Return the tensor of rank `src`; the tensors of all ranks are of one shape."""
+        """Return the tensor of rank ``src``; the tensors of all ranks have the same shape."""
 
     def all_gather_object(self, obj: T) -> list[T]:
         """Return the objects of all ranks, in rank order; every rank must call this.
 
-        All are copies, the own one too. With one rank the list holds the object itself.
+        All are copies, including the caller's. With one rank the list holds the object itself.
 
         Raises:
-            CollectiveError: on every rank, when one of them cannot encode or decode.
+            CollectiveError: on every rank, if one of them cannot encode or decode.
         """
         if not self.is_initialized or self.world_size == 1:
             return [obj]
@@ -88,25 +88,25 @@ class TensorBaseDistBackend(BaseDistBackend):
         return gathered or []
 
     def broadcast_object(self, obj: T, src: int = 0) -> T:
-        """Return the object of rank `src` on every rank; every rank must call this.
+        """Return the object of rank ``src`` on every rank; every rank must call this.
 
-        The source gets its own object back, the others a copy; what they pass is not looked at.
+        The source gets its own object back and the others a copy; their own ``obj`` is ignored.
 
         Raises:
-            ValueError: `src` is no rank.
-            CollectiveError: on every rank, when the source cannot encode or another not decode.
+            ValueError: ``src`` is not a rank.
+            CollectiveError: on every rank, if the source cannot encode or another cannot decode.
         """
         if src not in range(self.world_size):
             raise ValueError(f"src must be a rank below {self.world_size}, got {src!r}")
         if not self.is_initialized or self.world_size == 1:
             return obj
         is_source = self.rank == src
-        stand_in = self._object_to_tensor(None)
-        # No rank's tensor is ever cut: all are at least as long as the one of no object.
-        shortest = int(stand_in[1])
-        (tensor, own_size), problem = self._encode(obj) if is_source else (stand_in, None)
+        placeholder = self._object_to_tensor(None)
+        (tensor, own_size), problem = self._encode(obj) if is_source else (placeholder, None)
         size = int(self._broadcast(own_size, src))
-        tensor = self._broadcast(self._pad_tensor(tensor, max(size, shortest)), src)
+        # Padding must never shorten a tensor, and the receivers' placeholder may be the longest.
+        padded_size = max(size, int(placeholder[1]))
+        tensor = self._broadcast(self._pad_tensor(tensor, padded_size), src)
         received: T | None = obj
         if not is_source:
             received, problem = attempt(lambda: self._tensor_to_object(tensor, size))
@@ -114,7 +114,7 @@ class TensorBaseDistBackend(BaseDistBackend):
         return received  # type: ignore[return-value]
 
     def _encode(self, obj: object) -> tuple[tuple[Any, Any], Exception | None]:
-        """Return the object encoded, or None encoded and what went wrong."""
+        """Return the encoded object; after an error, None encoded and the error."""
         encoded, problem = attempt(lambda: self._object_to_tensor(obj))
         return encoded or self._object_to_tensor(None), problem
 
@@ -137,7 +137,7 @@ class TensorBaseDistBackend(BaseDistBackend):
 
 
 class PicklesInTensors:
-    """Three hooks of a TensorBaseDistBackend: pickles in plain tensors of torch."""
+    """Three hooks of a TensorBaseDistBackend: objects are pickled into uint8 tensors."""
 
     def _device(self) -> torch.device:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Metrics over any back-end: one's own by BaseMetric, those of torchmetrics by metric_sync."""
+"""Metrics on any backend: BaseMetric for custom ones, metric_sync for torchmetrics."""
 
 import copy
 import functools
@@ -24,17 +24,17 @@ _MODES = ("cat", "unzip")
 class BaseMetric(ABC):
     """A metric that keeps one result per sample and computes from the results of all ranks.
 
-    A subclass writes `add`, which appends to `self._results`, and `compute_metric`.
+    Subclasses override ``add``, which appends to ``self._results``, and ``compute_metric``.
 
     Args:
-        dataset_meta: what the metric must know of the data set, such as class names.
-        dist_collect_mode: the order in which results of the ranks come together: "unzip" one from
-            each rank in turn, as a distributed sampler has dealt them; "cat" rank by rank.
-        dist_backend: a name, a class or an instance, as `get_dist_backend` takes them.
-        logger: default: one of this module.
+        dataset_meta: information about the dataset that the metric needs, such as class names.
+        dist_collect_mode: the order of the collected results: "unzip" takes one result from each
+            rank in turn, which undoes a distributed sampler; "cat" concatenates rank by rank.
+        dist_backend: a name, a class or an instance, as for ``get_dist_backend``.
+        logger: default: the logger of this module.
 
     Raises:
-        AssertionError: there is no such mode or back-end.
+        AssertionError: the mode or the backend does not exist.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def add(self, *args: Any, **kwargs: Any) -> None:
-        """Append the results of one batch to `self._results`, one for each sample."""
+        """Append the results of one batch to ``self._results``, one for each sample."""
 
     @abstractmethod
     def compute_metric(self, results: list[Any]) -> Any:
@@ -63,7 +63,7 @@ class BaseMetric(ABC):
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """What the metric knows of the data set; a shallow copy, when set and when read."""
+        """Information about the dataset; copied (shallowly) when set and when read."""
         return copy.copy(self._dataset_meta)
 
     @dataset_meta.setter
@@ -71,11 +71,11 @@ class BaseMetric(ABC):
         self._dataset_meta = copy.copy(dataset_meta)
 
     def reset(self) -> None:
-        """Forget all results; `compute` does not."""
+        """Delete all results, which ``compute`` keeps."""
         self._results = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the metric of one batch, on this rank, and leave the results as they are."""
+        """Return the metric of one batch on this rank, without changing the stored results."""
         kept, self._results = self._results, []
         try:
             self.add(*args, **kwargs)
@@ -86,17 +86,17 @@ class BaseMetric(ABC):
     def compute(self, size: int | None = None) -> Any:
         """Return the metric of the results of all ranks; every rank must call this.
 
-        The results stay until `reset`. The back-end's rank 0 computes; the others get a copy.
+        The results stay until ``reset``. The backend's rank 0 computes; the others get a copy.
 
         Args:
-            size: how many results count, from the first on: the length of the data set where a
-                sampler has added samples to make it even.
+            size: the number of results to use, from the start: the length of the dataset if a
+                sampler has padded it.
 
         Raises:
-            ValueError: on every rank, when `size` is negative on one.
-            CollectiveError: on every rank, when results cannot be sent.
-            Exception: on every rank what `compute_metric` raises on rank 0; a CollectiveError
-                where that cannot be made again from its type and text.
+            ValueError: on every rank, if ``size`` is negative on one.
+            CollectiveError: on every rank, if results cannot be sent.
+            Exception: on every rank, the error of ``compute_metric`` on rank 0; a CollectiveError
+                if it cannot be rebuilt from its type and text.
         """
         problem: Exception | None = None
         if size is not None and size < 0:
@@ -111,7 +111,6 @@ class BaseMetric(ABC):
             results = list(itertools.chain.from_iterable(by_rank))
         else:
             results = interleaved(by_rank)
-        # The others get what the first rank computes, or the error that it raises.
         compute = self.compute_metric
         value, error = (
             attempt(lambda: compute(results[:size])) if backend.rank == 0 else (None, None)
@@ -124,12 +123,14 @@ class BaseMetric(ABC):
 
 
 def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
-    """Return the keyword arguments that make a torchmetrics metric use a back-end.
+    """Return the keyword arguments that make a torchmetrics metric use a backend.
 
         accuracy = MulticlassAccuracy(num_classes=10, **metric_sync("torch_cpu"))
 
-    The ranks' states must match as torchmetrics asks for: as many tensors on every rank. The
-    back-end is given as to `get_dist_backend`.
+    As torchmetrics requires, every rank's state must have the same number of tensors.
+
+    Args:
+        backend: a name, a class or an instance, as for ``get_dist_backend``.
     """
     resolved = get_dist_backend(backend)
     return {
@@ -144,15 +145,15 @@ def _gather_state(
     problem: Exception | None = None
     if group is not None:
         problem = ValueError(
-            f"process_group must be None with metric_sync(), got {group}; name the group in the "
-            f"back-end: metric_sync(TorchDist(group))"
+            f"process_group must be None with metric_sync(), got {group}; pass the group to the "
+            f"backend: metric_sync(TorchDist(group))"
         )
     parts = _gather(backend, state.detach(), problem, "metric_sync() ")
     return [part.to(state.device) for part in parts]
 
 
 def _gather(backend: BaseDistBackend, own: T, problem: Exception | None, what: str) -> list[T]:
-    """Return all ranks' objects, or raise on every rank the problem of the first that has one."""
+    """Return all ranks' objects, or raise the first rank's problem on every rank."""
     gathered = backend.all_gather_object((failure_of(problem, backend.rank), own))
     raise_first([failure for failure, _ in gathered], problem, what)
     return [part for _, part in gathered]

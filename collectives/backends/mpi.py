@@ -1,4 +1,4 @@
-"""The back-end over MPI."""
+"""The MPI backend."""
 
 from types import ModuleType
 
@@ -6,18 +6,18 @@ import torch
 
 from .base import PicklesInTensors, TensorBaseDistBackend
 
-# What a config can name.
+# Configs can name these.
 __all__ = ["MPI4PyDist"]
 
 
 class MPI4PyDist(PicklesInTensors, TensorBaseDistBackend):
-    """The ranks of MPI's COMM_WORLD, as `mpirun -n 4 python script.py` starts them.
+    """The ranks of MPI's COMM_WORLD, as started by ``mpirun -n 4 python script.py``.
 
-    MPI is initialised when the back-end is made. MPI knows no timeout: a script whose ranks may
-    fail is best run by `python -m mpi4py script.py`, which ends all ranks with the first.
+    Creating the backend initialises MPI. MPI has no timeouts: run a script whose ranks may fail
+    with ``python -m mpi4py script.py``, which ends all ranks when one fails.
 
     Raises:
-        ImportError: at construction, when mpi4py or the MPI library is missing.
+        ImportError: at construction, if mpi4py or the MPI library is missing.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class MPI4PyDist(PicklesInTensors, TensorBaseDistBackend):
 def _load_mpi() -> ModuleType:
     try:
         from mpi4py import MPI
-    # Its wheels raise RuntimeError when they find no MPI library.
+    # The wheels of mpi4py raise RuntimeError if they find no MPI library.
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            f"the back-end mpi4py needs mpi4py (pip install 'stepwrap[mpi]') and an MPI library "
+            f"the backend mpi4py needs mpi4py (pip install 'stepwrap[mpi]') and an MPI library "
             f"such as Open MPI: {error}"
         ) from error
     module: ModuleType = MPI

@@ -1,4 +1,4 @@
-"""Back-ends by name: the default one, the user's own, one instance of each."""
+"""Backends by name: built-in and custom ones, the default, and one instance of each."""
 
 import difflib
 import threading
@@ -21,26 +21,26 @@ _DEFAULT = "torch"
 _classes = dict(_BUILTIN)
 _instances: dict[str, BaseDistBackend] = {}
 _default = _DEFAULT
-# Reentrant: the constructor of one back-end may ask for another.
+# Reentrant because the constructor of one backend may call get_dist_backend for another.
 _lock = threading.RLock()
 
 
 def list_all_backends() -> list[str]:
-    """Return the names of all back-ends, in the order of registration.
+    """Return the names of all backends, in the order of registration.
 
-    Whether one can be used shows when it is made: MPI may be missing, or NCCL.
+    A listed backend may still be unusable: creating it raises if MPI or NCCL is missing.
     """
     with _lock:
         return list(_classes)
 
 
 def set_default_dist_backend(name: str) -> None:
-    """Let this back-end be used where none is named; metrics made before keep theirs.
+    """Set the backend that is used if none is named; existing metrics keep theirs.
 
-    The default is "torch", which is one process where there is no process group.
+    The default is "torch", which without a process group acts as a single process.
 
     Raises:
-        AssertionError: there is no back-end of that name.
+        AssertionError: no backend has this name.
     """
     global _default
     with _lock:
@@ -48,15 +48,15 @@ def set_default_dist_backend(name: str) -> None:
 
 
 def get_dist_backend(name: BackendLike = None) -> BaseDistBackend:
-    """Return a back-end: the same instance at each call for a name.
+    """Return a backend; each name has one instance.
 
     Args:
-        name: of the back-end; or a class of one, which is instantiated; or an instance, which
-            comes back; None is the default.
+        name: the name of a backend; a subclass of BaseDistBackend, which is instantiated; an
+            instance, which is returned; or None for the default.
 
     Raises:
-        AssertionError: there is no back-end of that name.
-        ImportError, RuntimeError: the library of the back-end is missing; the next call tries
+        AssertionError: no backend has this name.
+        ImportError, RuntimeError: the library of the backend is missing; the next call tries
             again.
     """
     if isinstance(name, BaseDistBackend):
@@ -71,13 +71,15 @@ def get_dist_backend(name: BackendLike = None) -> BaseDistBackend:
 
 
 def register_dist_backend(name: str, cls: type[BaseDistBackend], force: bool = False) -> None:
-    """Make a back-end of one's own known by a name; it is instantiated when first asked for.
+    """Register a custom backend by name; it is instantiated on first use.
 
     Args:
-        force: replace what already has the name. Metrics made before keep theirs.
+        name: the name for ``get_dist_backend``.
+        cls: a subclass of BaseDistBackend.
+        force: replace a backend that already has the name. Existing metrics keep theirs.
 
     Raises:
-        TypeError: `cls` is no subclass of BaseDistBackend.
+        TypeError: ``cls`` is not a subclass of BaseDistBackend, or the name is not a string.
         KeyError: the name is taken.
     """
     if not isinstance(name, str):
@@ -86,18 +88,18 @@ def register_dist_backend(name: str, cls: type[BaseDistBackend], force: bool = F
     with _lock:
         if name in _classes and not force:
             taken = _classes[name].__qualname__
-            raise KeyError(f"{name} is the back-end {taken}; force=True replaces it")
+            raise KeyError(f"{name} is the backend {taken}; force=True replaces it")
         _classes[name] = cls
         _instances.pop(name, None)
 
 
 def unregister_dist_backend(name: str) -> None:
-    """Undo `register_dist_backend`: a built-in back-end is as before, another one is gone.
+    """Undo ``register_dist_backend``: restore a built-in backend or remove a custom one.
 
-    The default becomes "torch" again when it was this one.
+    If the removed backend was the default, "torch" becomes the default again.
 
     Raises:
-        AssertionError: there is no back-end of that name.
+        AssertionError: no backend has this name.
     """
     global _default
     with _lock:
@@ -115,12 +117,12 @@ def _check_name(name: str) -> str:
         near = difflib.get_close_matches(str(name), _classes, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise AssertionError(
-            f"the back-end must be one of {', '.join(_classes)}, got {name!r}{hint}"
+            f"the backend must be one of {', '.join(_classes)}, got {name!r}{hint}"
         )
     return name
 
 
 def _check_class(cls: type[BaseDistBackend]) -> type[BaseDistBackend]:
     if not (isinstance(cls, type) and issubclass(cls, BaseDistBackend)):
-        raise TypeError(f"a back-end must be a subclass of BaseDistBackend, got {cls!r}")
+        raise TypeError(f"a backend must be a subclass of BaseDistBackend, got {cls!r}")
     return cls

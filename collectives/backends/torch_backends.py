@@ -1,4 +1,4 @@
-"""The back-ends of torch, and the one of a single process."""
+"""The backends for torch process groups, and the one for a single process."""
 
 from typing import TypeVar
 
@@ -11,14 +11,14 @@ from ..process.ranks import comm_device, distributed_available, live_world_size,
 from ..trace.calling import calling
 from .base import BaseDistBackend, PicklesInTensors, TensorBaseDistBackend
 
-# What a config can name.
+# Configs can name these.
 __all__ = ["NonDist", "TorchCPUDist", "TorchCUDADist", "TorchDist"]
 
 T = TypeVar("T")
 
 
 class NonDist(BaseDistBackend):
-    """One process, whatever else is running: objects are returned themselves, for any `src`."""
+    """A single process that never communicates; collectives return the object itself."""
 
     is_initialized = False
     rank = 0
@@ -32,8 +32,6 @@ class NonDist(BaseDistBackend):
 
 
 class _TorchRanks(BaseDistBackend):
-    """The ranks of a torch process group; without one, a process of its own."""
-
     group: Group = None
 
     @property
@@ -42,7 +40,7 @@ class _TorchRanks(BaseDistBackend):
 
     @property
     def rank(self) -> int:
-        """The place in the group, a ValueError where this is no member; 0 without a group."""
+        """The rank within the group; 0 without one. Raises ValueError on non-members."""
         live_world_size(self.group)
         return dist.get_rank(self.group) if distributed_available() else 0
 
@@ -52,14 +50,14 @@ class _TorchRanks(BaseDistBackend):
 
 
 class TorchDist(_TorchRanks):
-    """The ranks of a torch process group; without one, a process of its own.
+    """The ranks of a torch process group; a single process if there is none.
 
-    The fast one: it is `stepwrap.collectives.all_gather_object` and `broadcast`, which choose the
-    device and the way. In a sub-group its numbers are those of the members in group order, not
-    global ranks: `rank` is the own place in what `all_gather_object` returns.
+    The fastest backend: it calls ``stepwrap.collectives.all_gather_object`` and ``broadcast``,
+    which choose the device and the transport. In a sub-group, ranks are group ranks, not global
+    ones: ``rank`` is this process's index in the result of ``all_gather_object``.
 
     Args:
-        group: default: the default group, also one that is made later.
+        group: None is the default group, also one that is created later.
     """
 
     def __init__(self, group: Group = None) -> None:
@@ -76,10 +74,10 @@ class TorchDist(_TorchRanks):
 
 
 class TorchCPUDist(_TorchRanks, PicklesInTensors, TensorBaseDistBackend):
-    """The ranks of the default group, with pickles in plain tensors on the CPU.
+    """The ranks of the default group; objects are pickled into tensors on the CPU.
 
-    A group that has no back-end for the CPU carries them on its own device. Nothing but torch's
-    `all_gather` and `broadcast` is used.
+    If the group has no backend for the CPU, its own device is used. This backend only needs
+    torch's ``all_gather`` and ``broadcast``.
     """
 
     def _device(self) -> torch.device:
@@ -98,19 +96,19 @@ class TorchCPUDist(_TorchRanks, PicklesInTensors, TensorBaseDistBackend):
 
 
 class TorchCUDADist(TorchCPUDist):
-    """The ranks of the default group, with pickles in tensors on the current CUDA device.
+    """The ranks of the default group; objects are pickled into tensors on the current CUDA device.
 
-    Without a back-end for CUDA in the group, on the device of the group.
+    If the group has no backend for CUDA, its own device is used.
 
     Raises:
-        RuntimeError: at construction, when this torch has no NCCL.
+        RuntimeError: at construction, if this torch has no NCCL.
     """
 
     def __init__(self) -> None:
         if not dist.is_nccl_available():
             raise RuntimeError(
-                f"TorchCUDADist needs a torch that is built with NCCL, and {torch.__version__} is "
-                f"not; 'torch' and 'torch_cpu' work without"
+                f"TorchCUDADist needs torch built with NCCL, got {torch.__version__} without it; "
+                f"use 'torch' or 'torch_cpu'"
             )
 
     def _device(self) -> torch.device:

@@ -1,1 +1,4 @@
-"""Some of the ranks as one object, and the group of one host. Start with group.py."""
+"""Groups of ranks with messages and collectives as methods.
+
+Imports objects, process, tensors and trace. Start with group.py.
+"""

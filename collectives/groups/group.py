@@ -1,4 +1,4 @@
-"""A group of ranks as one object: messages, tensors and Python objects among its members."""
+"""CollectiveGroup: messages and collectives among some of the ranks."""
 
 from __future__ import annotations
 
@@ -26,44 +26,46 @@ _SUM = dist.ReduceOp.SUM
 
 
 class CollectiveGroup:
-    """Some ranks, and what they can do together; made by `create` or by a `World`.
+    """A group of ranks with messages and collectives; created by ``create`` or by a ``World``.
 
-    Except for messages, every member must make each call, in the same order. `src` and `dst` are
-    global ranks. Tensors may have any dense layout, dtype and device; those of different ranks
-    must agree. Reductions are sum, product, min, max, band, bor, bxor and mean, by these names or
-    those of torch; complex numbers have sum, product and mean, the mean of integers is rounded.
+    Every member must make each call in the same order, except for messages. ``src`` and ``dst``
+    are global ranks. Tensors may have any dense layout, dtype and device, but dtypes must agree
+    between ranks, and so must shapes unless stated otherwise. Reductions are sum, product, min,
+    max, band, bor, bxor and mean, given by these names or as torch's ``ReduceOp``. Complex numbers
+    only have sum, product and mean. The mean of integers is rounded.
 
-    With `async_op` a call returns a handle: after its `wait()` everything is done, else it is
-    when the call returns, with None.
+    With ``async_op`` a call returns a handle, whose ``wait()`` must be called before the tensors
+    are used. Otherwise it returns None once everything is done.
 
-    What is wrong with the arguments is a TypeError or ValueError of this rank, before anything is
-    sent; a transport that fails, or a group's timeout, is a CollectiveError that names the ranks
-    that have not come. A group that was destroyed and a process that is no member get a
-    RuntimeError from everything but `destroy`, and but `size` on a rank that is no member.
+    The group lives until ``destroy()`` or the end of the default group, not only as long as this
+    object.
 
-    The group lives until `destroy()`, or the end of the default group: it does not end with this
-    object, which others may not know to have been the last one.
+    Raises:
+        TypeError, ValueError: from every call, if this rank's arguments are wrong; nothing is sent.
+        CollectiveError: from every call, if the transport fails or the group's timeout is over; it
+            names the missing ranks.
+        RuntimeError: from every call, if the group was destroyed or this process is not a member;
+            ``destroy``, and ``size`` on non-members, are exceptions.
 
     Attributes:
-        group: torch's group; None for the default one, on ranks that are no members, and once
-            destroyed.
-        current_rank: this process's place in the group; None on ranks that are no members.
-        destroyed: whether it has been.
+        group: torch's group; None for the default group, on non-members, and once destroyed.
+        current_rank: this process's rank within the group; None on non-members.
+        destroyed: whether ``destroy`` was called.
 
     Args:
-        group: None is the default group, which `destroy()` leaves to whoever has made it.
-        current_relative_rank: None on ranks that are no members.
+        group: None is the default group, which ``destroy()`` does not end.
+        current_relative_rank: this process's rank within the group; None on non-members.
     """
 
     def __init__(self, group: Group, current_relative_rank: int | None) -> None:
         is_member = current_relative_rank is not None
-        # torch gives those that are no members a number instead of a group.
+        # torch gives non-members an integer instead of a group.
         self.group = group if is_member else None
         self.current_rank = current_relative_rank
         self.destroyed = False
         if is_member and dist.get_rank(group) != current_relative_rank:
             raise ValueError(
-                "current_relative_rank must be this process's place in the group, "
+                "current_relative_rank must be this process's rank in the group, "
                 f"{dist.get_rank(group)}, got {current_relative_rank}"
             )
 
@@ -75,67 +77,65 @@ class CollectiveGroup:
         timeout_s: float = 60,
         backend: str | None = None,
     ) -> CollectiveGroup:
-        """Return a new group; every rank of the default group must call this, members or not.
+        """Create a group; every rank of the default group must call this, members or not.
 
         Args:
-            ranks: global ranks of its members, None for all; they are numbered in sorted order.
-            timeout_s: of its calls.
-            backend: None takes that of the default group.
+            ranks: global ranks of the members, None for all; group ranks follow sorted order.
+            timeout_s: the timeout of its calls in seconds.
+            backend: default: the backend of the default group.
 
         Raises:
-            RuntimeError: there is no default group.
-            TypeError, ValueError: on every rank, when the arguments of one are wrong or differ.
+            RuntimeError: no default group exists.
+            TypeError, ValueError: on every rank, if one rank's arguments are wrong or differ.
         """
         return cls(*_new_group(ranks, timeout_s, backend))
 
     def size(self) -> int:
-        """Return the number of members; -1 on ranks that are none, until they destroy it.
+        """Return the number of members; -1 on non-members, until they destroy the group.
 
         Raises:
-            RuntimeError: the group has been destroyed here.
+            RuntimeError: this rank has destroyed the group.
         """
         if self.current_rank is None and not self.destroyed:
             return -1
         return dist.get_world_size(self._live())
 
     def destroy(self) -> None:
-        """End the group on this rank; again and after the default group it does nothing.
+        """End the group on this rank; does nothing if it has ended already.
 
-        For after the last call of all members: whoever still waits for this rank fails.
+        Call it after all members have finished their last call: a member that still waits for this
+        rank fails.
         """
         group, self.group = self.group, None
         self.destroyed = True
         if group is not None and group is not dist.group.WORLD:
-            # The default group has been destroyed, and all groups with it.
+            # Destroying the default group has destroyed this one too.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
-        """Send a message to rank `dst`, which receives it by a tensor of the same size."""
+        """Send a message to rank ``dst``, which must receive into a tensor of the same size."""
         _run(operations.send(self._live(), "group.send", tensor, dst, tag), False)
 
     def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> CollectiveHandle[None]:
-        """Begin to send a message; its handle must be waited for."""
+        """Start to send a message; its handle must be waited for."""
         steps = operations.send(self._live(), "group.isend", tensor, dst, tag)
         return CollectiveHandle(steps, is_async=True)
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive a message of rank `src`, or of any; return the sender's global rank."""
+        """Receive a message from rank ``src``, None for any; return the sender's global rank."""
         steps = operations.recv(self._live(), "group.recv", tensor, src, tag)
         return CollectiveHandle(steps, is_async=False).wait()
 
     def irecv(
         self, tensor: torch.Tensor, src: int | None = None, tag: int = 0
     ) -> CollectiveHandle[int]:
-        """Begin to receive; `wait()` returns the sender's global rank.
-
-        On ranks that are no members it raises a RuntimeError as all calls do, and never returns -1.
-        """
+        """Start to receive a message; ``wait()`` returns the sender's global rank."""
         steps = operations.recv(self._live(), "group.irecv", tensor, src, tag)
         return CollectiveHandle(steps, is_async=True)
 
     def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> _Handle:
-        """Overwrite the tensor with that of rank `src`."""
+        """Overwrite the tensor with the tensor of rank ``src``."""
         return _run(operations.broadcast(self._live(), tensor, src), async_op)
 
     def all_reduce(
@@ -147,13 +147,13 @@ class CollectiveGroup:
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
-        """Reduce the tensor in place on rank `dst`; those of the other ranks keep their values."""
+        """Reduce the tensor in place on rank ``dst``; other ranks' tensors keep their values."""
         return _run(operations.reduce(self._live(), tensor, dst, op), async_op)
 
     def all_gather(
         self, tensor_list: _Tensors, tensor: torch.Tensor, async_op: bool = False
     ) -> _Handle:
-        """Fill the list with the tensors of all ranks, by place; their shapes may differ."""
+        """Fill the list with all ranks' tensors, in group order; shapes may differ."""
         return _run(operations.all_gather(self._live(), tensor_list, tensor), async_op)
 
     def gather(
@@ -163,7 +163,7 @@ class CollectiveGroup:
         dst: int = 0,
         async_op: bool = False,
     ) -> _Handle:
-        """Fill the list of rank `dst` with the tensors of all ranks; others pass None."""
+        """Fill the list of rank ``dst`` with all ranks' tensors; other ranks pass None."""
         return _run(operations.gather(self._live(), tensor, gather_list, dst), async_op)
 
     def scatter(
@@ -173,7 +173,10 @@ class CollectiveGroup:
         src: int = 0,
         async_op: bool = False,
     ) -> _Handle:
-        """Overwrite the tensor with that at this place in the list of rank `src` alone."""
+        """Overwrite the tensor with this rank's element of the list of ``src``.
+
+        The other ranks pass None for the list.
+        """
         return _run(operations.scatter(self._live(), tensor, scatter_list, src), async_op)
 
     def reduce_scatter(
@@ -183,32 +186,32 @@ class CollectiveGroup:
         op: ReduceOp = _SUM,
         async_op: bool = False,
     ) -> _Handle:
-        """Overwrite `output` with the reduction of what all lists have at this rank's place."""
+        """Overwrite ``output`` with the reduction of this rank's element of all ranks' lists."""
         return _run(operations.reduce_scatter(self._live(), output, input_list, op), async_op)
 
     def all_to_all(
         self, output_tensor_list: _Tensors, input_tensor_list: _Tensors, async_op: bool = False
     ) -> _Handle:
-        """Fill the outputs with what each rank has for this one; the shapes may differ."""
+        """Fill the outputs with the element that each rank sends to this one; shapes may differ."""
         lists = output_tensor_list, input_tensor_list
         return _run(operations.all_to_all(self._live(), *lists), async_op)
 
     def barrier(self, async_op: bool = False) -> _Handle:
-        """Wait until all members have come here."""
+        """Wait until all members have called this."""
         return _run(operations.barrier(self._live()), async_op)
 
     def monitored_barrier(self, timeout_s: float | None = None) -> None:
-        """Wait as `barrier` does, with a timeout of its own; the error names who is late."""
+        """Wait as ``barrier`` does, for at most ``timeout_s``; the error names late ranks."""
         group = self._live()
-        with calling("group.monitored_barrier", group, meets=True):
+        with calling("group.monitored_barrier", group, has_headers=True):
             synchronize(timeout_s, group)
 
     def broadcast_multigpu(
         self, tensor_list: _Tensors, src: int, async_op: bool = False, src_tensor: int = 0
     ) -> _Handle:
-        """Overwrite all tensors of all lists with one of the list of rank `src`.
+        """Overwrite all tensors of all lists with element ``src_tensor`` of the list of ``src``.
 
-        The lists may be of different lengths, on any devices; so may those of the calls below.
+        As in all ``multigpu`` calls, the ranks' lists may have different lengths and devices.
         """
         steps = operations.broadcast(
             self._live(), tensor_list, src, several=True, src_tensor=src_tensor
@@ -218,9 +221,10 @@ class CollectiveGroup:
     def all_reduce_multigpu(
         self, tensor_list: _Tensors, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
-        """Reduce all tensors of all lists into each of them, with the same bits everywhere.
+        """Reduce all tensors of all lists into each of them; all results have the same bits.
 
-        Each list is reduced in its order, then the ranks are. A mean is over all tensors.
+        Each rank reduces its list in order before the ranks are reduced. A mean is over all
+        tensors.
         """
         return _run(operations.all_reduce(self._live(), tensor_list, op, several=True), async_op)
 
@@ -232,7 +236,7 @@ class CollectiveGroup:
         async_op: bool = False,
         dst_tensor: int = 0,
     ) -> _Handle:
-        """Reduce all tensors of all lists into one of rank `dst`; the others keep their values."""
+        """Reduce all lists into element ``dst_tensor`` of rank ``dst``; the others stay as is."""
         steps = operations.reduce(
             self._live(), tensor_list, dst, op, several=True, dst_tensor=dst_tensor
         )
@@ -244,42 +248,42 @@ class CollectiveGroup:
         input_tensor_list: _Tensors,
         async_op: bool = False,
     ) -> _Handle:
-        """Fill each of the output lists, one for each input, with the inputs of all ranks.
+        """Fill each output list, one for each input, with the inputs of all ranks.
 
-        They come rank by rank: input `j` of place `k` is at `k * len(input_tensor_list) + j` where
-        all ranks have equally many. How many they have they tell each other first, also with
-        `async_op`: lists that do not fit are a ValueError on every rank.
+        The order is rank by rank. If all ranks have equally many inputs, input ``j`` of group rank
+        ``k`` is at ``k * len(input_tensor_list) + j``. The ranks exchange the lengths first, even
+        with ``async_op``, and raise a ValueError everywhere if a list does not fit.
         """
         lists = output_tensor_lists, input_tensor_list
         return _run(operations.all_gather_several(self._live(), *lists), async_op)
 
     def broadcast_object(self, obj: T, src: int) -> T:
-        """Return the object of rank `src`; see `stepwrap.collectives.broadcast`."""
+        """Return the object of rank ``src``; see ``stepwrap.collectives.broadcast``."""
         return objects.broadcast(obj, src, self._live())
 
     def all_gather_object(self, obj: T) -> list[T]:
-        """Return the objects of all ranks, by place."""
+        """Return the objects of all ranks, in group order."""
         return objects.all_gather_object(obj, self._live())
 
     def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
-        """Return the objects of all ranks on rank `dst`, None on the others."""
+        """Return the objects of all ranks on rank ``dst``, None on the others."""
         return objects.gather_object(obj, dst, self._live())
 
     def scatter_object(self, objs: Sequence[T] | None, src: int = 0) -> T:
-        """Return what the list of rank `src` has at this rank's place; others pass None.
+        """Return this rank's element of the list of rank ``src``; other ranks pass None.
 
         Raises:
-            CollectiveError: on every rank, when the list has another length than the group, or an
+            CollectiveError: on every rank, if the list has another length than the group, or if an
                 object cannot be pickled or unpickled.
         """
         return objects.scatter_object(objs, src, self._live())
 
     def _live(self) -> dist.ProcessGroup:
-        """Return torch's group; RuntimeError unless it is there and this process is a member."""
+        """Return torch's group; raise RuntimeError if it has ended or on non-members."""
         if self.destroyed:
             raise RuntimeError("the group must not be used any more: it has been destroyed")
         if self.current_rank is None:
-            raise RuntimeError("this process must be a member of the group to use it; it is none")
+            raise RuntimeError("this process must be a member of the group to use it; it is not")
         group = self.group or dist.group.WORLD
         try:
             dist.get_rank(group)
@@ -300,11 +304,11 @@ def _run(steps: Steps[None], async_op: bool) -> _Handle:
 def _new_group(
     ranks: Iterable[int] | None, timeout_s: float, backend: str | None
 ) -> tuple[dist.ProcessGroup | None, int | None]:
-    """Return the new group and this process's place in it; None and None when it is no member."""
+    """Return the new group and this process's rank in it; None and None on non-members."""
     if not distributed_available():
         raise RuntimeError(
             "a group needs a default process group: call torch.distributed.init_process_group() "
-            "or make a World first"
+            "or create a World first"
         )
 
     def choose() -> tuple[list[int], float, str | None]:
@@ -331,6 +335,6 @@ def _new_group(
         group = dist.new_group(chosen, timedelta(seconds=timeout_s), backend)
         if dist.get_rank() not in chosen:
             return None, None
-        # Who has it may destroy it, which must not fail a member that still connects.
+        # A member may destroy the group at once, which must not break one that still connects.
         start_barrier(group).wait()
     return group, chosen.index(dist.get_rank())

@@ -1,10 +1,10 @@
-"""The calls of a group: checked, then begun, and waited for at once or later.
+"""The operations of a group, and the handle that runs them.
 
-Each function below the handle is the group's method of that name as a generator. It yields what the
-call is, then, once the arguments have been checked, nothing, then what it has begun; when that is
-done it goes on to leave the outcome where the caller expects it. `several` is for the `multigpu`
-call: each rank reduces its list in order, one message goes between the ranks, and what comes back
-is copied into the list, so that all tensors end with the same bits.
+Each function below the handle implements the group's method of that name as a generator with four
+parts. It yields a ``Named``; yields None once it has checked the arguments; starts to communicate
+and yields the works; and writes the results when the works are done. ``several`` marks the
+``multigpu`` calls: each rank reduces its list in order, the ranks exchange one message, and the
+result is copied into the list, so that all tensors end with the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..tensors.checks import (
 from ..tensors.operations import Memory, Reduction, checked_op, start_all_gather, travel_device
 from ..tensors.tensors import start_barrier
 from ..trace.calling import calling
-from ..trace.first_message import gather_numbers
+from ..trace.headers import gather_numbers
 
 T = TypeVar("T")
 ReduceOp: TypeAlias = "dist.ReduceOp.RedOpType | dist.ReduceOp | str"
@@ -40,10 +40,10 @@ Steps: TypeAlias = "Generator[Any, None, T]"
 
 
 class Named(NamedTuple):
-    """What a call is.
+    """The name, group and arguments of a call.
 
-    `failed` says of a message between two ranks what has not happened when it fails: the others are
-    not in such a call, and are neither met nor asked.
+    For a message between two ranks, ``failed`` says what did not happen if it fails. The other
+    ranks are not in such a call, so they are neither compared nor asked.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Named(NamedTuple):
 
 
 class CollectiveHandle(Generic[T]):
-    """A call of a group that has begun; its tensors must be left alone until `wait()`."""
+    """A call that has started; its tensors must not be used until ``wait()`` returns."""
 
     def __init__(self, steps: Steps[T], *, is_async: bool) -> None:
         self._steps, self._outcome = steps, list[T]()
@@ -69,14 +69,14 @@ class CollectiveHandle(Generic[T]):
             self._finish()
 
     def wait(self) -> T:
-        """Wait until everything is where it belongs; what is copied back is copied here.
+        """Wait until the call has finished and its results are written.
 
         Returns:
-            The sender's global rank for a message that is received, else None; the same when
+            The sender's global rank for a received message, otherwise None; the same again if
             called again.
 
         Raises:
-            CollectiveError: it has failed, or the group's timeout is over.
+            CollectiveError: the call has failed, or the group's timeout is over.
         """
         if not self._outcome:
             with self._calling(is_late=True):
@@ -85,7 +85,7 @@ class CollectiveHandle(Generic[T]):
         return self._outcome[0]
 
     def is_completed(self) -> bool:
-        """Return whether `wait()` would return at once."""
+        """Return whether ``wait()`` would return immediately."""
         return bool(self._outcome) or all(work.is_completed() for work in self._works)
 
     def _wait_for_works(self) -> None:
@@ -100,10 +100,10 @@ class CollectiveHandle(Generic[T]):
 
     @contextlib.contextmanager
     def _calling(self, *, is_late: bool = False) -> Iterator[None]:
-        """Surround the transport's work; `is_late` while waiting for what has begun before."""
+        """Explain errors of the transport; ``is_late`` is for the wait of an async call."""
         name, group, describe, failed = self._named
         name = f"{name}.wait" if is_late else name
-        with calling(name, group, describe, meets=is_late or bool(failed)) as call:
+        with calling(name, group, describe, has_headers=is_late or bool(failed)) as call:
             try:
                 yield
             except RuntimeError as error:
@@ -241,7 +241,7 @@ def all_gather_several(
     for outputs in lists:
         targets = iter(outputs)
         for count, part in zip(counts, parts, strict=True):
-            # Once for each device.
+            # One copy for each device.
             values = part.to(outputs[0].device).view(inputs[0].dtype)
             for value in values.view(count, *inputs[0].shape):
                 _write(value, [next(targets)])
@@ -282,10 +282,10 @@ def scatter(
 def reduce_scatter(
     group: _Group, output: torch.Tensor, input_list: _Tensors, op: ReduceOp
 ) -> Steps[None]:
-    """The parts are exchanged and then reduced here in the order of the ranks.
+    """Exchange the parts and reduce them locally in rank order.
 
-    The traffic is that of a ring, gloo's own is three times as slow, and every dtype and operation
-    has it.
+    This sends as much as a ring, is three times as fast as gloo's own reduce-scatter, and supports
+    every dtype and operation.
     """
     name = "group.reduce_scatter"
     yield Named(name, group, lambda: f"{_name_of(op)} of {describe_dtype(output)}")
@@ -317,7 +317,7 @@ def barrier(group: _Group) -> Steps[None]:
 
 
 def _exchange(inputs: _Tensors, outputs: _Tensors, group: _Group) -> Steps[list[torch.Tensor]]:
-    """Exchange tensors of one dtype, one for each rank, for others that are like the outputs."""
+    """Send ``inputs[i]`` to group rank ``i``; return the received tensors, shaped like outputs."""
     device = travel_device(group, inputs[0])
     memory = [Memory(tensor, device, is_read=True).bytes for tensor in inputs]
     sizes = [output.nbytes for output in outputs], [part.numel() for part in memory]
@@ -334,7 +334,7 @@ def _name(name: str, several: bool) -> str:
 
 
 def _name_of(op: ReduceOp) -> str:
-    """Return one of our names for an operation of torch; a name as it is."""
+    """Return the lower-case name of an operation of torch; return a string unchanged."""
     if isinstance(op, str):
         return op
     name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
@@ -372,10 +372,10 @@ def _list_on(
     *,
     is_target: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the tensors, like `like`, that only one rank passes; none on the others."""
+    """Return the checked list on the one rank that must pass it, and [] on the others."""
     if dist.get_rank() != rank:
         if tensors:
-            raise ValueError(f"{name} must be None on all ranks but {rank}, got one here")
+            raise ValueError(f"{name} must be None on all ranks except {rank}, got a list")
         return []
     listed = one_per_rank(name, tensors, group, is_target=is_target)
     for index, tensor in enumerate(listed):
@@ -392,13 +392,13 @@ def _own(data: object, several: bool, *, is_target: bool) -> list[torch.Tensor]:
 def _index(name: str, index: int, tensors: _Tensors) -> int:
     if not 0 <= index < len(tensors):
         raise ValueError(
-            f"{name} must be a place in the list of {len(tensors)} tensors, got {index}"
+            f"{name} must be an index of the list of {len(tensors)} tensors, got {index}"
         )
     return index
 
 
 def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
-    """Return one list of outputs for each input, all of one length."""
+    """Return the output lists, one for each input, after checking that their lengths agree."""
     name = "output_tensor_lists"
     if not isinstance(data, list | tuple) or len(data) != len(inputs):
         got = len(data) if isinstance(data, list | tuple) else type(data).__name__
@@ -421,7 +421,7 @@ def _output_lists(data: object, inputs: _Tensors) -> list[list[torch.Tensor]]:
 
 
 def _agreed_counts(group: _Group, inputs: _Tensors, room: int) -> list[int]:
-    """Return how many tensors each rank sends, by group rank, if all sizes fit together."""
+    """Return how many tensors each group rank sends, after checking that all sizes fit."""
     rows = gather_numbers([len(inputs), inputs[0].nbytes, room], group)
     by_rank = dict(zip(members(group), rows, strict=True))
     sent = ", ".join(f"{row[0]} of rank {rank}" for rank, row in by_rank.items())

@@ -1,3 +1,4 @@
-"""Python objects across ranks, through the network, shared memory or files, and one error on every
-rank. Imports trace and process. Start with objects.py.
+"""Python objects across ranks, through the network, shared memory or files; errors on every rank.
+
+Imports trace and process. Start with objects.py.
 """

@@ -1,4 +1,4 @@
-"""An error of one rank, raised on every rank."""
+"""Raise an error of one rank on every rank."""
 
 import pickle
 import uuid
@@ -9,14 +9,22 @@ import torch.distributed as dist
 
 from ..errors import Call, CollectiveError, Group, attempt, call_site, text_of
 from ..process.ranks import distributed_available
-from ..trace.first_message import Header, meet
+from ..trace.headers import Header, exchange_headers
 from .objects import all_gather_object
 
 T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """An error of one rank: its type as the others can raise it, its text, and where it came."""
+    """An error of one rank, as sent to the others.
+
+    Attributes:
+        rank: the rank that failed.
+        kind: the type to raise: the error's own if every rank can build it from its text.
+        text: the text of the error.
+        told: type and text of the error.
+        site: "file:line" of the failed call.
+    """
 
     rank: int
     kind: type[Exception]
@@ -26,29 +34,30 @@ class Failure(NamedTuple):
 
 
 def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | None:
-    """Return what this rank sends the others of its problem, None where it has none.
+    """Return a description of this rank's error for other ranks, None if it has none.
 
     Args:
-        rank: this rank's number, where that is not the one in the default group.
+        problem: the error, or None.
+        rank: this rank's number; default: the rank in the default group.
     """
     if problem is None:
         return None
     if rank is None:
         rank = dist.get_rank() if distributed_available() else 0
-    kind, told = type(problem), text_of(problem)
+    kind, full_text = type(problem), text_of(problem)
     try:
         pickle.dumps(kind)
         kind(str(problem))
     # Constructors and local classes fail in many ways.
     except Exception:
-        return Failure(rank, CollectiveError, told, told, call_site())
-    return Failure(rank, kind, str(problem), told, call_site())
+        return Failure(rank, CollectiveError, full_text, full_text, call_site())
+    return Failure(rank, kind, str(problem), full_text, call_site())
 
 
 def raise_first(
     failures: Sequence[Failure | None], own: Exception | None = None, what: str = ""
 ) -> None:
-    """Raise the failure of the first rank that has one; `own`, this rank's, becomes the cause."""
+    """Raise the first rank's failure, if any, with this rank's error ``own`` as the cause."""
     for failure in failures:
         if failure is not None:
             text = f"{what}on rank {failure.rank} ({failure.site}): {failure.text}"
@@ -58,15 +67,15 @@ def raise_first(
 def run_together(
     action: Callable[[], T], gather: Callable[[Any], list[Any]] = all_gather_object
 ) -> tuple[list[T], list[Failure | None], Exception | None]:
-    """Run `action` and tell every rank how it went on all of them; every rank must call this.
+    """Run ``action`` and exchange results and errors; every rank must call this.
 
     Args:
-        action: its results must be picklable.
+        action: a function whose result is picklable.
         gather: exchanges an object with the other ranks.
 
     Returns:
-        Each rank's result, which is None where it failed; each rank's failure or None; and the
-        exception of this rank, the cause of the error that the caller is to raise.
+        Each rank's result, None if it failed; each rank's failure or None; and this rank's
+        exception, the cause of the error that the caller should raise.
     """
     result, own = attempt(action)
     reports = gather((result, failure_of(own)))
@@ -74,7 +83,7 @@ def run_together(
 
 
 def results_of_all(action: Callable[[], T], group: Group = None, what: str = "") -> list[T]:
-    """Run `action` and return all ranks' results, or raise on every rank what failed on one."""
+    """Run ``action`` and return all ranks' results; raise on every rank if it fails on one."""
     results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
     raise_first(failures, own, what)
     return results
@@ -88,13 +97,13 @@ def agree(
     problem: Exception | None = None,
     pieces: Sequence[bytes | memoryview] = (),
 ) -> tuple[list[Header], list[T] | None]:
-    """Compare a text over the ranks by its digest, and send `pieces` along in the first message.
+    """Compare a text between ranks by its digest, and send ``pieces`` in the same message.
 
-    Returns all ranks' headers, and None where the texts are equal, else what `details` returns on
-    each rank. The problem of the first rank that has one is raised on every rank.
+    Returns all ranks' headers, and None if the texts are equal, otherwise the results of
+    ``details`` on each rank. The first rank's problem, if any, is raised on every rank.
     """
-    # A problem is unlike anything, so that all ranks go into the details.
-    headers = meet(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)
+    # A random text differs from all others, so that all ranks exchange details.
+    headers = exchange_headers(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)
     if len({header.agreed for header in headers}) == 1:
         return headers, None
 

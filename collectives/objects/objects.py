@@ -1,4 +1,4 @@
-"""Python objects across ranks: any picklable object, large ones without needless copies."""
+"""Collectives on picklable objects; large ones are sent without extra copies."""
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,28 +10,28 @@ import torch.distributed as dist
 from ..errors import Call, CollectiveError, Group, attempt, name_ranks, text_of
 from ..process.ranks import comm_device, live_world_size, members, place_in_group
 from ..trace.calling import calling
-from ..trace.first_message import INLINE_BYTES, gather_numbers, meet, raise_disagreement
-from .serialize import Parcel, pack, unpack
-from .shared_memory import host, offered, take
+from ..trace.headers import INLINE_BYTES, exchange_headers, gather_numbers, raise_disagreement
+from .serialize import PackedObject, pack, unpack
+from .shared_memory import host, map_pieces, share_pieces
 
 T = TypeVar("T")
 
-# From this size on, mapping memory costs less than the transport between two processes.
+# From this size on, mapping shared memory is faster than sending between two processes.
 _SHARED_FROM = 2**20
 _DONE, _NOT_UNPICKLED, _NOT_MAPPED = range(3)
-_NOTHING = Parcel([])
+_NOTHING = PackedObject([])
 
 
 def broadcast(obj: T, src: int = 0, group: Group = None) -> T:
-    """Return the object of global rank `src` on every rank; every rank must call this.
+    """Return the object of global rank ``src`` on every rank; every rank must call this.
 
-    The source gets its own object back, the others a copy; what they pass is ignored. Tensors
-    inside arrive on the CPU. Without a process group it is the identity.
+    The source gets its own object back and the others a copy; their own ``obj`` is ignored.
+    Tensors inside arrive on the CPU. Without a process group ``obj`` is returned.
 
     Raises:
-        ValueError: `src` is no rank of the group.
-        CollectiveError: on every rank, when the object cannot be pickled on the source or
-            unpickled on some rank; or when a rank does not take part.
+        ValueError: ``src`` is not a rank of the group.
+        CollectiveError: on every rank, if the object cannot be pickled on the source or unpickled
+            on some rank; or if a rank does not take part.
     """
     place_in_group(src, group)
     if live_world_size(group) == 1:
@@ -46,12 +46,12 @@ def broadcast(obj: T, src: int = 0, group: Group = None) -> T:
 def all_gather_object(obj: T, group: Group = None) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; every rank must call this.
 
-    All are copies, the own one too; tensors inside arrive on the CPU. Without a process group the
-    list holds the object itself.
+    All are copies, including the caller's; tensors inside arrive on the CPU. Without a process
+    group the list holds the object itself.
 
     Raises:
-        CollectiveError: on every rank, when some rank's object cannot be pickled or unpickled; or
-            when a rank does not take part.
+        CollectiveError: on every rank, if some rank's object cannot be pickled or unpickled; or if
+            a rank does not take part.
     """
     if live_world_size(group) == 1:
         return [obj]
@@ -59,13 +59,13 @@ def all_gather_object(obj: T, group: Group = None) -> list[T]:
 
 
 def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
-    """Return the objects of all ranks, in rank order, on global rank `dst`, None on the others.
+    """Return the objects of all ranks, in rank order, on global rank ``dst``, None on the others.
 
-    Otherwise like `all_gather_object`; every rank must call this.
+    Otherwise like ``all_gather_object``; every rank must call this.
 
     Raises:
-        ValueError: `dst` is no rank of the group.
-        CollectiveError: as for `all_gather_object`, on every rank.
+        ValueError: ``dst`` is not a rank of the group.
+        CollectiveError: on every rank, as for ``all_gather_object``.
     """
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:
@@ -75,17 +75,22 @@ def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
 
 
 def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup) -> T:
-    """Return this rank's object of the list on global rank `src`, each sent to its rank alone."""
+    """Return this rank's object from the list on global rank ``src``; every rank must call this."""
     place, device, ranks = place_in_group(src, group), comm_device(group), members(group)
     is_source = dist.get_rank() == src
-    parcels, problem = attempt(lambda: _pack_each(objs, src, ranks) if is_source else {})
-    plan = {rank: (parcel.size, parcel.is_foreign) for rank, parcel in (parcels or {}).items()}
-    with calling("scatter_object", group, None, f"from rank {src}", meets=True) as call:
+    packed_objects, problem = attempt(lambda: _pack_each(objs, src, ranks) if is_source else {})
+    plan = {
+        rank: (packed.size, packed.is_foreign) for rank, packed in (packed_objects or {}).items()
+    }
+    with calling("scatter_object", group, None, f"from rank {src}", has_headers=True) as call:
         failed_to = "scatter its objects"
         plan = _exchange(call, pack(plan) if is_source else None, problem, ranks, failed_to)[src]
         memory: dict[int, memoryview] = {}
         if is_source:
-            sent = {rank: _bytes_of(parcel).to(device) for rank, parcel in (parcels or {}).items()}
+            sent = {
+                rank: _bytes_of(packed).to(device)
+                for rank, packed in (packed_objects or {}).items()
+            }
             _wait_for([dist.isend(data, rank, group) for rank, data in sent.items()])
         else:
             buffer = torch.empty(plan[dist.get_rank()][0], dtype=torch.uint8, device=device)
@@ -99,28 +104,34 @@ def scatter_object(objs: Sequence[T] | None, src: int, group: dist.ProcessGroup)
 def pad_to_largest_tensor(
     tensor: torch.Tensor, group: Group = None
 ) -> tuple[list[int], torch.Tensor]:
-    """Return all ranks' element counts and the tensor (n,), with zeros up to the largest of them.
+    """Return all ranks' element counts, and the tensor padded with zeros to the largest of them.
 
-    Every rank must call this. A tensor that is as long already is returned itself, as it is
-    without a process group. Another number of dimensions is a ValueError on every rank.
+    Every rank must call this. The tensor itself is returned if it needs no padding, and without a
+    process group.
+
+    Args:
+        tensor: a tensor of shape ``(n,)``; ``n`` may differ between ranks.
+
+    Raises:
+        ValueError: on every rank, if some rank's tensor does not have one dimension.
     """
     counts = all_gather_object(tensor.numel() if tensor.dim() == 1 else None, group)
     sizes = [count for count in counts if count is not None]
     if len(sizes) < len(counts):
         wrong = [rank for rank, count in zip(members(group), counts, strict=True) if count is None]
         raise ValueError(
-            f"tensor must have one dimension, which it has not on {name_ranks(wrong)}; here its "
-            f"shape is {tuple(tensor.shape)}"
+            f"tensor must have one dimension on all ranks, but has another number on "
+            f"{name_ranks(wrong)}; its shape on this rank is {tuple(tensor.shape)}"
         )
     missing = max(sizes) - tensor.numel()
     return sizes, torch.cat([tensor, tensor.new_zeros(missing)]) if missing else tensor
 
 
 def sync_random_seed(group: Group = None) -> int:
-    """Return one new seed in [0, 2**31) on all ranks; every rank must call this.
+    """Return the same new seed in [0, 2**31) on all ranks; every rank must call this.
 
-    It is the group's first rank's, from the operating system: seeding does not repeat it, and no
-    random generator of Python, NumPy or torch is advanced.
+    The group's first rank draws it from the operating system. It does not depend on earlier
+    seeding, and it advances no random generator of Python, NumPy or torch.
     """
     return broadcast(secrets.randbelow(2**31), members(group)[0], group)
 
@@ -134,18 +145,18 @@ def _collect(
     *,
     is_sent: bool = True,
 ) -> dict[int, Any]:
-    """Return the objects of all ranks that send theirs, by global rank, on the receivers."""
+    """Return the sent objects by global rank, on the receivers."""
 
     def describe() -> str | Iterable[object]:
         return obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
 
-    # Outside of the call: pickling runs the user's code.
-    parcel, problem = attempt(lambda: pack(obj) if is_sent else None)
-    with calling(name, group, describe, detail, meets=True) as call:
-        return _exchange(call, parcel, problem, receivers)
+    # Pickle outside of `calling`: it runs the user's code, which may call collectives.
+    packed, problem = attempt(lambda: pack(obj) if is_sent else None)
+    with calling(name, group, describe, detail, has_headers=True) as call:
+        return _exchange(call, packed, problem, receivers)
 
 
-def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Parcel]:
+def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, PackedObject]:
     if not isinstance(objs, list | tuple):
         raise TypeError(f"objs must be a list on rank {src}, got {type(objs).__name__}")
     if len(objs) != len(ranks):
@@ -158,17 +169,18 @@ def _pack_each(objs: object, src: int, ranks: Sequence[int]) -> dict[int, Parcel
 
 def _exchange(
     call: Call,
-    parcel: Parcel | None,
+    packed: PackedObject | None,
     problem: Exception | None,
     receivers: Sequence[int],
     failed_to: str = "pickle its object",
 ) -> dict[int, Any]:
-    """Return all ranks' objects by global rank of the sender, on the receivers; a collective.
+    """Return all ranks' objects by the sender's global rank, on the receivers.
 
-    Raises a CollectiveError on every rank when one has a problem or cannot unpickle.
+    Every rank must call this. Raises a CollectiveError on every rank if one has a problem or cannot
+    unpickle.
     """
-    own, ranks = parcel or _NOTHING, members(call.group)
-    headers = meet(
+    own, ranks = packed or _NOTHING, members(call.group)
+    headers = exchange_headers(
         call,
         pieces=own.pieces,
         is_foreign=own.is_foreign,
@@ -191,22 +203,22 @@ def _exchange(
 
 def _share(
     call: Call,
-    parcel: Parcel,
+    packed: PackedObject,
     sizes: Mapping[int, int],
     memory: Mapping[int, memoryview],
     receivers: Sequence[int],
 ) -> dict[int, Any] | None:
-    """Return the objects; None, on all ranks, when some rank has no or sees no shared memory."""
+    """Return the objects through shared memory; None on all ranks if it fails on one of them."""
     rank, group = dist.get_rank(), call.group
-    # Open until all have agreed on the outcome: until then they may be mapping it.
-    with offered(parcel.pieces if rank in sizes else []) as own_place:
+    # The memory stays open until all ranks agree on the outcome, because they may still map it.
+    with share_pieces(packed.pieces if rank in sizes else []) as own_place:
         places = dict(zip(members(group), gather_numbers(own_place, group), strict=True))
         if any(place[-1] for place in places.values()):
             return None
         if rank not in receivers:
             return _agree_on(call, _DONE, {})
         try:
-            shared = {sender: take(places[sender], size) for sender, size in sizes.items()}
+            shared = {sender: map_pieces(places[sender], size) for sender, size in sizes.items()}
         except OSError:
             return _agree_on(call, _NOT_MAPPED, {})
         objects, problem = attempt(lambda: _unpack_each({**memory, **shared}))
@@ -214,9 +226,9 @@ def _share(
 
 
 def _transmit(
-    group: Group, parcel: Parcel, sizes: Mapping[int, int], receivers: Sequence[int]
+    group: Group, packed: PackedObject, sizes: Mapping[int, int], receivers: Sequence[int]
 ) -> dict[int, memoryview]:
-    """Return the large parcels by global rank, each after a message of its exact size."""
+    """Send the large objects, each in a message of its exact size; return them by global rank."""
     rank, device = dist.get_rank(), comm_device(group)
     receives = rank in receivers
     buffers: dict[int, torch.Tensor] = {}
@@ -225,7 +237,7 @@ def _transmit(
         if not (sender == rank or receives):
             continue
         buffers[sender] = (
-            _bytes_of(parcel).to(device)
+            _bytes_of(packed).to(device)
             if sender == rank
             else torch.empty(size, dtype=torch.uint8, device=device)
         )
@@ -240,7 +252,7 @@ def _transmit(
 
 
 def _unpack(call: Call, memory: Mapping[int, memoryview], may_fail: bool) -> dict[int, Any]:
-    """Return the objects; all ranks agree on the outcome where it can be a bad one."""
+    """Return the objects; if unpickling ``may_fail``, all ranks agree on the outcome."""
     objects, problem = attempt(lambda: _unpack_each(memory))
     if may_fail:
         _agree_on(call, _NOT_UNPICKLED if problem else _DONE, objects, problem)
@@ -259,7 +271,7 @@ def _unpack_each(memory: Mapping[int, memoryview]) -> dict[int, Any]:
 def _agree_on(
     call: Call, outcome: int, objects: dict[int, Any] | None, problem: Exception | None = None
 ) -> dict[int, Any] | None:
-    """Return the objects when all ranks are done, None when one could not map memory."""
+    """Return the objects if all ranks succeeded, None if one could not map memory."""
     worst = torch.tensor(outcome, device=comm_device(call.group))
     dist.all_reduce(worst, dist.ReduceOp.MAX, call.group)
     if worst == _NOT_UNPICKLED:
@@ -267,8 +279,8 @@ def _agree_on(
     return objects if worst == _DONE else None
 
 
-def _bytes_of(parcel: Parcel) -> torch.Tensor:
-    return torch.frombuffer(bytearray().join(parcel.pieces), dtype=torch.uint8)
+def _bytes_of(packed: PackedObject) -> torch.Tensor:
+    return torch.frombuffer(bytearray().join(packed.pieces), dtype=torch.uint8)
 
 
 def _wait_for(works: Iterable[dist.Work | None]) -> None:

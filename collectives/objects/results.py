@@ -1,4 +1,4 @@
-"""The objects and results of all ranks, gathered through the network or a shared directory."""
+"""Gather objects and results of all ranks, through the network or a shared directory."""
 
 import hashlib
 import os
@@ -34,22 +34,22 @@ def collect_results(
 ) -> list[T] | None:
     """Return the results of all ranks on the group's first rank; every rank must call this.
 
-    Of ranks that took every n-th sample each: first the first results of all ranks in rank order,
-    then the second ones, and so on. The other ranks get None.
+    The order undoes a distributed sampler: the first result of each rank in rank order, then the
+    second ones, and so on. The other ranks get None.
 
     Args:
         results: this rank's results; the ranks may have different numbers of them.
-        size: how many of all to return: the samplers' padding at the end is cut off.
-        device: "cpu" as in `collect_results_cpu`; "gpu" or "npu" as in `collect_results_gpu`.
-        tmpdir: a directory that all ranks see, for "cpu" only; default: none is needed.
-        remove_tmpdir: whether to remove `tmpdir` afterwards with everything in it.
+        size: the number of results to return: padding of the sampler at the end is dropped.
+        device: "cpu" as in ``collect_results_cpu``; "gpu" or "npu" as in ``collect_results_gpu``.
+        tmpdir: a directory that all ranks see, for "cpu" only; default: use the process group.
+        remove_tmpdir: whether to remove ``tmpdir`` and its content afterwards.
 
     Raises:
-        NotImplementedError: no such device.
-        AssertionError: a device other than "cpu" and a `tmpdir`.
-        TypeError, ValueError: results that are no sequence, a negative size, or `remove_tmpdir`
-            without a `tmpdir`.
-        CollectiveError: see `all_gather_object_cpu`.
+        NotImplementedError: the device is unknown.
+        AssertionError: the device is not "cpu" and ``tmpdir`` is given.
+        TypeError, ValueError: the results are not a sequence, the size is negative, or
+            ``remove_tmpdir`` is given without ``tmpdir``.
+        CollectiveError: see ``all_gather_object_cpu``.
     """
     if device not in ("cpu", "gpu", "npu"):
         raise NotImplementedError(f"device must be 'cpu' , 'gpu' or 'npu', but got {device!r}")
@@ -69,10 +69,10 @@ def collect_results_cpu(
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
-    """Like `collect_results`: through the process group, or through files in `tmpdir`."""
+    """Like ``collect_results``, through the process group, or through files in ``tmpdir``."""
     if remove_tmpdir and tmpdir is None:
-        raise ValueError("remove_tmpdir=True needs the tmpdir that is to be removed, got None")
-    results_of_all(lambda: _check(result_part, size), group, "collect_results() ")
+        raise ValueError("remove_tmpdir=True needs the tmpdir to remove, got None")
+    results_of_all(lambda: _check_results(result_part, size), group, "collect_results() ")
     gathered = all_gather_object_cpu(result_part, tmpdir, group=group)
 
     def remove() -> None:
@@ -80,40 +80,41 @@ def collect_results_cpu(
             shutil.rmtree(tmpdir)
 
     if remove_tmpdir:
-        # No rank goes on before it is gone.
+        # All ranks wait until the directory is gone.
         results_of_all(remove, group, "collect_results() ")
     return None if gathered is None else interleaved(gathered)[:size]
 
 
 def collect_results_gpu(result_part: Sequence[T], size: int, group: Group = None) -> list[T] | None:
-    """Like `collect_results`: through the process group, on its communication device."""
+    """Like ``collect_results``, through the process group on its communication device."""
     return collect_results_cpu(result_part, size, group=group)
 
 
 def create_tmpdir(
     rank: int, tmpdir: str | os.PathLike[str] | None = None, use_system_tmp: bool = True
 ) -> str:
-    """Return a directory that all ranks know; who asks for it removes it.
+    """Return a directory that all ranks use; the caller must remove it.
 
-    With `tmpdir`, each rank makes that directory where it is missing, and no rank waits. Without
-    it, rank 0 makes a new one that only this user can open; every rank must call this.
+    With ``tmpdir``, each rank creates that directory if it is missing, without waiting for others.
+    Otherwise rank 0 creates a new one that only this user can open; every rank must call this.
 
     Args:
-        rank: this process's rank; a live process group's own answer wins.
-        use_system_tmp: where the new one is: in the system's directory for temporary files, which
+        rank: this process's rank; a live process group overrides it.
+        tmpdir: the directory; default: a new one.
+        use_system_tmp: whether the new directory is in the system's temporary directory, which
             other hosts do not see, or in the current directory.
 
     Raises:
-        RuntimeError: a rank other than 0 has neither `tmpdir` nor a process group.
-        OSError: on every rank, when rank 0 cannot make it.
+        RuntimeError: a rank other than 0 has neither ``tmpdir`` nor a process group.
+        OSError: on every rank, if rank 0 cannot create it.
     """
     if tmpdir is not None:
         os.makedirs(tmpdir, exist_ok=True)
         return os.fspath(tmpdir)
     if rank != 0 and not distributed_available():
         raise RuntimeError(
-            f"create_tmpdir() on rank {rank} needs a process group to learn which directory rank 0 "
-            "has made, and there is none: call init_process_group() first, or give tmpdir"
+            f"create_tmpdir() on rank {rank} needs a process group to receive rank 0's directory, "
+            "got none: call init_process_group() first, or give tmpdir"
         )
     made: list[str] = []
 
@@ -138,21 +139,22 @@ def all_gather_object_cpu(
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
-    By default they travel through the process group, which needs no shared directory. Given
-    `tmpdir` or `use_system_tmp`, they travel through files in a directory that all ranks see; the
-    directory and what else is in it stay. One process gets the object itself in a list.
+    By default the process group carries them, and no shared directory is needed. With ``tmpdir`` or
+    ``use_system_tmp`` they are written to files in a directory that all ranks see; the directory
+    and other files in it are kept. A single process gets the object itself in a list.
 
     Args:
-        tmpdir: the directory, by the path that it has on this rank; made where it is missing.
-        rank_zero_return_only: whether all but the group's first rank get None.
-        use_system_tmp: without `tmpdir`: whether rank 0's directory for temporary files is the
-            shared one, or else its current directory.
+        data: this rank's object.
+        tmpdir: the directory, by its path on this rank; created if missing.
+        rank_zero_return_only: whether to return None on all ranks except the group's first.
+        use_system_tmp: without ``tmpdir``: True shares rank 0's directory for temporary files,
+            False its current directory.
 
     Raises:
-        CollectiveError: on every rank, when an object cannot be pickled or unpickled, the directory
-            is not shared, or a file is not what its rank has written; or when a rank does not take
+        CollectiveError: on every rank, if an object cannot be pickled or unpickled, the directory
+            is not shared, or a file was changed by another process; or if a rank does not take
             part.
-        OSError: on every rank, when one cannot write or read its files.
+        OSError: on every rank, if one cannot write or read its files.
     """
     if tmpdir is None and use_system_tmp is None or live_world_size(group) == 1:
         return all_gather_object_gpu(data, rank_zero_return_only, group)
@@ -161,22 +163,21 @@ def all_gather_object_cpu(
         parent = "" if tmpdir is not None else _parent(bool(use_system_tmp))
         return os.path.join(parent, f"stepwrap_{secrets.token_hex(16)}")
 
-    # A directory for this call alone, which is gone afterwards, also when another rank has died.
+    # Use a new directory for each call, and remove it even if another rank has died.
     folder = Path(tmpdir or "", _from_first_rank(name, group, _BY_FILES))
     try:
         return _gather_through_files(data, folder, rank_zero_return_only, group)
     finally:
-        # On every rank: the directories of several hosts, or of a rank that is dead now.
+        # Every rank removes it: hosts may not share it, and its creator may have died.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def all_gather_object_gpu(
     data: T, rank_zero_return_only: bool = True, group: Group = None
 ) -> list[T] | None:
-    """Return the objects of all ranks, in rank order; every rank must call this.
+    """Like ``all_gather_object_cpu`` without a directory; every rank must call this.
 
-    Like `all_gather_object_cpu` without a directory: they travel through the process group, on its
-    communication device, which may be the CPU.
+    The objects travel through the process group on its communication device, which may be the CPU.
     """
     if live_world_size(group) == 1:
         return [data]
@@ -186,21 +187,21 @@ def all_gather_object_gpu(
 
 
 def _gather_through_files(data: T, folder: Path, only_first: bool, group: Group) -> list[T] | None:
-    digests = results_of_all(lambda: _write(data, folder), group, _BY_FILES)
+    digests = results_of_all(lambda: _write_part(data, folder), group, _BY_FILES)
     gathered: list[T] | None = None
 
     def read() -> None:
         nonlocal gathered
         if _is_first(group) or not only_first:
             digest_of = zip(members(group), digests, strict=True)
-            gathered = [_read(folder, rank, digest) for rank, digest in digest_of]
+            gathered = [_read_part(folder, rank, digest) for rank, digest in digest_of]
 
-    # Also the barrier before which no rank may remove what another still reads.
+    # This is also the barrier that keeps the files until all ranks have read them.
     results_of_all(read, group, _BY_FILES)
     return gathered
 
 
-def _check(results: object, size: int) -> None:
+def _check_results(results: object, size: int) -> None:
     if not isinstance(results, Sequence) or isinstance(results, str | bytes):
         kind = type(results).__name__
         raise TypeError(f"results must be a list or another sequence, got {kind}")
@@ -209,8 +210,8 @@ def _check(results: object, size: int) -> None:
 
 
 def interleaved(gathered: Iterable[Iterable[T]]) -> list[T]:
-    """Return the first result of each rank, then the second ones; some may have more."""
-    # An object of its own: None may be a result.
+    """Return the first result of each rank, then the second ones; lengths may differ."""
+    # None may be a result.
     missing: Any = object()
     turns = chain.from_iterable(zip_longest(*gathered, fillvalue=missing))
     return [result for result in turns if result is not missing]
@@ -225,27 +226,27 @@ def _is_first(group: Group) -> bool:
 
 
 def _from_first_rank(make: Callable[[], str], group: Group, what: str) -> str:
-    """Return what the group's first rank makes; its error is raised on every rank."""
+    """Return the result of ``make`` on the group's first rank; raise its error on every rank."""
     if live_world_size(group) == 1:
         return make()
     return results_of_all(lambda: make() if _is_first(group) else "", group, what)[0]
 
 
-def _part(folder: Path, rank: int) -> Path:
+def _part_path(folder: Path, rank: int) -> Path:
     return folder / f"part_{rank}.pkl"
 
 
-def _write(data: object, folder: Path) -> bytes:
-    """Write this rank's part as a whole, and return its digest."""
+def _write_part(data: object, folder: Path) -> bytes:
+    """Write this rank's file atomically and return its digest."""
     os.makedirs(folder.parent, exist_ok=True)
-    # Whoever comes first makes it: on hosts without a shared directory each rank cleans up its own.
+    # Any rank may be first; without a shared directory each host creates and removes its own.
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         pieces = pack(data).pieces
     except Exception as error:
         raise CollectiveError(f"cannot pickle the object: {text_of(error)}") from error
     digest = hashlib.blake2b()
-    part = _part(folder, dist.get_rank())
+    part = _part_path(folder, dist.get_rank())
     unfinished = part.with_suffix(".tmp")
     with unfinished.open("xb") as file:
         for piece in pieces:
@@ -255,22 +256,22 @@ def _write(data: object, folder: Path) -> bytes:
     return digest.digest()
 
 
-def _read(folder: Path, rank: int, digest: bytes) -> Any:
-    """Return the object of a rank, unpickled only if the digest is that which the rank has sent."""
+def _read_part(folder: Path, rank: int, digest: bytes) -> Any:
+    """Return the object of a rank; unpickle its file only if the digest matches."""
     try:
-        with _part(folder, rank).open("rb") as file:
-            # Not bytes: the tensors inside use this memory and must be able to change it.
+        with _part_path(folder, rank).open("rb") as file:
+            # Not `bytes`, because the tensors inside use this memory and must be writable.
             content = bytearray(os.fstat(file.fileno()).st_size)
             file.readinto(content)
     except FileNotFoundError as error:
         raise CollectiveError(
-            f"{folder.parent} is not a shared directory (rank {rank}): the part that rank {rank} "
-            "has written is not there; give a tmpdir on a shared file system, or neither tmpdir "
-            "nor use_system_tmp"
+            f"{folder.parent} must be a shared directory, but the file of rank {rank} is not "
+            "there; give a tmpdir on a shared file system, or neither tmpdir nor use_system_tmp"
         ) from error
     if hashlib.blake2b(content).digest() != digest:
         raise CollectiveError(
-            f"{_part(folder, rank)} is not what rank {rank} has written; it is not unpickled"
+            f"checksum mismatch: {_part_path(folder, rank)} was changed after rank {rank} wrote "
+            f"it, so it is not unpickled"
         )
     try:
         return unpack(memoryview(content))

@@ -1,4 +1,8 @@
-"""Objects as bytes: pickle protocol 5, with tensors and large arrays kept out of the pickle."""
+"""Objects as bytes: pickle protocol 5, with large tensors and arrays outside of the pickle.
+
+Unlike ``transport.pickling``, this pickler sends no function or class by value, moves tensors to
+the CPU, and reports whether another rank may fail to unpickle.
+"""
 
 import gc
 import io
@@ -12,7 +16,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ...transport.buffers import APART_FROM
+from ...transport.buffers import APART_FROM, divider
 from ...transport.memory import lay_out, split
 from ..process.ranks import comm_device, distributed_available, get_rank
 
@@ -20,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _WARN_FROM = 2**30
 _FLOAT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
+# By name, because a name is shorter in the pickle than a dtype, and memoized by identity.
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -31,9 +36,10 @@ _DTYPES = {
     )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# NumPy lacks these dtypes. The others need no view as bytes, which takes as long as the rest.
 _WITHOUT_NUMPY = {torch.bfloat16, torch.complex32, *_FLOAT8}
-# What every rank has, since it runs this package.
-_EVERYWHERE = {
+# Modules that every rank can import, because it runs this package.
+_KNOWN_MODULES = {
     *("builtins", "collections", "datetime", "decimal"),
     *("numpy", "pathlib", "stepwrap", "torch"),
 }
@@ -41,16 +47,14 @@ _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class PicklableWrapper:
-    """Makes a closure, a lambda or an object that holds one picklable, by cloudpickle.
+    """A wrapper that makes a lambda, a closure or an object that holds one picklable.
 
-    Calls and reading attributes go to the wrapped object; attributes that are set stay on the
-    wrapper. A wrapper of a wrapper holds the innermost object. What unpickles, or comes out of
-    copy.copy, is the bare object, without a wrapper around it.
-
-    cloudpickle must be installed on the receiving side too.
+    It uses cloudpickle, which must be installed on the receiving side too. Calls and attribute
+    reads go to the wrapped object, but attributes that are set stay on the wrapper. A wrapper of a
+    wrapper holds the innermost object. Unpickling and ``copy.copy`` return the bare object.
     """
 
-    # Any, here and below: the wrapper stands for an object of whatever type.
+    # Typed as Any, here and below, because the wrapped object may have any type.
     def __init__(self, obj: Any) -> None:
         self._obj: Any = obj._obj if isinstance(obj, PicklableWrapper) else obj
 
@@ -58,9 +62,9 @@ class PicklableWrapper:
         return self._obj(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # An instance made by __new__ alone holds nothing: to ask it for _obj would lead here again.
+        # Reading _obj of an instance made by __new__ alone would recurse without end.
         if "_obj" not in self.__dict__:
-            raise AttributeError(f"this {type(self).__name__} is not initialised, no {name!r} yet")
+            raise AttributeError(f"this {type(self).__name__} is not initialised: no {name!r} yet")
         return getattr(self._obj, name)
 
     def __reduce__(self) -> tuple[Any, tuple[bytes]]:
@@ -68,12 +72,13 @@ class PicklableWrapper:
 
 
 def serialize_to_tensor(data: object) -> torch.Tensor:
-    """Return the object's pickle as a uint8 tensor (bytes,) on the group's communication device.
+    """Return the object's pickle as a uint8 tensor of shape ``(bytes,)``.
 
-    On the CPU without a process group. More than 1 GiB is logged as a warning.
+    It is on the group's communication device, or on the CPU without a process group. More than
+    1 GiB is logged as a warning.
 
     Raises:
-        AssertionError: the group's back-end is neither gloo nor nccl.
+        AssertionError: the group's backend is neither gloo nor nccl.
     """
     if distributed_available():
         backends = {pair.split(":")[-1] for pair in dist.get_backend_config().split(",")}
@@ -84,15 +89,17 @@ def serialize_to_tensor(data: object) -> torch.Tensor:
     tensor = obj2tensor(data)
     if tensor.numel() > _WARN_FROM:
         logger.warning(
-            "rank %d serialises %.2f GB to %s", get_rank(), tensor.numel() / 2**30, tensor.device
+            "rank %d serialises %.2f GiB to %s", get_rank(), tensor.numel() / 2**30, tensor.device
         )
     return tensor
 
 
 def obj2tensor(pyobj: object, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return the object's pickle as a uint8 tensor (bytes,).
+    """Return the object's pickle as a uint8 tensor of shape ``(bytes,)``.
 
-    It is on the group's communication device by default, the CPU without a group.
+    Args:
+        pyobj: any picklable object.
+        device: default: the group's communication device, or the CPU without a group.
     """
     data = io.BytesIO()
     _Pickler(data).dump(pyobj)
@@ -100,10 +107,10 @@ def obj2tensor(pyobj: object, device: torch.device | str | None = None) -> torch
 
 
 def tensor2obj(tensor: torch.Tensor) -> Any:
-    """Return the object in a uint8 tensor from `obj2tensor`; what follows the pickle is ignored.
+    """Return the object in a uint8 tensor from ``obj2tensor``; padding after it is ignored.
 
-    Tensors inside are on the CPU. Only for tensors from ranks of one's own process group: loading
-    a pickle runs what it says.
+    Tensors inside are on the CPU. Unpickling can run arbitrary code: only pass tensors from ranks
+    of the same process group.
 
     Raises:
         TypeError: the tensor is not uint8.
@@ -112,15 +119,15 @@ def tensor2obj(tensor: torch.Tensor) -> Any:
     if tensor.dtype != torch.uint8:
         raise TypeError(f"tensor must be of dtype torch.uint8, got {tensor.dtype}")
     if tensor.numel() == 0:
-        raise ValueError("tensor must hold the bytes of a pickle, got an empty one")
+        raise ValueError("tensor must hold the bytes of a pickle, got an empty tensor")
     return _load(io.BytesIO(tensor.reshape(-1).cpu().numpy().tobytes()))
 
 
-class Parcel(NamedTuple):
-    """An object as one pickle and the large buffers that it refers to, not copied.
+class PackedObject(NamedTuple):
+    """A pickle and the large buffers that it refers to, without copies of these.
 
     Attributes:
-        pieces: lie in memory one after the other; the pickle is the first buffer.
+        pieces: the bytes to send, in order.
         is_foreign: whether unpickling needs classes that another rank may lack.
     """
 
@@ -132,31 +139,23 @@ class Parcel(NamedTuple):
         return sum(map(len, self.pieces))
 
 
-def pack(obj: object) -> Parcel:
-    """Return the object as a parcel; raises whatever pickling it raises."""
-    apart: list[memoryview] = []
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if len(raw) < APART_FROM:
-            return True
-        apart.append(raw)
-        return False
-
-    data = io.BytesIO()
-    pickler = _Pickler(data, buffer_callback=keep)
+def pack(obj: object) -> PackedObject:
+    """Return the object as a packed; raises whatever pickling it raises."""
+    data, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    pickler = _Pickler(data, buffer_callback=divider(buffers, APART_FROM))
     pickler.dump(obj)
-    return Parcel(lay_out([data.getbuffer(), *apart]), pickler.is_foreign)
+    pieces = lay_out([data.getbuffer(), *(buffer.raw() for buffer in buffers)])
+    return PackedObject(pieces, pickler.is_foreign)
 
 
 def unpack(memory: memoryview) -> Any:
-    """Return the object of a parcel, whose large tensors and arrays use this very memory."""
+    """Return the object of ``pack``; its large tensors and arrays use the given memory."""
     stream, *buffers = split(memory)
     return _load(io.BytesIO(stream), buffers)
 
 
 def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> Any:
-    """Unpickle without the collections of garbage that so many new objects would set off."""
+    """Unpickle with garbage collection off: many new objects would trigger it again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -167,7 +166,7 @@ def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> An
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as buffers, where torch would pickle a copy of their whole storage."""
+    """A pickler that writes tensors as buffers; torch would copy their whole storage."""
 
     def __init__(self, file: io.BytesIO, buffer_callback: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -179,13 +178,16 @@ class _Pickler(pickle.Pickler):
             return _reduce_tensor(obj)
         if not self.is_foreign and obj is not _rebuild_tensor:
             holder = obj if isinstance(obj, _BY_NAME) else kind
-            is_known = str(holder.__module__) in _EVERYWHERE
+            is_known = str(holder.__module__) in _KNOWN_MODULES
             self.is_foreign = not is_known or isinstance(obj, BaseException)
         return NotImplemented
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads what torch pickled itself onto the CPU: the sender's device may not exist here."""
+    """An unpickler that loads torch's own pickles onto the CPU.
+
+    The sender's device may not exist here.
+    """
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) == ("torch.storage", "_load_from_bytes"):
@@ -212,22 +214,25 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     order = None
     if not plain.is_contiguous():
         order, plain = _in_memory_order(plain)
-    if tensor.dtype in _WITHOUT_NUMPY:
-        # Not reshape(-1), which keeps any stride that a single element may have.
-        plain_bytes = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
-    else:
-        plain_bytes = plain.numpy()
-    content = pickle.PickleBuffer(plain_bytes.data)
+    array = (as_bytes(plain) if tensor.dtype in _WITHOUT_NUMPY else plain).numpy()
+    content = pickle.PickleBuffer(array.data)
     arguments: tuple[Any, ...] = (content, name, tuple(plain.shape))
     if order is not None or tensor.requires_grad:
         arguments += (tensor.requires_grad, order)
     return _rebuild_tensor, arguments
 
 
-def _in_memory_order(tensor: torch.Tensor) -> tuple[Sequence[int] | None, torch.Tensor]:
-    """Return the order of dimensions in which the tensor is contiguous, and it in that order.
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as flat uint8."""
+    # Not view(-1): with a single element it may keep a stride other than 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
-    That keeps channels_last and transposed tensors as they are; others are made contiguous.
+
+def _in_memory_order(tensor: torch.Tensor) -> tuple[Sequence[int] | None, torch.Tensor]:
+    """Return the order of dimensions by stride, and the tensor permuted to it.
+
+    This keeps the layout of channels_last and transposed tensors. Any other tensor is made
+    contiguous, with None for the order.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     permuted = tensor.permute(order)

@@ -1,8 +1,7 @@
-"""Large parcels between ranks of one host: written once into memory that readers map.
+"""Large objects between ranks of one host: written once into memory that readers map.
 
-Readers open it
-through the writer's entry in /proc and map it privately, so that each has a copy of its own from
-the first write on.
+Readers open the memory through the writer's entry in /proc. They map it privately, so that a write
+copies the page and changes no other rank's data.
 """
 
 from __future__ import annotations
@@ -17,15 +16,18 @@ from ..process.ranks import process_space
 
 
 def host() -> bytes:
-    """Return 8 bytes that two ranks share when one can map the other's memory."""
+    """Return 8 bytes that are equal on two ranks if one can map the other's memory."""
     setting = os.environ.get("STEPWRAP_SHARED_MEMORY", "").lower()
     can_map = setting not in ("0", "false", "no", "off") and hasattr(os, "memfd_create")
     return process_space() if can_map else uuid.uuid4().bytes[:8]
 
 
 @contextlib.contextmanager
-def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Keep the pieces in memory for others to map: process id, descriptor, inode, 1 on failure."""
+def share_pieces(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
+    """Keep the pieces in shared memory while the body runs.
+
+    Yields process id, descriptor, inode, and 1 after an error (otherwise 0).
+    """
     if not pieces:
         yield [0, 0, 0, 0]
         return
@@ -34,18 +36,22 @@ def offered(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
             descriptor = write(pieces)
             stack.callback(os.close, descriptor)
             place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
-        # No memory, no descriptor: the parcel takes the slow way, and all ranks know it.
+        # Without memory or a descriptor, all ranks see the error flag and use the network.
         except OSError:
             stack.close()
             place = [0, 0, 0, 1]
         yield place
 
 
-def take(place: Sequence[int], size: int) -> memoryview:
-    """Return a private, writable mapping of what a rank of this host offers; else OSError."""
+def map_pieces(place: Sequence[int], size: int) -> memoryview:
+    """Return a private, writable mapping of another rank's memory.
+
+    Raises:
+        OSError: the memory is gone or cannot be mapped.
+    """
     process, descriptor, inode, _ = place
     with open(f"/proc/{process}/fd/{descriptor}", "rb") as file:
         status = os.fstat(file.fileno())
         if (status.st_ino, status.st_size) != (inode, size):
-            raise OSError("the shared memory is not what the rank announced")
+            raise OSError("the shared memory differs from what the rank announced")
         return read(file.fileno())

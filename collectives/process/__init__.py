@@ -1,3 +1,4 @@
-"""Which rank this process is, on which device it talks to the others, and how groups start and end.
-Imports nothing of the other rooms. Start with ranks.py.
+"""Rank, world size and devices of this process; start and end of process groups.
+
+Imports none of the other rooms. Start with ranks.py.
 """

@@ -1,4 +1,4 @@
-"""Starting the process group from what a launcher has put into the environment; and its end."""
+"""Start the process group from a launcher's environment variables, and end it."""
 
 import atexit
 import gc
@@ -29,14 +29,14 @@ _MPI_VARIABLES: Final = {
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 _DEFAULT_PORT: Final = "29500"
-_OF_MEETING: Final = ("rank", "world_size", "timeout")
+_STORE_OPTIONS: Final = ("rank", "world_size", "timeout")
 _FIRST_PORT, _PORTS = 12_000, 20_000
 _HOST = re.compile(r"((?:\[[^\]]+\]|[^,\[\]])+)(?:,|$)")
 _RANGES = re.compile(r"\[([^\]]*)\]")
 _TIMES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-# What clears the memories of DTensor, which hold meshes and so groups. Of no public use: other
-# versions of torch may have others.
-_CLEARING = (
+# Private functions of torch that clear DTensor's caches, which hold meshes and so groups. Other
+# versions of torch may lack some of them.
+_CACHE_CLEARERS = (
     ("debug", "_clear_sharding_prop_cache"),
     ("_redistribute", "clear_redistribute_planner_cache"),
     ("_redistribute", "_gen_transform_infos.cache_clear"),
@@ -45,10 +45,10 @@ _CLEARING = (
 
 
 def infer_launcher() -> str:
-    """Return which launcher has started this process, by the environment, for `init_dist`.
+    """Return the launcher of this process for ``init_dist``, inferred from the environment.
 
-    "pytorch" when WORLD_SIZE is set, "slurm" for SLURM_NTASKS (but not in the shell of an
-    interactive job), "mpi" for Open MPI's local rank, else "none".
+    It is "pytorch" if WORLD_SIZE is set, "slurm" for SLURM_NTASKS (except in the shell of an
+    interactive job), "mpi" for Open MPI's local rank, and otherwise "none".
     """
     env = os.environ
     if env.get("WORLD_SIZE"):
@@ -63,23 +63,24 @@ def init_dist(
 ) -> None:
     """Start the default process group; every rank must call this.
 
-    Sets multiprocessing's start method to "spawn" where none is set, and RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_ADDR and MASTER_PORT for "slurm" and "mpi" where they are not set. Makes the
-    local rank's GPU the current one, unless the backend is for CPUs only. A group that nothing has
-    destroyed before ends when the process exits.
+    Sets multiprocessing's start method to "spawn" if it is unset, and for "slurm" and "mpi" the
+    unset variables among RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Makes the
+    local rank's GPU the current one, unless the backend is for CPUs only. The group is destroyed
+    when the process exits, unless that has happened before.
 
     Args:
         launcher: "pytorch" (torchrun), "slurm", "mpi" (Open MPI) or "none", which starts nothing.
-        backend: what `torch.distributed.init_process_group` takes. None is NCCL for CUDA tensors
-            plus gloo for CPU tensors where each rank of this host has a GPU, else gloo.
-        init_backend: "torch" is the only one.
-        kwargs: `timeout` in seconds or as a timedelta; `port` for "slurm"; the rest goes to
-            `torch.distributed.init_process_group`.
+        backend: as for ``torch.distributed.init_process_group``. None is NCCL for CUDA tensors
+            plus gloo for CPU tensors if each rank of this host has a GPU, otherwise gloo.
+        init_backend: must be "torch".
+        kwargs: ``timeout`` in seconds or as a timedelta; ``port`` for "slurm"; the rest is passed
+            to ``torch.distributed.init_process_group``.
 
     Raises:
-        ValueError: another launcher or init_backend, NCCL without a GPU, no positive timeout.
-        TypeError: a timeout that is no number of seconds.
-        KeyError: the launcher has not set a variable, which is named.
+        ValueError: an unknown launcher or init_backend, NCCL without a GPU, a timeout that is not
+            positive.
+        TypeError: the timeout is not a number of seconds.
+        KeyError: the launcher has not set a variable; the text names it.
     """
     _check_settings(launcher, backend, init_backend)
     if "timeout" in kwargs:
@@ -92,31 +93,36 @@ def init_dist(
     needed, adopt = _LAUNCHERS[launcher]
     _require(launcher, needed)
     adopt(os.environ)
-    meets = "store" not in kwargs and kwargs.get("init_method") in (None, "env://")
-    names = ["MASTER_ADDR", "MASTER_PORT"] if meets else []
+    uses_master = "store" not in kwargs and kwargs.get("init_method") in (None, "env://")
+    names = ["MASTER_ADDR", "MASTER_PORT"] if uses_master else []
     _require(launcher, names + [n for n in ("RANK", "WORLD_SIZE") if n.lower() not in kwargs])
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("spawn")
     name = backend or _default_backend()
     if "nccl" in name or "cuda" in name:
         torch.cuda.set_device(get_local_rank() % torch.cuda.device_count())
-    if meets:
+    if uses_master:
         kwargs.pop("init_method", None)
-        kwargs |= meet_at_master(**{n: kwargs[n] for n in _OF_MEETING if n in kwargs})
+        kwargs |= meet_at_master(**{n: kwargs[n] for n in _STORE_OPTIONS if n in kwargs})
     dist.init_process_group(name, **kwargs)
 
 
 def meet_at_master(
     rank: int | None = None, world_size: int | None = None, timeout: timedelta = default_pg_timeout
 ) -> dict[str, Any]:
-    """Return store, rank and world size for `init_process_group`; every rank must call this.
+    """Return store, rank and world size for ``init_process_group``; every rank must call this.
 
-    The store is torchrun's, where that has one to share, else rank 0 keeps it at MASTER_ADDR and
-    MASTER_PORT. When all ranks are on this host, it listens on the loopback interface alone, and
-    so does gloo unless GLOO_SOCKET_IFNAME says otherwise.
+    The store is torchrun's if it shares one; otherwise rank 0 opens one at MASTER_ADDR and
+    MASTER_PORT. If all ranks are on this host, the store listens on the loopback interface only,
+    and so does gloo unless GLOO_SOCKET_IFNAME is set.
+
+    Args:
+        rank: default: RANK.
+        world_size: default: WORLD_SIZE.
+        timeout: how long to wait for the other ranks.
 
     Raises:
-        KeyError: a variable is not set, which is named.
+        KeyError: a variable is not set; the text names it.
     """
     names = ["MASTER_ADDR", "MASTER_PORT"]
     names += [n for n, value in (("RANK", rank), ("WORLD_SIZE", world_size)) if value is None]
@@ -130,7 +136,7 @@ def meet_at_master(
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store: Store | None = agent_store(timeout)
     if store is not None:
-        # What ranks of an attempt before a restart have written leads nowhere.
+        # The keys of the attempt before a restart must not be read again.
         store = PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     else:
         options: dict[str, Any] = {"world_size": size, "timeout": timeout, "multi_tenant": True}
@@ -144,20 +150,20 @@ def meet_at_master(
 
 
 def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:
-    """Connect to the store that torchrun keeps for the ranks and that outlives a restart of them.
+    """Connect to torchrun's store, which outlives a restart of the ranks.
 
-    None where there is no such store: without torchrun, or where it does not share its own.
+    Returns None without torchrun, or if torchrun does not share its store.
     """
     env = os.environ
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    # It may be older than this attempt: there are no workers to wait for.
+    # The store may be older than this attempt, so there are no workers to wait for.
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def all_on_one_host() -> bool:
-    """Whether the environment says that all ranks are on this host."""
+    """Return whether all ranks are on this host, according to the environment."""
     env = os.environ
     if env.get("LOCAL_WORLD_SIZE"):
         return env["LOCAL_WORLD_SIZE"] == env.get("WORLD_SIZE")
@@ -165,7 +171,7 @@ def all_on_one_host() -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address stands for the loopback interface and nothing else."""
+    """Return whether a host name or address means the loopback interface only."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -174,37 +180,43 @@ def is_loopback(host: str) -> bool:
 
 
 def open_store(host: str, port: int, **options: Any) -> TCPStore:
-    """Open a store that listens at this address alone; torch's own would on all interfaces.
+    """Open a store that listens at this address only; torch's default is all interfaces.
+
+    Args:
+        host: a host name or address.
+        port: 0 picks a free port.
+        options: passed to ``torch.distributed.TCPStore``.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: the address cannot be used.
     """
-    # As torch's client looks it up, so that both take the same address of several.
+    # Look up the host as torch's client does, so that both use the same one of several addresses.
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, port), family=family, backlog=1024)
     port = listener.getsockname()[1]
-    # The store closes it in the end.
+    # The store takes over the socket and closes it.
     return TCPStore(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
 
 
 def forget_meshes() -> None:
-    """Have DTensor forget its meshes; for before the default group ends."""
+    """Clear DTensor's caches of meshes; call it before the default group ends."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    for module, clear in _CLEARING:
+    for module, clear in _CACHE_CLEARERS:
         with suppress(ImportError, AttributeError):
             attrgetter(clear)(import_module(f"torch.distributed.tensor.{module}"))()
 
 
 def end_group() -> None:
-    """Destroy the default group, if there is one, after what would keep its threads running.
+    """Destroy the default group, if any, and objects that would keep its threads running.
 
-    Also runs when the process exits: a thread of gloo that lets go of its last tensor while the
-    interpreter is finalized aborts the process ("terminate called without an active exception").
+    It also runs when the process exits. Otherwise a gloo thread may free its last tensor while the
+    interpreter is finalized, which aborts the process ("terminate called without an active
+    exception").
     """
     forget_meshes()
-    # Wrappers in cycles. One that is a group's last owner would wait for the group's thread while
-    # that waits for Python's lock.
+    # Free wrappers in reference cycles now. If one owned a group, its destructor would wait for the
+    # group's thread, which waits for the GIL.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -217,16 +229,18 @@ def _end_group_at_exit() -> None:
 
 
 def adopt_slurm(env: MutableMapping[str, str]) -> None:
-    """Add torch's variables to `env`, from those that srun sets, where there is no RANK yet."""
+    """Add torch's variables to ``env`` from srun's variables, unless RANK is set."""
     if env.get("RANK") or not env.get("SLURM_PROCID"):
         return
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    # The port differs between the jobs on a node and between the steps of a job.
+    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     found = {
         "RANK": env["SLURM_PROCID"],
         "WORLD_SIZE": env["SLURM_NTASKS"],
         "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": first_host(nodes) if nodes else "localhost",
-        "MASTER_PORT": str(_port(env)),
+        "MASTER_PORT": str(_FIRST_PORT + (job * 61 + step) % _PORTS),
     }
     here = tasks_here(env)
     if here is not None:
@@ -240,34 +254,28 @@ def first_host(nodes: str) -> str:
     # A comma inside brackets does not end the host.
     match = _HOST.match(nodes.strip())
     if match is None:
-        raise ValueError(f"not a list of hosts as Slurm writes it: {nodes!r}")
+        raise ValueError(f"the node list must be in Slurm's format, got {nodes!r}")
     return _RANGES.sub(lambda match: re.split("[,-]", match.group(1))[0], match.group(1))
 
 
 def tasks_per_node(text: str) -> Iterator[int]:
-    """Yield the tasks of each node from a list such as "8(x2),4": 8, 8, 4."""
+    """Yield the number of tasks of each node from a list such as "8(x2),4": 8, 8, 4."""
     for part in text.split(","):
         match = _TIMES.fullmatch(part.strip())
         if match is None:
-            raise ValueError(f"not a list of tasks per node as Slurm writes it: {text!r}")
+            raise ValueError(f"the tasks per node must be in Slurm's format, got {text!r}")
         yield from [int(match.group(1))] * int(match.group(2) or 1)
 
 
 def tasks_here(env: Mapping[str, str]) -> int | None:
-    """Return how many tasks this node has, None when nothing tells."""
+    """Return the number of Slurm tasks on this node, None if unknown."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
     if not text:
         return None
     tasks = list(tasks_per_node(text))
     node = int(env.get("SLURM_NODEID") or 0)
-    # A single number holds for every node.
+    # A single number applies to every node.
     return tasks[node] if node < len(tasks) else tasks[-1]
-
-
-def _port(env: MutableMapping[str, str]) -> int:
-    """Return a port that two jobs on one node, or two steps of one job, do not share."""
-    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return _FIRST_PORT + (job * 61 + step) % _PORTS
 
 
 def _adopt_mpi(env: MutableMapping[str, str]) -> None:
@@ -279,7 +287,7 @@ def _adopt_mpi(env: MutableMapping[str, str]) -> None:
     env.setdefault("MASTER_PORT", _DEFAULT_PORT)
 
 
-# What each launcher must have set, and what adds torch's variables to that.
+# The variables that each launcher must set, and a function that adds torch's variables.
 _LAUNCHERS: Final[Mapping[str, tuple[list[str], Callable[..., None]]]] = {
     "pytorch": ([], lambda env: None),
     "slurm": (["SLURM_PROCID", "SLURM_NTASKS"], adopt_slurm),
@@ -295,7 +303,7 @@ def _check_settings(launcher: str, backend: str | None, init_backend: str) -> No
     if init_backend != "torch":
         raise ValueError(f"init_backend must be 'torch', got {init_backend!r}")
     if backend is not None and "nccl" in backend and not torch.cuda.is_available():
-        raise ValueError(f"backend {backend!r} needs a CUDA device, and there is none; use 'gloo'")
+        raise ValueError(f"backend {backend!r} needs a CUDA device, got none; use 'gloo'")
 
 
 def _require(launcher: str, names: list[str]) -> None:
@@ -320,6 +328,6 @@ def _to_timedelta(timeout: object) -> timedelta:
 def _default_backend() -> str:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
-    # Nothing that differs between ranks may decide this.
+    # Use only settings that are equal on all ranks of a host.
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return "cpu:gloo,cuda:nccl" if here <= torch.cuda.device_count() else "gloo"

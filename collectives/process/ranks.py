@@ -1,4 +1,4 @@
-"""Who this process is among the ranks, and where it talks to them."""
+"""Rank and world size of this process, and the device on which it communicates."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# Its functions keep the default group that there is when it is imported, for good: the group's
-# threads would outlive its end. torch imports it with the first DistributedDataParallel.
+# Import this before any group exists: its functions keep the default group of the time of import,
+# whose threads would then outlive it. Otherwise the first DistributedDataParallel imports it.
 import torch.distributed.nn.functional
 
 from ..errors import CollectiveError, Group
@@ -39,43 +39,43 @@ def distributed_available() -> bool:
 
 
 def get_rank(group: Group = None) -> int:
-    """Return this process's rank in the group, -1 when it is no member.
+    """Return this process's rank in the group, -1 if it is not a member.
 
-    Without a process group the launcher's environment answers (RANK, then SLURM), else 0. The live
-    group wins over an environment that says otherwise, with one warning.
+    Without a process group it is the launcher's RANK or SLURM_PROCID, or 0 if unset. If the live
+    group and the environment disagree, the group is used and a warning is logged once.
     """
     if not distributed_available():
-        rank = _of_the_launcher("RANK", "SLURM_PROCID")
+        rank = _launcher_value("RANK", "SLURM_PROCID")
         return (_environment_local_rank() or 0) if rank is None else rank
     live = dist.get_rank(group)
     if group is None:
-        _compare("RANK", live)
+        _warn_if_different("RANK", live)
     return live
 
 
 def get_world_size(group: Group = None) -> int:
-    """Return the number of ranks in the group, -1 when this process is no member.
+    """Return the number of ranks in the group, -1 if this process is not a member.
 
-    Without a process group the launcher's environment answers (WORLD_SIZE, then SLURM), else 1.
+    Without a process group it is the launcher's WORLD_SIZE or SLURM_NTASKS, or 1 if unset.
     """
     if not distributed_available():
-        size = _of_the_launcher("WORLD_SIZE", "SLURM_NTASKS")
+        size = _launcher_value("WORLD_SIZE", "SLURM_NTASKS")
         return 1 if size is None else size
     live = dist.get_world_size(group)
     if group is None:
-        _compare("WORLD_SIZE", live)
+        _warn_if_different("WORLD_SIZE", live)
     return live
 
 
 def get_local_rank() -> int:
-    """Return this process's rank among those on its host, 0 without a group and a launcher.
+    """Return this process's rank on its host, 0 without a group and a launcher.
 
-    Asked in this order: LOCAL_RANK, SLURM_LOCALID, the live rank modulo LOCAL_WORLD_SIZE, the hosts
-    of the live group. Of these the ranks tell each other through the group's store, once: the
-    first call then waits until the ranks before this one have called it too.
+    Looked up in this order: LOCAL_RANK, SLURM_LOCALID, the live rank modulo LOCAL_WORLD_SIZE, the
+    host names of the live group. The ranks exchange host names through the group's store once: the
+    first call waits until all lower ranks have called it too.
 
     Raises:
-        CollectiveError: some of them have not, within the store's timeout; it names them.
+        CollectiveError: lower ranks have not called it within the store's timeout; it names them.
     """
     local_rank = launched_local_rank()
     if local_rank is not None:
@@ -89,7 +89,7 @@ def get_local_rank() -> int:
 
 
 def launched_local_rank() -> int | None:
-    """Return the local rank that the launcher's environment tells, None where it does not."""
+    """Return the local rank from the launcher's environment, None if it is not set."""
     local_rank = _environment_local_rank()
     per_host = _integer("LOCAL_WORLD_SIZE")
     if local_rank is None and per_host:
@@ -98,12 +98,12 @@ def launched_local_rank() -> int | None:
 
 
 def live_world_size(group: Group = None) -> int:
-    """Return the size of the live group, 1 without one; a ValueError if not a member."""
+    """Return the size of the live group, 1 without one; raise ValueError on non-members."""
     if not distributed_available():
         return 1
     world_size = dist.get_world_size(group)
     if world_size < 0:
-        raise ValueError(f"rank {dist.get_rank()} is no member of the group and cannot use it")
+        raise ValueError(f"rank {dist.get_rank()} is not a member of the group and cannot use it")
     return world_size
 
 
@@ -115,7 +115,7 @@ def members(group: Group = None) -> list[int]:
 
 
 def place_in_group(rank: int, group: Group = None, name: str = "src") -> int:
-    """Return the group rank of a global rank; a ValueError on argument `name` if it has none."""
+    """Return the group rank of a global rank; raise ValueError if it is not in the group."""
     ranks = members(group)
     if rank not in ranks:
         raise ValueError(f"{name} must be a rank of the group {ranks}, got {rank}")
@@ -123,14 +123,14 @@ def place_in_group(rank: int, group: Group = None, name: str = "src") -> int:
 
 
 def comm_device(group: Group = None, *, prefer: torch.device | None = None) -> torch.device:
-    """Return the device on which tensors travel in the group; the CPU without a group.
+    """Return the device of the group's communication; the CPU without a group.
 
     Args:
-        prefer: the data's own device, returned when the group has a backend for its type.
-            Otherwise it is the first device type of the group's backend configuration.
+        prefer: a device that is returned if the group has a backend for its type. Otherwise the
+            result is the first device type of the group's backend configuration.
 
     Raises:
-        ValueError: this process is no member of the group.
+        ValueError: this process is not a member of the group.
     """
     if not distributed_available():
         return torch.device("cpu")
@@ -145,9 +145,9 @@ def comm_device(group: Group = None, *, prefer: torch.device | None = None) -> t
 
 
 def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
-    """Make a function run on rank 0 only and return None on the others.
+    """Decorate a function to run on rank 0 only and return None on the other ranks.
 
-    The rank is looked up at each call. Nothing is sent: rank 0's value and its errors stay there.
+    The rank is looked up at each call. Rank 0's result and errors are not sent to other ranks.
     """
 
     @functools.wraps(func)
@@ -158,28 +158,29 @@ def rank_zero_only(func: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def _count_on_this_host(world: dist.ProcessGroup) -> int:
-    """Return how many ranks before this one are on its host."""
+    """Return the number of lower ranks on this host."""
     store = world.get_group_store()
-    host = _host()
+    # Containers on one machine share its boot id, but not its name.
+    host = f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
     store.set(f"{_HOST_KEY}/{world.rank()}", host)
     keys = [f"{_HOST_KEY}/{rank}" for rank in range(world.rank())]
     limit = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-    # Not by the store's own waiting, which cannot be interrupted.
+    # Poll, because the store's own wait cannot be interrupted.
     while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
         if time.monotonic() > limit:
             raise CollectiveError(
-                "get_local_rank() without LOCAL_RANK must be called by every rank; rank "
-                f"{world.rank()} has waited in vain for that of rank {', '.join(map(str, missing))}"
+                "get_local_rank() without LOCAL_RANK must be called by every rank, but rank "
+                f"{world.rank()} timed out waiting for rank {', '.join(map(str, missing))}"
             )
         time.sleep(_POLL_S)
     return sum(store.get(key).decode() == host for key in keys)
 
 
 def process_space() -> bytes:
-    """Return 8 bytes that two processes share when each can see the other in /proc."""
+    """Return 8 bytes that are equal in two processes if each can see the other in /proc."""
     with contextlib.suppress(OSError):
         return _process_space()
-    # No /proc, or no file can be opened now.
+    # There is no /proc, or no file can be opened now.
     return uuid.uuid4().bytes[:8]
 
 
@@ -189,13 +190,8 @@ def _process_space() -> bytes:
     return hashlib.blake2b(space.encode(), digest_size=8).digest()
 
 
-def _host() -> str:
-    """Return what is the same on two ranks of one host: containers have names of their own."""
-    return f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
-
-
 def _integer(variable: str) -> int | None:
-    """Return the variable's value; unset and empty are None."""
+    """Return the variable as an integer, None if it is unset or empty."""
     text = os.environ.get(variable)
     if not text:
         return None
@@ -212,7 +208,7 @@ def _environment_local_rank() -> int | None:
     return _integer("SLURM_LOCALID") if local_rank is None else local_rank
 
 
-def _of_the_launcher(variable: str, slurm: str) -> int | None:
+def _launcher_value(variable: str, slurm: str) -> int | None:
     value = _integer(variable)
     # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
     if value is None and os.environ.get("SLURM_JOB_NAME") != "bash":
@@ -220,12 +216,12 @@ def _of_the_launcher(variable: str, slurm: str) -> int | None:
     return value
 
 
-def _compare(variable: str, live: int) -> None:
+def _warn_if_different(variable: str, live: int) -> None:
     text = os.environ.get(variable)
     if text and text != str(live):
-        _warn_once(f"{variable}={text} in the environment, but the process group says {live}")
+        _warn_once(f"{variable}={text} in the environment, but the process group has {live}")
 
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    logger.warning("%s; the process group is believed", text)
+    logger.warning("%s; the value of the process group is used", text)

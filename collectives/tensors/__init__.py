@@ -1,1 +1,4 @@
-"""Tensors, dicts of tensors and scalars across ranks, in every dtype. Start with tensors.py."""
+"""Tensors, dicts of tensors and scalars across ranks, in every dtype.
+
+Imports objects, process and trace. Start with tensors.py.
+"""

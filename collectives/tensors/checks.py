@@ -1,4 +1,4 @@
-"""What may be sent: the checks of tensors, lists and numbers, and how errors describe them."""
+"""Check tensors, lists and numbers before they are sent, and describe them in errors."""
 
 import contextlib
 import numbers
@@ -15,7 +15,7 @@ from .operations import check_reduced
 
 
 def describe_tensor(data: object) -> str:
-    """Return dtype, shape, kind of device and any odd layout in words; else the type."""
+    """Describe a tensor by dtype, shape, device type and layout; anything else by its type."""
     if not isinstance(data, torch.Tensor):
         return type(data).__name__
     layout = "" if data.layout == torch.strided else f" ({data.layout})"
@@ -23,7 +23,7 @@ def describe_tensor(data: object) -> str:
 
 
 def describe_dtype(data: object, *, with_shape: bool = False) -> str:
-    """Return the dtype of a tensor or of the first one in a list in words; else the type."""
+    """Describe a tensor, or the first of a list, by its dtype; anything else by its type."""
     first = data[0] if isinstance(data, list | tuple) and data else data
     if not isinstance(first, torch.Tensor):
         return type(first).__name__
@@ -32,7 +32,7 @@ def describe_dtype(data: object, *, with_shape: bool = False) -> str:
 
 
 def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch.Tensor:
-    """Return the data if it is a tensor in plain memory, which a target must let be written."""
+    """Return the data if it is a dense tensor; if it ``is_target``, elements must not overlap."""
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(data).__name__}")
     if data.is_meta:
@@ -52,7 +52,7 @@ def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch
 def checked_tensors(
     name: str, data: object, *, is_target: bool = False, are_alike: bool = False
 ) -> list[torch.Tensor]:
-    """Return the data, a list or tuple of tensors of one dtype and, if alike, shape; not empty."""
+    """Return the data if it is a non-empty list of tensors of one dtype and, if alike, shape."""
     if not isinstance(data, list | tuple):
         raise TypeError(f"{name} must be a list of tensors, got {type(data).__name__}")
     if not data:
@@ -66,7 +66,7 @@ def checked_tensors(
 def one_per_rank(
     name: str, data: object, group: dist.ProcessGroup, *, is_target: bool = False
 ) -> list[torch.Tensor]:
-    """Return the data, a list or tuple with one tensor for each rank of the group."""
+    """Return the data if it is a list with one tensor for each rank of the group."""
     tensors, ranks = checked_tensors(name, data, is_target=is_target), members(group)
     if len(tensors) != len(ranks):
         raise ValueError(
@@ -79,7 +79,7 @@ def one_per_rank(
 def check_like(
     name: str, tensor: torch.Tensor, like_name: str, like: torch.Tensor, *, shape: bool = True
 ) -> None:
-    """Raise a ValueError unless both tensors have the same dtype and, if asked, shape."""
+    """Raise ValueError unless both tensors have the same dtype and, by default, shape."""
     if tensor.dtype != like.dtype:
         raise ValueError(f"{name} must be {like.dtype} as {like_name}, got {tensor.dtype}")
     if shape and tensor.shape != like.shape:
@@ -90,7 +90,7 @@ def check_like(
 
 
 def is_number(value: object) -> bool:
-    """Return whether it is a number, also one of NumPy, whose bool is not registered as one."""
+    """Return whether the value is a number; NumPy's bool counts, though not registered as one."""
     kind = type(value)
     is_numpy_flag = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     return isinstance(value, numbers.Number) or is_numpy_flag
@@ -112,9 +112,10 @@ def tensor_of(name: str, value: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[None]:
-    """Surround what a rank does alone before a call that begins with no message.
+    """Surround local checks before a collective that does not exchange headers itself.
 
-    While tracing, its errors reach all ranks in the meeting that comes before such a call.
+    While tracing, an error inside is raised on all ranks: this rank announces it in the header
+    exchange that precedes the collective.
     """
     try:
         yield
@@ -122,6 +123,6 @@ def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[N
         if is_tracing() and len(members(group)) > 1:
             text = f"{describe()}, refused by {text_of(error)}"
             with calling(name, group, lambda: text):
-                # All ranks refuse the same: then each raises its own.
+                # If all ranks announce the same text, each raises its own error.
                 pass
         raise

@@ -1,6 +1,6 @@
-"""Many tensors across ranks at once: dicts, returned or changed in place, and parameters.
+"""Reduce dicts of tensors and lists of parameters over the ranks.
 
-Each function raises a CollectiveError when a rank does not take part.
+Each function raises a CollectiveError if a rank does not take part.
 """
 
 import uuid
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import Call, Group, Place, attempt, call_site, differences, tell
+from ..errors import Call, Group, Place, attempt, call_site, describe_places, differences
 from ..objects.agree import agree
 from ..process.ranks import comm_device, live_world_size, members
 from ..trace.calling import calling
@@ -30,20 +30,20 @@ def all_reduce_dict(
 ) -> Mapping[K, V | torch.Tensor]:
     """Reduce a dict of tensors or numbers over the ranks; every rank must call this.
 
-    The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
-    of device. All entries of one dtype travel together. With one process the dict itself comes
-    back, untouched; otherwise a new one (an OrderedDict for an OrderedDict) of tensors, in the
-    caller's own order.
+    All ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and device
+    types. Entries of one dtype are sent together. With one process the dict itself is returned;
+    otherwise a new dict of tensors in the caller's order (an OrderedDict for an OrderedDict).
 
     Args:
+        py_dict: tensors or numbers by key; a Python float counts as float64.
         reduce_op: "sum", "mean", "min" or "max".
-        to_float: make every result floating point: float64 for integers, which are summed exactly
-            before, and float32 for halves. Otherwise dtypes are kept, except that the mean of
-            integers is always float64. A Python float counts as float64.
+        to_float: whether to return floating-point results: float64 for integers, which are summed
+            exactly first, and float32 for half types. Otherwise dtypes are kept, except for the
+            mean of integers, which is always float64.
 
     Raises:
-        TypeError, ValueError: on every rank, an unknown operation, a value that is no dense tensor
-            or number, or dicts that differ.
+        TypeError, ValueError: on every rank, if the operation is unknown, a value is neither a
+            dense tensor nor a number, or the dicts differ.
     """
 
     def make() -> dict[K, torch.Tensor]:
@@ -69,14 +69,17 @@ def all_reduce_dict(
 def all_reduce_dict_in_place(data: dict[Any, Any], op: str = "sum", group: Group = None) -> None:
     """Replace a dict's tensors by their reduction over the ranks; every rank must call this.
 
-    The ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and kinds
-    of device. Each value keeps its dtype; those of one dtype travel together. Numbers count as
-    tensors, floats as float64. The operations are those of `all_reduce`. With one process nothing
-    changes.
+    All ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and device
+    types. Values keep their dtype; those with the same dtype are sent together. Numbers count as
+    tensors, floats as float64. With one process nothing changes.
+
+    Args:
+        data: the dict to change.
+        op: an operation of ``all_reduce``.
 
     Raises:
-        AssertionError: on every rank, when `data` is no dict on some rank.
-        TypeError, ValueError: on every rank, as for `stepwrap.collectives.all_reduce_dict`.
+        AssertionError: on every rank, if ``data`` is not a dict on some rank.
+        TypeError, ValueError: on every rank, as for ``stepwrap.collectives.all_reduce_dict``.
     """
 
     def make() -> dict[Any, torch.Tensor]:
@@ -100,17 +103,18 @@ def all_reduce_params(
 ) -> None:
     """Reduce parameters or buffers over the ranks in place; every rank must call this.
 
-    Number, order, shapes and dtypes must agree between the ranks, and a tensor given twice is
-    reduced once. With one process an iterator is not consumed.
+    Number, order, shapes and dtypes must agree between the ranks. A tensor given twice is reduced
+    once. With one process an iterator is not consumed.
 
     Args:
-        coalesce: send the tensors of one dtype together, instead of one by one.
-        bucket_size_mb: how much is sent at once (in units of 2**20 bytes); -1 is all.
-        op: as for `all_reduce`.
+        params: the tensors to reduce.
+        coalesce: whether to send the tensors of one dtype together instead of one by one.
+        bucket_size_mb: how much is sent at once, in MiB; -1 is everything.
+        op: an operation of ``all_reduce``.
 
     Raises:
-        TypeError, ValueError: on every rank, an unknown operation or no size, something that is no
-            dense tensor or has no such operation, or tensors that differ.
+        TypeError, ValueError: on every rank, if the operation or size is invalid, an element is
+            not a dense tensor or does not support the operation, or the tensors differ.
     """
 
     def make() -> dict[int, torch.Tensor]:
@@ -119,7 +123,7 @@ def all_reduce_params(
             raise ValueError(f"bucket_size_mb must be positive or -1, got {bucket_size_mb}")
         if live_world_size(group) == 1:
             return {}
-        # Tensors are hashed by identity, so this drops those given twice.
+        # Drops tensors given twice, because tensors are hashed by identity.
         tensors = dict(enumerate(dict.fromkeys(params)))
         for index, param in tensors.items():
             if not isinstance(param, torch.Tensor):
@@ -156,10 +160,10 @@ def _reduced(
     size: float = -1,
     in_place: bool = False,
 ) -> Iterator[tuple[K, torch.Tensor, torch.Tensor]]:
-    """Yield keys, tensors and what they reduce to, after all ranks have agreed on what is reduced.
+    """Yield keys, tensors and results, after all ranks have agreed on the entries.
 
-    What they reduce to may be part of a larger tensor on another device. At most about `size` bytes
-    are sent at once (-1: all of one dtype); `in_place` admits that a tensor sent alone is changed.
+    A result may be part of a larger tensor on another device. About ``size`` bytes are sent at once
+    (-1: all of one dtype). With ``in_place`` a tensor that is sent alone may be overwritten.
     """
 
     def reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,11 +174,11 @@ def _reduced(
     if live_world_size(group) == 1:
         make()
         return
-    # Outside of the call: a generator or a mapping is the user's code.
+    # Read the tensors outside of `calling`: a generator or mapping runs the user's code.
     made, problem = attempt(make)
     tensors = made or {}
     entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
-    with calling(name, group, lambda: list(entries), meets=True) as call:
+    with calling(name, group, lambda: list(entries), has_headers=True) as call:
         keys = _agree_on_entries(call, entries, setting, problem)
         for bucket in _buckets(keys, tensors, size):
             own = [tensors[key] for key in bucket]
@@ -191,7 +195,7 @@ def _reduced(
 def _buckets(
     keys: Iterable[K], tensors: Mapping[K, torch.Tensor], size: float
 ) -> Iterator[list[K]]:
-    """Yield the keys by (dtype, kind of device), in parts of about `size` bytes; -1 is all."""
+    """Yield the keys by dtype and device type, in parts of about ``size`` bytes; -1 is all."""
     kinds: dict[tuple[torch.dtype, str], list[K]] = {}
     for key in keys:
         kinds.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
@@ -210,12 +214,12 @@ def _buckets(
 def _agree_on_entries(
     call: Call, entries: Mapping[K, str], setting: str, problem: Exception | None
 ) -> list[K]:
-    """Return the keys in one order for all ranks, or raise on every rank what differs."""
+    """Return the keys in the same order on all ranks; raise on every rank if entries differ."""
     made, unclear = attempt(lambda: _by_text(entries))
     texts, problem = made or {}, problem or unclear
     in_order = sorted(texts)
     content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
-    # Of any other key the text may not tell which one it is: then all ranks compare the keys.
+    # The text of other keys may be ambiguous: a random text makes all ranks compare the keys.
     is_clear = all(type(key) in _CLEAR_KEYS for key in entries)
     own = dict(entries), setting, call_site()
     text = content if is_clear else uuid.uuid4().hex
@@ -227,7 +231,9 @@ def _agree_on_entries(
     found = settings or differences({rank: answer[0] for rank, answer in by_rank.items()})
     if found:
         what = "arguments" if settings else "keys, shapes and dtypes"
-        where = tell(Place(rank, call.name, answer[2]) for rank, answer in by_rank.items())
+        where = describe_places(
+            Place(rank, call.name, answer[2]) for rank, answer in by_rank.items()
+        )
         raise ValueError(
             f"{call.name}() must get the same {what} on all ranks, but {found} ({where})"
         )
@@ -236,7 +242,7 @@ def _agree_on_entries(
 
 def _by_text(entries: Iterable[K]) -> dict[str, K]:
     for key in entries:
-        # Two of these look the same, and no copy of one is found in a dict.
+        # Two NaNs have the same text, and a dict does not find a copy of one.
         if isinstance(key, float) and key != key:
             raise ValueError("the keys must be equal to themselves, got nan")
     return {repr(key): key for key in entries}

@@ -1,4 +1,4 @@
-"""How tensors travel, and the reduce operations, also where the transport cannot do them."""
+"""Send tensors as bytes, and reduce every dtype by operations that the transport has."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import Group
+from ..objects.serialize import as_bytes
 from ..process.ranks import comm_device, live_world_size, members
 
 _BITWISE: Final = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
@@ -23,7 +24,7 @@ _COMBINE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     **_BITWISE,
     "mean": torch.add,
 }
-# A sum of many True must not wrap round to 0, so it is their maximum.
+# The sum of booleans is their maximum, because a sum of many True could wrap around to 0.
 _BOOL_OPS: Final = {"sum": "max", "product": "min"}
 _CARRIERS: Final = {
     torch.bool: torch.uint8,
@@ -31,7 +32,7 @@ _CARRIERS: Final = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-# The others have no arithmetic in torch: fewer than 8 bits, bits without a meaning, quantized.
+# torch has no arithmetic for other dtypes: fewer than 8 bits, uninterpreted bits, quantized.
 _REDUCED: Final = {
     *_CARRIERS,
     *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint64),
@@ -40,9 +41,9 @@ _REDUCED: Final = {
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
     torch.float8_e8m0fnu,
 }
-# Where sums must not wrap round, the upper and the lower 32 bits of these are summed apart.
+# The upper and lower 32 bits of these are summed separately if a sum must not wrap around.
 _SUMMED_IN_HALVES: Final = {torch.int64, torch.uint64}
-# The order of uint64 is that of int64 after a flip of the highest bit.
+# Flipping the highest bit maps the order of uint64 to the order of int64.
 _HIGHEST_BIT: Final = -(2**63)
 _LOW_BITS: Final = 2**32 - 1
 _LARGE_BYTES: Final = 2**18
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked_op(op: str, *dtypes: torch.dtype) -> str:
-    """Return the operation in lower case, or raise a ValueError if a dtype has none such."""
+    """Return the operation in lower case; raise ValueError if a dtype does not support it."""
     name = str(op).lower()
     if name not in _COMBINE:
         near = difflib.get_close_matches(name, _COMBINE, n=1)
@@ -76,14 +77,8 @@ def as_sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as flat uint8, which every transport carries."""
-    # Not view(-1), which keeps any stride that a single element may have.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 class Memory:
-    """A tensor's values as bytes on a device: its own memory where that is plain, else a copy."""
+    """A tensor's values as bytes on a device: its own memory if possible, otherwise a copy."""
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, *, is_read: bool) -> None:
         self._tensor = self._carrier = tensor.detach()
@@ -97,16 +92,16 @@ class Memory:
         self.bytes = as_bytes(self._carrier)
 
     def store(self) -> None:
-        """Copy what has arrived into the tensor, unless it has arrived there."""
+        """Copy the received values into the tensor, unless they were received in its memory."""
         if self._carrier is not self._tensor:
             self._tensor.copy_(self._carrier)
 
 
 def travel_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.device:
-    """Return where the tensor's bytes travel in the group."""
+    """Return the device on which the tensor's bytes are sent in the group."""
     device = comm_device(group, prefer=tensor.device)
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    # Messages of gloo read device memory as if it were the host's.
+    # gloo's point-to-point messages read device memory as if it were host memory.
     is_gloo = backends[device.type] == "gloo" and "cpu" in backends
     return torch.device("cpu") if is_gloo else device
 
@@ -114,12 +109,12 @@ def travel_device(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.devic
 def start_all_gather(
     parts: Sequence[torch.Tensor], own: torch.Tensor, group: Group
 ) -> list[dist.Work]:
-    """Begin to fill `parts`, by group rank, with every rank's bytes; lengths may differ."""
+    """Start to fill ``parts``, by group rank, with every rank's bytes; lengths may differ."""
     ranks = members(group)
     are_equal = len({part.numel() for part in parts}) == 1
     if are_equal and (own.device.type != "cpu" or own.numel() < _LARGE_BYTES):
         return [dist.all_gather(list(parts), own, group, async_op=True)]
-    # gloo's all_gather goes through one more buffer; this is three times as fast for 64 MB.
+    # Broadcasts are three times as fast for 64 MB: gloo's all_gather copies through a buffer.
     part = parts[ranks.index(dist.get_rank())]
     if part.data_ptr() != own.data_ptr():
         part.copy_(own)
@@ -131,10 +126,14 @@ def start_all_gather(
 
 
 class Reduction:
-    """A detached tensor on its way over the ranks: made before the call, read after it.
+    """The reduction of one tensor over the ranks: ``start``, wait, then read the result once.
 
-    `others` are more tensors of this rank, like the first one, which are reduced in their order
-    first. With `is_wide`, sums neither overflow nor are they rounded to the tensor's own dtype.
+    Args:
+        tensor: this rank's detached tensor.
+        op: a checked operation.
+        is_wide: whether sums must neither overflow nor be rounded to the tensor's dtype.
+        others: more tensors of this rank, which are reduced into the first one in order.
+        dst: the global rank that gets the result, None for all.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Reduction:
         dst: int | None = None,
     ) -> None:
         self._tensor, self._op, self._group, self._dst = tensor, op, group, dst
-        # In halves the sum before the division could overflow.
+        # The sum before the division could overflow a half type.
         is_wide = is_wide or op == "mean"
         device = comm_device(group, prefer=tensor.device)
         # NCCL has no bitwise operations, and no transport multiplies complex numbers.
@@ -160,7 +159,7 @@ class Reduction:
         self._parts = [as_sent(_encode(part, op, is_wide=is_wide), device) for part in own]
 
     def start(self) -> dist.Work:
-        """Begin to communicate; every rank must call this, and the result is read after it."""
+        """Start to communicate; every rank must call this."""
         total = self._fold()
         if self._is_gathered:
             self._parts = [torch.empty_like(total) for _ in members(self._group)]
@@ -169,7 +168,7 @@ class Reduction:
             return work
         is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
         if is_elsewhere and total.data_ptr() == self._tensor.data_ptr():
-            # gloo leaves sums of some ranks in the memory of those that get no result.
+            # gloo writes partial sums into the memory of ranks that get no result.
             total = total.clone()
         self._parts = [total]
         sent = torch.view_as_real(total) if total.is_complex() else total
@@ -181,7 +180,7 @@ class Reduction:
         return work
 
     def result(self, count: int | None = None) -> torch.Tensor:
-        """Return the reduction in the tensor's own dtype, which may be its memory, changed."""
+        """Return the result in the tensor's dtype; it may be the tensor itself, overwritten."""
         dtype, total = self._tensor.dtype, self._fold()
         count = live_world_size(self._group) if count is None else count
         if self._op == "mean" and dtype in _SUMMED_IN_HALVES:
@@ -196,7 +195,7 @@ class Reduction:
         return total.to(self._tensor.device, dtype)
 
     def wide_result(self, to_float: bool) -> torch.Tensor:
-        """Return the reduction in a dtype that holds it: float64 for a mean of integers."""
+        """Return the result in a dtype that can hold it: float64 for a mean of integers."""
         dtype, total = self._tensor.dtype, self._fold()
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         is_float = is_integer and (to_float or self._op == "mean")
@@ -217,7 +216,7 @@ class Reduction:
 
 
 def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
-    """Return a dtype that every transport reduces; if wide, one that holds sums of small types."""
+    """Return a dtype that every transport can reduce; if wide, without overflow of small types."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:
@@ -226,7 +225,7 @@ def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
 
 
 def _encode(tensor: torch.Tensor, op: str, *, is_wide: bool) -> torch.Tensor:
-    """Return the tensor in its carrier; uint64, which gloo refuses, in the bits of int64."""
+    """Convert the tensor to its carrier dtype; uint64, which gloo rejects, to bits of int64."""
     if is_wide and op in ("sum", "mean") and tensor.dtype in _SUMMED_IN_HALVES:
         bits = tensor.view(torch.int64)
         high = bits >> 32
@@ -238,7 +237,7 @@ def _encode(tensor: torch.Tensor, op: str, *, is_wide: bool) -> torch.Tensor:
 
 
 def _decode(total: torch.Tensor, op: str) -> torch.Tensor:
-    """Return uint64 again; a sum is modulo 2**64, as torch's own."""
+    """Convert a carrier back to uint64; sums are modulo 2**64, as in torch."""
     return (total ^ _HIGHEST_BIT if op in ("min", "max") else total).view(torch.uint64)
 
 
@@ -248,7 +247,7 @@ def _divide(total: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _round(quotient: torch.Tensor, rest: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the nearest integers, halves to the even one; warn once when that loses something."""
+    """Round to the nearest integers, halves to even; warn once if a value changes."""
     if rest.any():
         _warn_of_rounding()
     is_half, is_odd = 2 * rest == count, quotient % 2 == 1
@@ -258,6 +257,6 @@ def _round(quotient: torch.Tensor, rest: torch.Tensor, count: int) -> torch.Tens
 @functools.cache
 def _warn_of_rounding() -> None:
     logger.warning(
-        "the mean of integers over the ranks keeps their dtype, and was rounded to the nearest "
-        "integer; reduce floating-point tensors to have it exactly"
+        "the mean of integers over the ranks keeps their dtype and was rounded to the nearest "
+        "integer; reduce floating-point tensors to get the exact mean"
     )

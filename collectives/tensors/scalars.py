@@ -1,4 +1,4 @@
-"""The log reduction: named scalars, averaged over the ranks in one collective."""
+"""Average named scalars, such as logs, over the ranks in one collective."""
 
 import math
 import numbers
@@ -13,7 +13,7 @@ from ..errors import Group, attempt
 from ..objects.agree import agree
 from ..process.ranks import live_world_size
 from ..trace.calling import calling
-from ..trace.first_message import INLINE_BYTES, gather_numbers
+from ..trace.headers import INLINE_BYTES, gather_numbers
 from .checks import checked_tensor, is_number
 
 _VALUES: Final = INLINE_BYTES // 8
@@ -24,20 +24,20 @@ def mean_scalars(
 ) -> dict[str, float]:
     """Return each scalar's mean over the ranks that have it; every rank must call this.
 
-    Tensors must have one element; a rank's NaN or infinity reaches its own key only. The order is
-    the caller's own, or that of the union over the ranks when their keys differ. With one process
-    the scalars come back as floats.
+    Tensors must have one element. A NaN or infinity only affects its own key. The result has the
+    caller's order, or the order of the union if the ranks' keys differ. With one process the
+    scalars are returned as floats.
 
-    Each rank sends all others 1 KiB: digests of the call and of its sorted keys, and the first 124
-    values in their order, as float64; each rank sums in rank order, so that all get the same bits.
-    Where keys agree that is one collective; the values after the first 124 follow in a second one.
-    Where they differ, or a rank's scalars are no scalars, the dicts or the errors are gathered.
+    Each rank sends 1 KiB to all others: digests of the call and of its sorted keys, and the first
+    124 values as float64. Each rank sums in rank order, so that all get the same bits. If all keys
+    agree that is one collective, plus a second one for more than 124 values. If keys differ or a
+    value is invalid, the dicts or the errors are gathered.
 
     Raises:
-        TypeError, ValueError: on every rank, when some rank's key is no string or its value no
-            scalar.
-        CollectiveError: on every rank, when one is in another collective; or when a rank does not
-            take part.
+        TypeError, ValueError: on every rank, if some rank's key is not a string or its value not
+            a scalar.
+        CollectiveError: on every rank, if one is in another collective; or if a rank does not take
+            part.
     """
     world_size = live_world_size(group)
     if world_size == 1:
@@ -47,7 +47,7 @@ def mean_scalars(
     keys = sorted(own)
     values = [own[key] for key in keys]
     first = struct.pack(f"<{len(values[:_VALUES])}d", *values[:_VALUES])
-    with calling("mean_scalars", group, lambda: keys, meets=True) as call:
+    with calling("mean_scalars", group, lambda: keys, has_headers=True) as call:
         headers, by_rank = agree(call, repr(keys), lambda: own, problem=problem, pieces=[first])
         if by_rank is not None:
             return _mean_of_union(by_rank)
@@ -72,7 +72,7 @@ def _floats(scalars: object) -> dict[str, float]:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             by_device.setdefault(value.device, []).append(key)
             value = 0.0
-        # item(), because float() warns about tensors that require a gradient.
+        # Not float(), which warns about tensors that require a gradient.
         floats[key] = float(value.item() if isinstance(value, torch.Tensor) else value)
     for keys in by_device.values():
         tensors = [scalars[key].detach().reshape(()).to(torch.float64) for key in keys]
@@ -90,7 +90,7 @@ def _check_value(name: str, value: Any) -> None:
     is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
     if is_complex or not is_number(value):
         raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
-    # As Python's own: NumPy would compare in the type of its number.
+    # Compare as a Python number, because NumPy would compare in its own dtype.
     number = value.item() if hasattr(value, "item") else value
     if abs(number) > sys.float_info.max and number not in (math.inf, -math.inf):
         raise ValueError(f"{name} must fit a float")

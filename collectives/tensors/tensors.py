@@ -1,6 +1,6 @@
-"""Tensors across ranks, in every dtype and layout, from any device over any backend; barriers.
+"""Collectives on dense tensors of every dtype, on any device and backend; barriers.
 
-Each function raises a CollectiveError when a rank does not take part.
+Each function raises a CollectiveError if a rank does not take part.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..errors import Call, Group, attempt, ranks_by_text
 from ..objects.agree import agree
+from ..objects.serialize import as_bytes
 from ..process.ranks import (
     comm_device,
     launched_local_rank,
@@ -19,11 +20,10 @@ from ..process.ranks import (
     place_in_group,
 )
 from ..trace.calling import calling
-from ..trace.first_message import INLINE_BYTES
+from ..trace.headers import INLINE_BYTES
 from .checks import checked_tensor, checking, describe_tensor
 from .operations import (
     Reduction,
-    as_bytes,
     as_sent,
     carrier,
     check_reduced,
@@ -35,18 +35,19 @@ from .operations import (
 def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None:
     """Reduce a tensor over the ranks in place; every rank must call this.
 
-    Shapes and dtypes must agree, which is not checked. Sums of booleans are True where any is. The
-    mean keeps the dtype: that of integers is rounded to the nearest one, halves to the even one,
-    with one warning when that loses something.
+    Shapes and dtypes must agree, which is not checked. The sum of booleans is True if any is. The
+    mean keeps the dtype: for integers it is rounded to the nearest, halves to even, and a warning
+    is logged once if that changes a value.
 
     Args:
-        op: "sum", "product", "min", "max", "band", "bor", "bxor" or "mean". Complex numbers have
-            only sum, product and mean; floating-point numbers have no bitwise operations.
+        data: a dense tensor.
+        op: "sum", "product", "min", "max", "band", "bor", "bxor" or "mean". Complex numbers only
+            have sum, product and mean; floating-point numbers have no bitwise operations.
 
     Raises:
-        TypeError, ValueError: no dense tensor with values, or an operation that is unknown or not
-            defined for the dtype; on that rank only, and the others end at the timeout with an
-            error that names it. While tracing it is a CollectiveError on every rank at once.
+        TypeError, ValueError: the data is not a dense tensor, or the operation is unknown or not
+            defined for its dtype. Only this rank raises; the others raise a CollectiveError that
+            names it at the timeout, or at once while tracing.
     """
     world_size = live_world_size(group)
     with checking("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
@@ -65,9 +66,9 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
 def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
 
-    The shapes must agree, which is not checked. Integers give float32. The result is detached: no
-    gradient flows to any rank. With one process it is the tensor itself. Errors are as for
-    `all_reduce`.
+    The shapes must agree, which is not checked. Integers give float32. The result is detached, so
+    no gradient flows to any rank. With one process the tensor itself is returned. Errors are as
+    for ``all_reduce``.
     """
     world_size = live_world_size(group)
     with checking("reduce_mean", group, lambda: describe_tensor(tensor)):
@@ -77,7 +78,7 @@ def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
             return tensor
         is_inexact = tensor.is_floating_point() or tensor.is_complex()
         dtype = tensor.dtype if is_inexact else torch.float32
-        # Divided first, so that a sum cannot overflow.
+        # Divide first, so that the sum cannot overflow.
         share = tensor.detach().to(carrier(dtype, is_wide=True)) / world_size
         share = as_sent(share, comm_device(group, prefer=tensor.device))
     with calling("reduce_mean", group, lambda: describe_tensor(tensor)):
@@ -86,10 +87,10 @@ def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
 
 
 def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
-    """Overwrite a tensor with that of rank `src` in place; every rank must call this.
+    """Overwrite a tensor in place with the tensor of rank ``src``; every rank must call this.
 
-    Shapes and dtypes must agree, which is not checked; `src` is a global rank, also for a
-    sub-group, or it is a ValueError. Errors are as for `all_reduce`.
+    Shapes and dtypes must agree, which is not checked. ``src`` is a global rank, even in a
+    sub-group; a rank outside of the group is a ValueError. Other errors are as for ``all_reduce``.
     """
     world_size = live_world_size(group)
     with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
@@ -108,34 +109,35 @@ def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
 def all_gather(data: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in rank order, on every rank; every rank must call this.
 
-    All are detached copies on the device of `data`, the own one too; with one process the list
-    holds `data` itself.
+    All are detached copies on the device of ``data``, including the caller's; with one process the
+    list holds ``data`` itself.
 
     Raises:
-        ValueError: on every rank, when shapes or dtypes differ, or some rank's data is sparse,
-            meta, nested or quantized.
-        TypeError: on every rank, when some rank's data is no tensor.
+        ValueError: on every rank, if shapes or dtypes differ, or some rank's data is sparse, meta,
+            nested or quantized.
+        TypeError: on every rank, if some rank's data is not a tensor.
     """
     return _gather("all_gather", data, None, group)
 
 
 def gather(data: torch.Tensor, dst: int = 0, group: Group = None) -> list[torch.Tensor]:
-    """Return the tensors of all ranks, in rank order, on rank `dst`; every rank must call this.
+    """Return the tensors of all ranks, in rank order, on rank ``dst``; every rank must call this.
 
-    The other ranks get an empty list. Otherwise like `all_gather`: it is a ValueError on every rank
-    as well when the ranks' `dst`, a global rank, differ or one is no rank of the group.
+    The other ranks get an empty list. Otherwise like ``all_gather``. ``dst`` is a global rank; if
+    it differs between ranks or is not a rank of the group, every rank raises ValueError.
     """
     return _gather("gather", data, dst, group)
 
 
 def synchronize(timeout_s: float | None = None, group: Group = None) -> None:
-    """Wait until every rank has come here; every rank must call this.
+    """Wait until every rank has called this; every rank must call this.
 
     Args:
-        timeout_s: how long to wait (default: the group's own timeout).
+        timeout_s: the timeout in seconds; default: the group's timeout.
 
     Raises:
-        CollectiveError: not all ranks came; it names the missing ones.
+        ValueError: ``timeout_s`` is not positive.
+        CollectiveError: some ranks have not called this in time; it names them.
     """
     if timeout_s is not None and timeout_s <= 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
@@ -145,23 +147,23 @@ def synchronize(timeout_s: float | None = None, group: Group = None) -> None:
     backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     live = group or dist.group.WORLD
     assert live is not None
-    # No meeting while tracing: it would wait for as long as the group allows.
-    with calling("synchronize", group, meets=True):
+    # No header exchange while tracing, because it would wait for the group's timeout.
+    with calling("synchronize", group, has_headers=True):
         if backends.get("cpu") == "gloo":
-            # The only barrier of torch that names who is missing. The group's own method: the
-            # function in torch.distributed refuses groups made with any other name than "gloo".
+            # The only barrier of torch that names missing ranks. The group's method is used because
+            # the function of torch.distributed rejects groups not created with the name "gloo".
             live.monitored_barrier(timeout, wait_all_ranks=True)  # type: ignore[attr-defined]
             return
-        # No time at all is torch's default: the timeout of the group.
+        # A timeout of 0 means the group's timeout.
         start_barrier(group).wait(timeout or timedelta(0))
 
 
 def start_barrier(group: Group = None) -> dist.Work:
-    """Begin torch's own barrier; every rank must call this."""
+    """Start torch's barrier; every rank must call this."""
     device_ids = None
     if "cuda:nccl" in dist.get_backend_config(group).split(","):
-        # Only what is known at once: not all ranks may be members of the group. More ranks than
-        # devices may share a host.
+        # Not get_local_rank(), which every rank must call: not all may be members of the group.
+        # A host may also have more ranks than devices.
         local_rank = launched_local_rank()
         is_device = local_rank is not None and local_rank < torch.cuda.device_count()
         device_ids = [local_rank if is_device else torch.cuda.current_device()]
@@ -181,7 +183,7 @@ def _gather(name: str, data: torch.Tensor, dst: int | None, group: Group) -> lis
         return [data]
     made, problem = attempt(make)
     to = "" if dst is None else f" to rank {dst}"
-    with calling(name, group, lambda: f"{describe_tensor(data)}{to}", meets=True) as call:
+    with calling(name, group, lambda: f"{describe_tensor(data)}{to}", has_headers=True) as call:
         parts = _gather_bytes(call, data, made, problem, dst)
     return [part.view(data.dtype).view(data.shape).to(data.device) for part in parts]
 
@@ -193,7 +195,7 @@ def _gather_bytes(
     problem: Exception | None,
     dst: int | None,
 ) -> list[torch.Tensor]:
-    """Return the memory of all ranks' tensors, where this one gets it; `made` is its own."""
+    """Return all ranks' tensors as bytes if this rank receives them; ``made`` is this rank's."""
     group, own, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
     if made is not None:
         memory = made
@@ -204,7 +206,7 @@ def _gather_bytes(
     headers, texts = agree(call, text, lambda: own, problem=problem, pieces=pieces)
     if texts is not None:
         _check_same(call, texts)
-        # Only the devices differ: the data travels where that of all ranks can.
+        # Only the devices differ: use a device that all ranks support.
         memory = memory.to(comm_device(group))
     receives = dst is None or dst == dist.get_rank()
     if is_small:
@@ -219,7 +221,7 @@ def _gather_bytes(
 
 
 def _check_same(call: Call, texts: Sequence[str]) -> None:
-    """Raise on every rank what differs between the ranks, if anything does."""
+    """Raise ValueError on every rank if shapes or dtypes differ."""
     ranks_of = ranks_by_text(dict(zip(members(call.group), texts, strict=True)))
     if len(ranks_of) > 1:
         got = "; ".join(f"{t} on rank {', '.join(map(str, on))}" for t, on in ranks_of.items())
@@ -227,5 +229,5 @@ def _check_same(call: Call, texts: Sequence[str]) -> None:
 
 
 def _copy_of(data: memoryview) -> torch.Tensor:
-    # torch refuses an empty buffer.
+    # torch.frombuffer rejects an empty buffer.
     return torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0).byte()

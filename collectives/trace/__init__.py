@@ -1,3 +1,4 @@
-"""What surrounds every communication: the first message, a record, and an error that says who waits
-where. Imports process. Start with calling.py.
+"""Records of collective calls, header exchange, and errors that say which rank waits where.
+
+Imports process. Start with calling.py.
 """

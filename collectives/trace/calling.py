@@ -1,4 +1,4 @@
-"""What surrounds every communication: who calls, from where, and what to say when it fails."""
+"""Surround every communication, and turn the transport's errors into CollectiveErrors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Group, Place, tell, users_site
+from ..errors import Call, CollectiveError, Group, Place, describe_places, user_site
 from ..process.ranks import live_world_size, members
 from . import tracing as trace
 
 # Ranks that wait for each other fail within moments of each other.
 _PATIENCE_S = 1.0
-# A process that runs answers in the end, also on a host that is overloaded.
+# How long to wait for ranks whose process is known to run; it may be slow on an overloaded host.
 _BUSY_S = 20.0
 _POLL_S = 0.02
 _SILENT = "does not answer: it has died, is stuck, has been stopped or has not begun"
@@ -27,11 +27,11 @@ _thread = threading.local()
 
 
 class calling(Call):
-    """A collective call in progress: `with calling("all_reduce", group, describe): ...`.
+    """A collective call in progress: ``with calling("all_reduce", group, describe): ...``.
 
     An error of the transport inside becomes a CollectiveError that names ranks, calls and lines.
-    While tracing, the ranks first make sure that all of them are in this call. Of nested calls in
-    one group the outermost counts: it is the one that the user made.
+    While tracing, the ranks first check that all of them are in this call. Of nested calls in one
+    group only the outermost counts, because it is the one that the user made.
     """
 
     def __enter__(self) -> Call:
@@ -62,13 +62,13 @@ class calling(Call):
         if self._record:
             self._record.state = "failed" if error else "finished"
         if error is None:
-            _withdraw(self.group)
+            _withdraw_failure(self.group)
         elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
             raise _failure(self.here(), self.group, error) from error
 
 
 class Progress(NamedTuple):
-    """What a loop is doing, such as "training", and how far it has come."""
+    """What a loop is doing, such as "training", and its position."""
 
     what: str
     where: str
@@ -79,16 +79,17 @@ class Progress(NamedTuple):
 
 @contextlib.contextmanager
 def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
-    """Name the ranks that are missing when the body waits for them in vain; every rank enters.
+    """Name the missing ranks if the transport fails in the body; every rank must enter this.
 
-    For what communicates without `calling`, as torch does in backward passes. While the body
-    runs, a thread tells the others where this rank is. Alone, nothing is done.
+    Use it for code that communicates without ``calling``, such as torch's backward passes. While
+    the body runs, a thread reports this rank's position to other ranks that ask. With one process
+    nothing is done.
 
     Args:
-        progress: returns what the body is doing; also called from another thread.
+        progress: returns what the body is doing; it is also called from another thread.
 
     Raises:
-        CollectiveError: in place of the transport's error.
+        CollectiveError: the transport failed; its error is the cause.
     """
     if live_world_size() == 1:
         yield
@@ -104,32 +105,35 @@ def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
 
 
 def explain_transport(error: BaseException, name: str) -> None:
-    """Raise a CollectiveError that names ranks for an error of the transport, else nothing.
+    """Raise a CollectiveError that names ranks if the error comes from the transport.
+
+    Does nothing inside ``in_progress``, which raises such an error itself.
 
     Args:
-        name: the function of ours in which it came. A loop that is `in_progress` tells itself.
+        error: the error that was caught.
+        name: the function in which it was raised.
     """
     if trace.is_in_progress() or not _is_of_the_transport(error) or live_world_size() == 1:
         return
-    raise _failure(Place(dist.get_rank(), name, users_site()), None, error) from error
+    raise _failure(Place(dist.get_rank(), name, user_site()), None, error) from error
 
 
 def _is_of_the_transport(error: BaseException) -> bool:
-    """Return whether NCCL, a store or gloo has raised the error, which for gloo its text tells."""
+    """Return whether NCCL, a store or gloo raised the error; the text identifies gloo."""
     if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-class _Past(NamedTuple):
-    """Keys in the store: what this rank has told, and of whom nothing was heard before."""
+class _FailureHistory(NamedTuple):
+    """Store keys of this rank's reported failures, and of ranks that did not answer before."""
 
     posted: set[str]
     silent: set[str]
 
 
-_pasts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Past] = weakref.WeakKeyDictionary()
-_Known: TypeAlias = "tuple[list[Place], dict[int, str]]"
+_histories = weakref.WeakKeyDictionary[dist.ProcessGroup, _FailureHistory]()
+_Answers: TypeAlias = "tuple[list[Place], dict[int, str]]"
 
 
 def _failure(
@@ -138,30 +142,32 @@ def _failure(
     """Return the error to raise, after asking where the other ranks are."""
     ranks = members(group)
     places, elsewhere = _ask_in_time(own, ranks, group)
-    said = f"The transport ({dist.get_backend_config(group)}) says: {error}"
+    transport_text = f"The transport ({dist.get_backend_config(group)}) says: {error}"
     title, needs = (f"{own.call}()", "must be reached by") if is_call else (own.call, "needs")
     if not elsewhere and len({(place.call, place.detail) for place in places}) == 1:
-        return CollectiveError(f"{title} failed on all ranks: {tell(places)}. {said}")
+        return CollectiveError(
+            f"{title} failed on all ranks: {describe_places(places)}. {transport_text}"
+        )
     return CollectiveError(
         f"{title} {needs} all {len(ranks)} ranks, but did not finish on rank {own.rank}: "
-        f"{tell(places, elsewhere)}. {said}"
+        f"{describe_places(places, elsewhere)}. {transport_text}"
     )
 
 
-def _withdraw(group: Group) -> None:
-    """After a success, take back what an earlier failure has told the others."""
-    past = _pasts.get(_world()) if _pasts else None
-    if past and past.posted:
-        past.silent.clear()
+def _withdraw_failure(group: Group) -> None:
+    """After a successful call, delete the report of an earlier failure."""
+    history = _histories.get(_world()) if _histories else None
+    if history and history.posted:
+        history.silent.clear()
         key = _key(group, dist.get_rank())
-        if key in past.posted:
-            past.posted.discard(key)
+        if key in history.posted:
+            history.posted.discard(key)
             _world().get_group_store().delete_key(key)
 
 
-def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Known:
-    """Return what `_ask` does, also when the store's process has died or been stopped."""
-    known: list[_Known] = []
+def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Answers:
+    """Return the result of ``_ask``, even if the store's process has died or was stopped."""
+    known: list[_Answers] = []
     has_store = threading.Event()
     patience = _PATIENCE_S + (trace.ANSWER_S if trace.is_answering() else 0.0)
 
@@ -184,12 +190,13 @@ def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Known:
 
 def _ask(
     own: Place, ranks: list[int], group: Group, patience: float, has_store: threading.Event
-) -> _Known:
-    """Return where the ranks that failed too are, and what is known of the others."""
-    store, past = _world().get_group_store(), _pasts.setdefault(_world(), _Past(set(), set()))
+) -> _Answers:
+    """Return the places of ranks that failed too, and a text for each of the others."""
+    store = _world().get_group_store()
+    history = _histories.setdefault(_world(), _FailureHistory(set(), set()))
     keys = {rank: _key(group, rank) for rank in ranks}
     store.set(keys[own.rank], own.encode().decode())
-    past.posted.add(keys.pop(own.rank))
+    history.posted.add(keys.pop(own.rank))
     has_store.set()
     question = trace.ask(store) if trace.is_answering() else None
     places, answers, started = {own.rank: own}, dict[int, str](), time.monotonic()
@@ -201,20 +208,20 @@ def _ask(
             answers |= trace.answers(store, question, [r for r in keys if r not in answers])
         missing = {key: r for r, key in keys.items() if r not in places and r not in answers}
         waited_s = time.monotonic() - started
-        # Of whom nothing was heard before, an answer may come, but no failure.
-        was_silent = missing.keys() <= past.silent
+        # Ranks that were silent before may still answer, but will not report a failure.
+        was_silent = missing.keys() <= history.silent
         if waited_s > (bool(question) * _PATIENCE_S if was_silent else patience):
             will_answer = (trace.will_answer(store, rank) for rank in missing.values())
             if not question or waited_s > _BUSY_S or not any(will_answer):
                 break
-        # Who is in a collective may be about to fail like this rank.
+        # A rank in a collective may be about to fail like this one.
         may_fail = any(r not in places and text.startswith(trace.IN) for r, text in answers.items())
         if not missing and (waited_s > patience or not may_fail):
             break
         time.sleep(_POLL_S)
-    past.silent.update(missing)
+    history.silent.update(missing)
     answers |= dict.fromkeys(missing.values(), _SILENT if question else "has not come")
-    # Who failed long ago waits no more, and may be anywhere.
+    # Ranks that failed long ago no longer wait, so their places are outdated.
     gone = {
         rank: f"gave up in {place.call} ({place.site}) {own.when - place.when:.0f} s ago"
         for rank, place in places.items()
@@ -230,7 +237,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _is_served_by_rank_0() -> bool:
-    """Return whether the store is as torch makes it by default, without an agent of torchrun."""
+    """Return whether rank 0's process serves the store, rather than torchrun's agent."""
     store = _world().get_group_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

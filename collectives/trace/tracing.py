@@ -1,4 +1,4 @@
-"""Where the ranks are: every collective recorded and compared, and answers for ranks that wait."""
+"""Record and compare collectives while tracing, and answer ranks that ask where this one is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import Call, call_site, users_site
+from ..errors import Call, call_site, user_site
 from ..process.ranks import distributed_available, process_space
-from .first_message import meet, raise_disagreement
+from .headers import exchange_headers, raise_disagreement
 
-# How often a rank looks whether another one asks where it is, and how long that one waits.
-_LOOK_S = 0.5
+# How often a rank checks for questions, and how long the asking rank waits for answers.
+_POLL_S = 0.5
 ANSWER_S = 2.0
 IN = "is in"
 _JOIN_S = 2.0
@@ -31,7 +31,7 @@ _OFF = ("", "0", "false", "no", "off")
 _is_on = os.environ.get("STEPWRAP_COLLECTIVE_TRACE", "").lower() not in _OFF
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
 _numbers = itertools.count(1)
-# What this rank is doing, while its loop has said how to find out.
+# Returns what this rank is doing, inside `answering`.
 _progress: Callable[[], str] | None = None
 
 
@@ -40,8 +40,10 @@ class CollectiveRecord:
     """One collective call of this rank.
 
     Attributes:
-        number: 1 for the first one since tracing began.
-        structure: what was passed: a text, or the keys of a dict.
+        number: 1 for the first call since tracing began.
+        name: the function.
+        site: "file:line" of the caller.
+        structure: a description of the arguments, or the keys of a dict.
         state: "running", "finished" or "failed".
     """
 
@@ -58,14 +60,14 @@ class CollectiveRecord:
 def trace_collectives(on: bool = True) -> None:
     """Switch the tracing of collectives on or off; every rank must do the same.
 
-    While it is on, each collective first compares call and structure over the ranks (one small
-    exchange more), keeps a record, and tells in its errors where ranks are that did not come. The
-    environment variable STEPWRAP_COLLECTIVE_TRACE=1 switches it on from the start.
+    While tracing, each collective is recorded, and first compares call and structure between ranks
+    in one small extra exchange. Errors report where missing ranks are. The environment variable
+    STEPWRAP_COLLECTIVE_TRACE=1 switches it on from the start.
     """
     global _is_on
     _is_on = on
     if on and distributed_available():
-        _Watch.start_once()
+        _Responder.start_once()
 
 
 def is_tracing() -> bool:
@@ -75,16 +77,16 @@ def is_tracing() -> bool:
 
 @contextlib.contextmanager
 def answering(progress: Callable[[], str]) -> Iterator[None]:
-    """Let ranks that wait learn, from another thread, where this one is while the body runs."""
+    """Answer ranks that ask where this one is while the body runs, from another thread."""
     global _progress
     outer, _progress = _progress, progress
-    _Watch.start_once()
+    _Responder.start_once()
     try:
         yield
     finally:
         _progress = outer
         if outer is None and not _is_on:
-            _Watch.stop()
+            _Responder.stop()
 
 
 def is_in_progress() -> bool:
@@ -92,8 +94,8 @@ def is_in_progress() -> bool:
 
 
 def is_answering() -> bool:
-    """Return whether this rank answers where it is, and so may ask others."""
-    return _Watch.running is not None and _Watch.running.world() is dist.group.WORLD
+    """Return whether this rank answers questions, and so may ask others."""
+    return _Responder.running is not None and _Responder.running.world() is dist.group.WORLD
 
 
 def recent_collectives() -> list[CollectiveRecord]:
@@ -102,31 +104,34 @@ def recent_collectives() -> list[CollectiveRecord]:
 
 
 def enter(call: Call) -> CollectiveRecord:
-    """Record a call, after making sure that every rank of its group is in it."""
+    """Record a call, and check that every rank of its group is in it; every rank must call this."""
     structure = call.structure()
     record = CollectiveRecord(next(_numbers), call.name, call_site(), structure)
     _records.append(record)
-    _Watch.start_once()
-    if not call.meets and len({each.agreed for each in meet(call, agreed=repr(structure))}) > 1:
+    _Responder.start_once()
+    if (
+        not call.has_headers
+        and len({each.agreed for each in exchange_headers(call, agreed=repr(structure))}) > 1
+    ):
         raise_disagreement(call)
     return record
 
 
 def ask(store: Any) -> str:
-    """Ask all ranks of the default group where they are; returns the question's key."""
+    """Ask all ranks of the default group where they are; return the question's key."""
     question = next(key for key in _questions() if not store.check([key]))
     store.set(question, "?")
     return question
 
 
 def answers(store: Any, question: str, ranks: Iterable[int]) -> dict[int, str]:
-    """Return what those of the ranks said that have answered by now."""
+    """Return the answers that have arrived, by rank."""
     keys = {rank: f"{question}/{rank}" for rank in ranks}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
 
 
 def will_answer(store: Any, rank: int) -> bool:
-    """Return whether the rank's process is known to run and to answer, however busy its host is."""
+    """Return whether the rank's process is known to run and to answer, maybe late."""
     key = f"{_WATCHED}/{rank}"
     if not store.check([key]):
         return False
@@ -134,7 +139,7 @@ def will_answer(store: Any, rank: int) -> bool:
     if space != process_space().hex():
         return False
     with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as file:
-        # The state stands behind the name in brackets: neither dead nor stopped.
+        # The state follows the name in parentheses; these letters mean dead or stopped.
         return file.read().rpartition(")")[2].split()[0] not in "ZXxTt"
     return False
 
@@ -143,19 +148,19 @@ def _questions() -> Iterator[str]:
     return (f"stepwrap/where/{number}" for number in itertools.count())
 
 
-class _Watch(threading.Thread):
-    """Answers for this rank, also while its main thread computes, sleeps or waits."""
+class _Responder(threading.Thread):
+    """A thread that answers for this rank while the main thread computes, sleeps or waits."""
 
-    running: _Watch | None = None
+    running: _Responder | None = None
     lock = threading.RLock()
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         super().__init__(name="stepwrap-trace", daemon=True)
-        # Weakly: a group that has been destroyed must be able to go.
+        # A weak reference, so that a destroyed group can be freed.
         self.world = weakref.ref(world)
         self.rank, self.store = world.rank(), world.get_group_store()
         self.ended = threading.Event()
-        # Before anything that may take long: who asks waits longer for whom it finds here.
+        # Register first: ranks that ask wait longer for registered processes.
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{_WATCHED}/{self.rank}", f"{process_space().hex()} {os.getpid()}")
 
@@ -172,20 +177,20 @@ class _Watch(threading.Thread):
 
     @classmethod
     def stop(cls) -> None:
-        """End the watch; a thread that is in the store at exit would abort the process."""
+        """Stop the thread, because one that uses the store at exit would abort the process."""
         with cls.lock:
             if cls.running is not None:
                 cls.running.ended.set()
-                # The process that serves the store may have been stopped.
+                # Wait with a timeout: the process that serves the store may have been stopped.
                 cls.running.join(_JOIN_S)
                 cls.running = None
 
     def run(self) -> None:
-        # The process that served the store may go: then nobody asks any more.
+        # The process that serves the store may end, and with it all questions.
         with contextlib.suppress(RuntimeError):
             questions = _questions()
             question = next(questions)
-            while not self.ended.wait(_LOOK_S) and self._is_live():
+            while not self.ended.wait(_POLL_S) and self._is_live():
                 while self.store.check([question]):
                     self.store.set(f"{question}/{self.rank}", _whereabouts())
                     question = next(questions)
@@ -205,7 +210,7 @@ def _whereabouts() -> str:
     main, progress = sys._current_frames().get(threading.main_thread().ident or 0), _progress
     where = f", in {progress()}" if progress else ""
     last = f"; its last collective was {records[-1]}" if records else ""
-    return f"is at {users_site(main)}{where}{last}"
+    return f"is at {user_site(main)}{where}{last}"
 
 
-atexit.register(_Watch.stop)
+atexit.register(_Responder.stop)

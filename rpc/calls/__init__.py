@@ -1,3 +1,4 @@
-"""Calls between processes, references to what stays in another one, and groups with values by key.
-Start with group.py.
+"""Calls between processes, references to remote values, and groups that share values by key.
+
+Imports none of the other rooms. Start with group.py.
 """

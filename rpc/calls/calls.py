@@ -1,7 +1,7 @@
-"""Calls between processes, over torch.distributed.rpc: the only file that sends anything.
+"""Calls between processes over torch.distributed.rpc; all other files send through this one.
 
-A call travels as a parcel, and so does its answer: a value, or what was raised. So arguments may be
-lambdas, exceptions keep their type, and everything that torch itself raises is the transport's.
+We pickle calls and answers (a value or an exception) into messages ourselves. So arguments may be
+lambdas, exceptions keep their type, and an error raised by torch always means the transport failed.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from ..errors import RpcError
-from .payload import Parcel, pack, pack_error, take_back, unpack, unpack_error
+from .payload import Message, pack, pack_error, release_unsent, unpack, unpack_error
 
 Func = Callable[..., Any]
 F = TypeVar("F", bound=Func)
 
-# What the callee answers: whether the parcel holds a value, not an exception.
-Answer = tuple[bool, Parcel]
+# Whether the message holds a value rather than an exception, and the message.
+Answer = tuple[bool, Message]
 
-# Of torch's own futures too. A function that returns one is answered when that is complete, and
-# occupies no thread meanwhile.
+# Includes torch's own futures. A call whose function returns a future is answered when that is
+# complete, and occupies no thread until then.
 AnyFuture = torch._C.Future
 
-# Threads that torch gets beyond those for services: for answers, time-outs and errors.
+# Threads for answers, time-outs and errors, in addition to those for services.
 SPARE_THREADS = 4
 
 
-def never_waits(func: F) -> F:
-    """Have a function served at once, however many calls run: it must be short and wait for none.
+def served_immediately(func: F) -> F:
+    """Mark a short function that never waits, so that it is served even while all slots are busy.
 
-    So what all others rely on, such as tables and counts, is there in a process that is busy.
+    Tables and reference counts stay available in a busy process this way.
     """
-    func._never_waits = True  # type: ignore[attr-defined]
+    func._served_immediately = True  # type: ignore[attr-defined]
     return func
 
 
 def call_sync(
     to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Any:
-    """Call `func` on `to` and return its result, or raise what it raised.
+    """Call ``func`` on the process ``to`` and return its result, or raise its exception.
 
-    Errors of the transport name `what` is called, where `func` only leads there.
+    ``what`` is the name of the call in errors of the transport; default: the function's name.
     """
     sent, lost = _send(to, func, args, kwargs, timeout, what)
     try:
@@ -64,7 +64,7 @@ def call_sync(
 def call_async(
     to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Future[Any]:
-    """Like `call_sync`, but return a future, whose `wait()` returns the result or raises."""
+    """Like ``call_sync``, but return a future, whose ``wait()`` returns the result or raises."""
     sent, lost = _send(to, func, args, kwargs, timeout, what)
     result: Future[Any] = Future(devices=devices())
 
@@ -72,12 +72,12 @@ def call_async(
         try:
             answer = done.wait()
         except RuntimeError as error:
-            fail_by(result, partial(_raise, str(lost(error)), error.with_traceback(None)))
+            set_failure(result, partial(_raise, str(lost(error)), error.with_traceback(None)))
             return
         try:
             result.set_result(_open(answer))
         except Exception:
-            fail_by(result, partial(_open, answer))
+            set_failure(result, partial(_open, answer))
 
     sent.add_done_callback(finish)
     return result
@@ -86,28 +86,28 @@ def call_async(
 def _send(
     to: str, func: Func, args: Any, kwargs: Any, timeout: float, what: str
 ) -> tuple[Future[Answer], Callable[[RuntimeError], RpcError]]:
-    """Return the future answer, and what makes an error of the transport ours."""
+    """Return a future of the answer, and a function that converts errors of the transport."""
     timeout = checked_timeout(timeout)
-    entry = _serve_now if hasattr(func, "_never_waits") else _serve
-    parcel = pack((func, tuple(args), dict(kwargs or {})))
+    entry = _serve_now if hasattr(func, "_served_immediately") else _serve
+    message = pack((func, tuple(args), dict(kwargs or {})))
 
     def lost(error: RuntimeError) -> RpcError:
         if not _TIME_OUT.search(str(error)):
-            # After a time-out the message may have arrived, or may arrive yet.
-            take_back(parcel)
+            # Not after a time-out, when the message may have arrived or may still arrive.
+            release_unsent(message)
         return transport_error(error, to, what or func)
 
     try:
-        return rpc.rpc_async(to, entry, args=(parcel,), timeout=timeout), lost
+        return rpc.rpc_async(to, entry, args=(message,), timeout=timeout), lost
     except RuntimeError as error:
         raise lost(error) from error
 
 
-def fail_by(future: Future[Any], fail: Callable[[], Any]) -> None:
-    """Have a future raise what `fail` raises, anew for each that waits.
+def set_failure(future: Future[Any], fail: Callable[[], Any]) -> None:
+    """Complete a future so that each wait calls ``fail``, which raises a new error.
 
-    An error that the future kept would keep the frames that it went through, with the future: no
-    garbage collection sees through that.
+    A stored error would keep the frames of its traceback, and these the future: a reference cycle
+    that garbage collection cannot see.
     """
     future._set_unwrap_func(lambda _: fail())
     future.set_result(None)
@@ -121,42 +121,42 @@ def own_name() -> str:
     return str(rpc.get_worker_info().name)
 
 
-class _Slots:
-    """How many calls this process serves at once; the others wait, but not in torch's threads.
+class _CallSlots:
+    """A limit on the calls that this process serves at once; further calls wait in a queue.
 
-    torch completes time-outs, errors and answers in the threads that run services. Were all of them
-    in services that wait for other processes, nothing could reach those any more, deaths included.
+    They must not wait in torch's threads, which also complete time-outs, errors and answers. If all
+    of these were blocked in services, not even the death of a process would be noticed.
     """
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._waiting: deque[tuple[Parcel, Future[Answer]]] = deque()
+        self._waiting: deque[tuple[Message, Future[Answer]]] = deque()
         self._lock = threading.Lock()
 
-    def serve(self, parcel: Parcel) -> Future[Answer]:
-        """Carry a call out in a free slot, here and now; without one, later and elsewhere."""
+    def serve(self, message: Message) -> Future[Answer]:
+        """Run a call now if a slot is free; otherwise queue it for another thread."""
         with self._lock:
             if not self._free:
                 later: Future[Answer] = Future(devices=devices())
-                self._waiting.append((parcel, later))
+                self._waiting.append((message, later))
                 return later
             self._free -= 1
         try:
-            return _carry_out(parcel)
+            return _run_call(message)
         finally:
             work = self._next()
             if work is not None:
-                # The caller's own answer is sent when it returns, so it cannot work on itself.
+                # In another thread, because the answer of this call is sent when this one returns.
                 threading.Thread(target=self._work_on, args=(work,), daemon=True).start()
 
-    def _work_on(self, work: tuple[Parcel, Future[Answer]] | None) -> None:
+    def _work_on(self, work: tuple[Message, Future[Answer]] | None) -> None:
         while work is not None:
-            parcel, later = work
-            _carry_out(parcel).add_done_callback(partial(_pass_on, later))
+            message, later = work
+            _run_call(message).add_done_callback(partial(_pass_on, later))
             work = self._next()
 
-    def _next(self) -> tuple[Parcel, Future[Answer]] | None:
-        """Take a call that waits for the slot of the last one; without any, the slot is free."""
+    def _next(self) -> tuple[Message, Future[Answer]] | None:
+        """Return the next waiting call; if there is none, free the slot and return None."""
         with self._lock:
             if self._waiting:
                 return self._waiting.popleft()
@@ -164,27 +164,27 @@ class _Slots:
             return None
 
 
-_slots = _Slots(16)
+_slots = _CallSlots(16)
 
 
-def serve_at_once(count: int) -> None:
+def limit_concurrent_calls(count: int) -> None:
     global _slots
-    _slots = _Slots(count)
+    _slots = _CallSlots(count)
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def _serve_now(parcel: Parcel) -> Future[Answer]:
-    return _carry_out(parcel)
+def _serve_now(message: Message) -> Future[Answer]:
+    return _run_call(message)
 
 
 @async_execution  # type: ignore[untyped-decorator]
-def _serve(parcel: Parcel) -> Future[Answer]:
-    return _slots.serve(parcel)
+def _serve(message: Message) -> Future[Answer]:
+    return _slots.serve(message)
 
 
-def _carry_out(parcel: Parcel) -> Future[Answer]:
+def _run_call(message: Message) -> Future[Answer]:
     try:
-        func, args, kwargs = unpack(parcel)
+        func, args, kwargs = unpack(message)
         value = func(*args, **kwargs)
         if isinstance(value, AnyFuture):
             later: Future[Answer] = value.then(_answer_of)  # type: ignore[assignment]
@@ -210,7 +210,7 @@ def _pass_on(later: Future[Answer], done: Future[Answer]) -> None:
     try:
         later.set_result(done.wait())
     except BaseException as error:
-        # Of a device that was not in use when the call came, for one.
+        # For example, the value is on a device that was not in use when the call arrived.
         later.set_result(_failed(error))
 
 
@@ -219,28 +219,28 @@ def _failed(error: BaseException) -> Answer:
 
 
 def _open(answer: Answer) -> Any:
-    is_value, parcel = answer
+    is_value, message = answer
     if is_value:
-        return unpack(parcel)
-    raise unpack_error(parcel)
+        return unpack(message)
+    raise unpack_error(message)
 
 
 def devices() -> list[int | str | torch.device]:
-    """Return the devices whose streams a future's value has to wait for."""
+    """Return the devices whose streams a future must synchronise with."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-# torch's text for a time-out, and words of its other texts with ours, which adds theirs.
+# torch's text for a time-out, and our texts by words that occur in torch's other texts.
 _TIME_OUT = re.compile(r"RPCErr:1:.*?\((\d+) ms\)", re.DOTALL)
 _TEXTS = {
     ("has not been initialized", "rpc not initialized"): (
         "{what} cannot be called on {to!r}: the world has been stopped"
     ),
     ("set_device_map", "device mapping", "device map"): (
-        "{what} on {to!r}: a tensor that is not on the CPU was to be sent, and "
-        "World(device_maps=...) does not say to which device: {error}"
+        "{what} on {to!r}: World(device_maps=...) must map the devices of tensors that are not on "
+        "the CPU, got a tensor without a mapping: {error}"
     ),
     ("eof", "connection", "pipe", "broken", "error originated at tensorpipe", "not running"): (
         "{to!r} is gone or cannot be reached, so {what} has no answer: {error}"
@@ -248,12 +248,12 @@ _TEXTS = {
     ("",): "{what} could not be called on {to!r}: {error}",
 }
 
-# In seconds: what torch can count, in milliseconds of 32 bits.
+# Limits in seconds: torch counts milliseconds in 32 bits.
 _SHORTEST, _LONGEST = 0.001, 2e6
 
 
 def checked_timeout(timeout: float) -> float:
-    """Return a timeout as torch takes it: -1, 0, or at least what it can count."""
+    """Return the timeout in torch's range: -1, 0, or between the shortest and longest one."""
     if timeout == -1:
         return -1
     if not isinstance(timeout, Real) or isinstance(timeout, bool):
@@ -265,13 +265,13 @@ def checked_timeout(timeout: float) -> float:
     return min(max(float(timeout), _SHORTEST), _LONGEST) if timeout else 0
 
 
-def called(func: Func) -> str:
+def describe_call(func: Func) -> str:
     return f"{getattr(func, '__qualname__', repr(func))}()"
 
 
 def transport_error(error: RuntimeError, to: str, func: Func | str) -> RpcError:
-    """Return the error for a message to `to` that torch could not deliver or get answered."""
-    what = func if isinstance(func, str) else called(func)
+    """Return an RpcError for torch's error about a message to the process ``to``."""
+    what = func if isinstance(func, str) else describe_call(func)
     late = _TIME_OUT.search(str(error))
     if late:
         return RpcError(f"{to!r} has not answered {what} within {int(late[1]) / 1000:g} s")

@@ -1,4 +1,4 @@
-"""A group of named processes that share values and services by key."""
+"""RpcGroup: named processes that call each other and share values and services by key."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ Target = str | int | WorkerInfo
 Args = Iterable[Any]
 Kwargs = dict[str, Any] | None
 
-_HELD = {"value": "paired to", "service": "registered in"}
+_STATES = {"value": "paired to", "service": "registered in"}
 
 
 class RpcGroup:
-    """Named processes that call each other and find values and services by key.
+    """A group of named processes that call each other and find values and services by key.
 
-    Made by `World.create_rpc_group`. Sending it to another process gives the group that lives
-    there, else a handle with which calls and lookups work.
+    Created by ``World.create_rpc_group``. A group that is sent to another process becomes the
+    living group of that name there, or a handle that only supports calls and lookups.
 
-    Times are in seconds; a timeout of -1 is the world's default, 0 waits as long as it takes.
-    A key that is taken, or that nobody (for `unpair` and `deregister`: not this process) holds, is
-    a KeyError; offering keys and `barrier` are a RuntimeError in a process that is no member or has
-    destroyed the group; a process that is gone or late is an RpcError that names it.
+    Timeouts are in seconds; -1 is the world's default, 0 means no limit.
 
     Args:
-        first_create: kept for callers that give it, without effect.
+        group_name: the name of the group.
+        group_members: the names of its members.
+        first_create: has no effect; kept for compatibility.
+
+    Raises:
+        KeyError: from every method with a key: the key is taken or not found; ``unpair`` and
+            ``deregister`` only find keys of this process.
+        RuntimeError: from ``barrier`` and methods that offer or withdraw keys: this process is not
+            a member or has destroyed the group.
+        RpcError: from every call: a process is gone or late; the text names it.
     """
 
     def __init__(
@@ -45,127 +51,133 @@ class RpcGroup:
         self.group_name = group_name
         self.group_members = sorted(group_members)
         self.destroyed = False
-        # Which group of that name; set when the members have met.
+        # Differs for each group created with this name; set when the members have met.
         self.generation = 0
-        # Who holds a service, as far as known here: asked once, and again after a miss.
+        # The known holders of services: looked up once, and again after a miss.
         self._holders: dict[Hashable, str] = {}
 
     def rpc_sync(
         self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Any:
-        """Call `func` on a member and return its result.
+        """Call ``func`` on a member and return its result.
 
         Args:
-            to: a member's name, its rank in the world, or torch's description of it.
-            func: any function, lambdas and local ones included; tensors among the arguments and
-                results are moved by torch.
+            to: a member's name, its rank in the world, or its WorkerInfo of torch.
+            func: any function, including lambdas and local functions. Tensors in arguments and
+                results are sent by torch.
+            timeout: in seconds.
+            args: positional arguments.
+            kwargs: keyword arguments.
 
         Raises:
-            RuntimeError: `to` is no member.
-            Exception: what `func` raised, with the remote traceback as its cause; `RpcException`
-                if it cannot be pickled there or rebuilt here.
+            RuntimeError: ``to`` is not a member.
+            Exception: the exception of ``func``, with the remote traceback as its cause;
+                ``RpcException`` if it cannot be pickled there or rebuilt here.
         """
         return _calls.call_sync(self._member(to), func, args, kwargs, timeout)
 
     def rpc_async(
         self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> Future[Any]:
-        """Like `rpc_sync`, but return a future, whose `wait()` returns the result or raises."""
+        """Like ``rpc_sync``, but return a future, whose ``wait()`` returns the result or raises."""
         return _calls.call_async(self._member(to), func, args, kwargs, timeout)
 
     def remote(
         self, to: Target, func: Func, timeout: float = -1, args: Args = (), kwargs: Kwargs = None
     ) -> RpcReference:
-        """Like `rpc_sync`, but leave the result there and return a reference to it at once."""
+        """Like ``rpc_sync``, but keep the result on ``to`` and return a reference immediately."""
         return call_remote(self._member(to), func, args, kwargs, timeout)
 
     def pair(self, key: Hashable, value: Any) -> None:
-        """Offer a value of this process to all, under `key`."""
-        self._hold("value", key, value)
+        """Offer a value of this process to all members under ``key``."""
+        self._offer("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
         """Withdraw a value that this process has paired."""
-        self._release("value", key)
+        self._withdraw("value", key)
 
     def is_paired(self, key: Hashable) -> bool:
-        """Return whether any member has paired a value under `key`."""
+        """Return whether any member has paired a value under ``key``."""
         return self._find("value", key) is not None
 
     def get_paired(self, key: Hashable) -> RpcReference:
-        """Return a reference to the value paired under `key`; its holder owns it."""
+        """Return a reference to the value paired under ``key``, which stays with its holder."""
         holder = self._find_or_raise("value", key)
-        return RpcReference(holder, held, ("value", self.group_name, key))
+        return RpcReference(holder, get_local, ("value", self.group_name, key))
 
     def register(self, key: Hashable, service: Func) -> None:
-        """Offer a function of this process to all, under `key`.
+        """Offer a function of this process to all members under ``key``.
 
-        A service that returns a torch future is answered when that is complete, and occupies no
-        thread meanwhile; `torch.distributed.rpc.functions.async_execution` may decorate it.
+        If the service returns a torch future, the caller gets its value once it is complete, and no
+        thread is occupied until then. ``torch.distributed.rpc.functions.async_execution`` may
+        decorate it.
         """
-        self._hold("service", key, service)
+        self._offer("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
         """Withdraw a service that this process has registered."""
-        self._release("service", key)
+        self._withdraw("service", key)
 
     def is_registered(self, key: Hashable) -> bool:
-        """Return whether any member has registered a service under `key`."""
+        """Return whether any member has registered a service under ``key``."""
         return self._find("service", key) is not None
 
     def registered_sync(
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Any:
-        """Call a registered service where it lives; return its result or raise what it raised."""
+        """Call a registered service on its holder; return its result or raise its exception."""
         known = self._holders.get(key)
         if known is not None:
             given = self.group_name, key, tuple(args), dict(kwargs or {})
             try:
-                answer = _calls.call_sync(known, _try_held, given, None, timeout, what=f"{key}()")
+                answer = _calls.call_sync(
+                    known, _call_if_local, given, None, timeout, what=f"{key}()"
+                )
             except RpcError:
                 self._holders.pop(key, None)
                 raise
-            if answer is not _NotHeld:
+            if answer is not _NotFound:
                 return answer
-        return self._call_held(_calls.call_sync, key, args, kwargs, timeout)
+        return self._call_service(_calls.call_sync, key, args, kwargs, timeout)
 
     def registered_async(
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> Future[Any]:
-        """Like `registered_sync`, but return a future."""
-        answer: Future[Any] = self._call_held(_calls.call_async, key, args, kwargs, timeout)
+        """Like ``registered_sync``, but return a future."""
+        answer: Future[Any] = self._call_service(_calls.call_async, key, args, kwargs, timeout)
         return answer
 
     def registered_remote(
         self, key: Hashable, args: Args = (), kwargs: Kwargs = None, timeout: float = -1
     ) -> RpcReference:
-        """Like `registered_sync`, but leave the result there and return a reference to it."""
-        result: RpcReference = self._call_held(call_remote, key, args, kwargs, timeout)
+        """Like ``registered_sync``, but keep the result there and return a reference to it."""
+        result: RpcReference = self._call_service(call_remote, key, args, kwargs, timeout)
         return result
 
     def barrier(self, timeout: float = -1) -> None:
-        """Wait until every member has come here."""
-        node = self._own_end()
+        """Wait until every member has called this."""
+        node = self._member_node()
         what = f"barrier of group {self.group_name!r}"
         limit = node.rpc_timeout if timeout == -1 else timeout
         place = barrier_place(self.group_name, self.generation)
         node.meet(place, tuple(self.group_members), what, limit)
 
     def destroy(self) -> None:
-        """Leave the group and withdraw what this process holds in it; never waits.
+        """Leave the group and withdraw this process's keys, without waiting for others.
 
         The name can be used again once all members have destroyed the group.
         """
         self.destroyed = True
         node = _node.current_or_none()
         if node is None:
-            # The world has ended, and its groups with it.
+            # The world has ended, and this group with it.
             return
         with node.lock:
             if node.groups.get(self.group_name) is not self:
                 return
             del node.groups[self.group_name]
-            for place in [place for place in node.held if place[1] == self.group_name]:
-                del node.held[place]
+            for place in [place for place in node.offers if place[1] == self.group_name]:
+                del node.offers[place]
         node.withdraw(self.group_name, self.generation)
 
     def size(self) -> int:
@@ -173,7 +185,7 @@ class RpcGroup:
         return len(self.group_members)
 
     def is_member(self, target: Target | None = None) -> bool:
-        """Return whether a process, None for this one, is a member."""
+        """Return whether a process (None is this one) is a member."""
         return _name_of(target) in self.group_members
 
     def get_group_name(self) -> str:
@@ -205,8 +217,8 @@ class RpcGroup:
             )
         return str(name)
 
-    def _own_end(self) -> Node:
-        """Return the node; raise RuntimeError where this process has no such living group."""
+    def _member_node(self) -> Node:
+        """Return the node; raise RuntimeError if the group does not live in this process."""
         node = _node.current()
         if not self.is_member():
             raise RuntimeError(
@@ -217,28 +229,28 @@ class RpcGroup:
             raise RuntimeError(f"group {self.group_name!r} has been destroyed in {node.name!r}")
         return node
 
-    def _hold(self, kind: Kind, key: Hashable, held: Any) -> None:
-        node, place = self._own_end(), (kind, self.group_name, key)
+    def _offer(self, kind: Kind, key: Hashable, value: Any) -> None:
+        node, place = self._member_node(), (kind, self.group_name, key)
         with node.lock:
-            if place in node.held:
-                raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
-            # Before the manager tells anyone, so that no call comes too early.
-            node.held[place] = held
+            if place in node.offers:
+                raise _key_error(self.group_name, kind, key, f"already {_STATES[kind]}")
+            # Store it before the manager publishes it, so that no call arrives too early.
+            node.offers[place] = value
         is_added = False
         try:
             is_added = node.ask("add", place, node.name)
         finally:
             if not is_added:
-                node.held.pop(place, None)
+                node.offers.pop(place, None)
         if not is_added:
-            raise _key_error(self.group_name, kind, key, f"already {_HELD[kind]}")
+            raise _key_error(self.group_name, kind, key, f"already {_STATES[kind]}")
 
-    def _release(self, kind: Kind, key: Hashable) -> None:
-        node, place = self._own_end(), (kind, self.group_name, key)
-        is_held = place in node.held and node.ask("remove", place, node.name)
-        node.held.pop(place, None)
-        if not is_held:
-            raise _key_error(self.group_name, kind, key, f"not {_HELD[kind]}")
+    def _withdraw(self, kind: Kind, key: Hashable) -> None:
+        node, place = self._member_node(), (kind, self.group_name, key)
+        is_removed = place in node.offers and node.ask("remove", place, node.name)
+        node.offers.pop(place, None)
+        if not is_removed:
+            raise _key_error(self.group_name, kind, key, f"not {_STATES[kind]}")
 
     def _find(self, kind: Kind, key: Hashable) -> str | None:
         holder: str | None = _node.current().ask("find", (kind, self.group_name, key))
@@ -251,11 +263,13 @@ class RpcGroup:
             raise _key_error(self.group_name, kind, key, "not found on", hint)
         return holder
 
-    def _call_held(self, call: Func, key: Hashable, args: Any, kwargs: Any, timeout: float) -> Any:
+    def _call_service(
+        self, call: Func, key: Hashable, args: Any, kwargs: Any, timeout: float
+    ) -> Any:
         self._holders.pop(key, None)
         holder = self._holders[key] = self._find_or_raise("service", key)
         given = self.group_name, key, tuple(args), dict(kwargs or {})
-        return call(holder, call_held, given, None, timeout, what=f"{key}()")
+        return call(holder, call_local_service, given, None, timeout, what=f"{key}()")
 
 
 def _key_error(group: str, kind: Kind, key: Hashable, state: str, hint: str = "") -> KeyError:
@@ -271,7 +285,7 @@ def _name_of(target: Target | None) -> str | None:
 
 
 def _group_here(name: str, members: tuple[str, ...]) -> RpcGroup:
-    """Return the living group of that name, where this process has it, else a handle."""
+    """Return the living group of that name in this process, or a handle if there is none."""
     node = _node.current_or_none()
     group = None if node is None else node.groups.get(name)
     if isinstance(group, RpcGroup) and tuple(group.group_members) == members:
@@ -279,28 +293,28 @@ def _group_here(name: str, members: tuple[str, ...]) -> RpcGroup:
     return RpcGroup(name, members, first_create=False)
 
 
-class _NotHeld:
-    """The answer of a process that does not hold the key, which has called nothing then."""
+class _NotFound:
+    """The answer of a process that does not hold the service."""
 
 
-def held_or_none(kind: Kind, group: str, key: Hashable) -> Any:
-    """Return the value or service that this process holds, None where it holds none."""
-    return _node.current().held.get((kind, group, key))
+def find_local(kind: Kind, group: str, key: Hashable) -> Any:
+    """Return the value or service that this process offers, None if it offers none."""
+    return _node.current().offers.get((kind, group, key))
 
 
-def held(kind: Kind, group: str, key: Hashable) -> Any:
-    """Return the value or service that this process holds; raise KeyError where it holds none."""
+def get_local(kind: Kind, group: str, key: Hashable) -> Any:
+    """Return the value or service that this process offers; raise KeyError if it offers none."""
     node = _node.current()
     try:
-        return node.held[kind, group, key]
+        return node.offers[kind, group, key]
     except KeyError:
         raise _key_error(group, kind, key, "not found on", f" in {node.name!r}") from None
 
 
-def call_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    return held("service", group, key)(*args, **kwargs)
+def call_local_service(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    return get_local("service", group, key)(*args, **kwargs)
 
 
-def _try_held(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
-    service = held_or_none("service", group, key)
-    return _NotHeld if service is None else service(*args, **kwargs)
+def _call_if_local(group: str, key: Hashable, args: Any, kwargs: Any) -> Any:
+    service = find_local("service", group, key)
+    return _NotFound if service is None else service(*args, **kwargs)

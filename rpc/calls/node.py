@@ -1,6 +1,6 @@
-"""This process's end of its world: the tables that calls from other members find.
+"""The state of this process in its world: tables that calls from other members use.
 
-The tables are there before the transport is, so that no call can come too early.
+They are created before the transport starts, so that no call can arrive too early.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from torch.futures import Future
 
 from ..errors import RpcError
-from .calls import call_async, call_sync, never_waits
-from .directory import Directory, Late, Met, Place
+from .calls import call_async, call_sync, served_immediately
+from .directory import Directory, MeetingResult, MissingMembers, Place
 
-# How long a question about who is missing may take, in seconds.
+# The timeout in seconds for asking which members are missing.
 _ASK_S = 2.0
 
 _tokens = itertools.count()
 
 
 class Node:
-    """Names and tables."""
+    """The names and tables of this process."""
 
     def __init__(self, name: str, names: Mapping[int, str], rpc_timeout: float) -> None:
         self.name = name
@@ -32,14 +32,14 @@ class Node:
         self.manager = names[0]
         self.rpc_timeout = rpc_timeout
         # The values and services of this process.
-        self.held: dict[Place, Any] = {}
-        # The results that references of other processes refer to, by their numbers.
+        self.offers: dict[Place, Any] = {}
+        # The results that references refer to, by number.
         self.kept: dict[str, Any] = {}
-        # The `RpcGroup`s that were made here and not destroyed, by name.
+        # The living `RpcGroup`s that were created here, by name.
         self.groups: dict[str, Any] = {}
         self.lock = threading.RLock()
         # Completed when this process leaves the world; the manager waits for it.
-        self.left: Future[None] = Future()
+        self.has_left: Future[None] = Future()
         self.directory = Directory(self.members) if name == self.manager else None
         self._withdrawals: dict[str, Future[None]] = {}
 
@@ -56,35 +56,46 @@ class Node:
         what: str,
         timeout: float,
         *,
-        is_whole: bool = True,
-    ) -> Met:
-        """Wait until all living `members` have come to `place`; errors name `what` that is for.
+        needs_all: bool = True,
+    ) -> MeetingResult:
+        """Wait until all living ``members`` have arrived at ``place``.
+
+        Args:
+            place: identifies the meeting.
+            members: the names of the processes that must call this.
+            what: the name of the meeting in errors.
+            timeout: in seconds; 0 waits without limit.
+            needs_all: whether the death of a member is an error.
 
         Raises:
-            RpcError: members have not come in time or, where `is_whole`, are gone; they are named.
-            ValueError: others expect other members.
+            RpcError: members have not come in time, or have died; the text names them.
+            ValueError: members disagree on ``members``.
         """
         token = f"{self.name}/{next(_tokens)}"
-        arrival = "meet", place, self.name, members, token, is_whole
+        arrival = "meet", place, self.name, members, token, needs_all
         try:
-            met: Met = call_sync(self.manager, _manage, arrival, timeout=timeout, what=what)
+            met: MeetingResult = call_sync(
+                self.manager, _manage, arrival, timeout=timeout, what=what
+            )
         except RpcError as error:
             try:
                 given = "give_up", self.name, token
-                late: Late | Met = call_sync(self.manager, _manage, given, timeout=_ASK_S)
+                late: MissingMembers | MeetingResult = call_sync(
+                    self.manager, _manage, given, timeout=_ASK_S
+                )
             except RpcError:
-                # A manager that does not answer is the error itself.
+                # The manager does not answer, so the first error says what is wrong.
                 raise error from None
-            if isinstance(late, Late):
-                text = f"{named(late.names)} {late.state} within {timeout:g} s"
+            if isinstance(late, MissingMembers):
+                text = f"{names_and_verb(late.names)} {late.state} within {timeout:g} s"
                 raise RpcError(f"{what}: {text}") from error
             met = late
-        if is_whole and met.gone:
-            raise RpcError(f"{what}: {named(met.gone)} ended")
+        if needs_all and met.gone:
+            raise RpcError(f"{what}: {names_and_verb(met.gone)} ended")
         return met
 
     def withdraw(self, group: str, generation: int) -> None:
-        """Have the manager forget what this process holds in a group, without waiting for it."""
+        """Ask the manager to delete this process's keys in a group, without waiting."""
         given = "withdraw", group, generation, self.name
         if self.directory is not None:
             self.ask(*given)
@@ -92,13 +103,13 @@ class Node:
             self._withdrawals[group] = call_async(self.manager, _manage, given)
 
     def wait_for_withdrawal(self, group: str) -> None:
-        """Wait until the manager has forgotten the group of before."""
+        """Wait until the manager has deleted the previous group of that name."""
         withdrawal = self._withdrawals.pop(group, None)
         if withdrawal is not None:
             withdrawal.wait()
 
 
-def named(names: list[str]) -> str:
+def names_and_verb(names: list[str]) -> str:
     """Return "'a' has" or "'a', 'b' have"."""
     verb = "has" if len(names) == 1 else "have"
     return f"{', '.join(map(repr, names))} {verb}"
@@ -108,15 +119,15 @@ _current: Node | None = None
 
 
 def set_current(node: Node | None) -> None:
-    """Make `node` the one that calls find."""
+    """Set the node of this process."""
     global _current
     _current = node
 
 
 def current() -> Node:
-    """Return this process's node; raise RuntimeError where it is in no world with RPC."""
+    """Return this process's node; raise RuntimeError without a world with RPC."""
     if _current is None:
-        raise RuntimeError("there is no world with RPC in this process: make a World first")
+        raise RuntimeError("this process must be in a world with RPC: create a World first")
     return _current
 
 
@@ -124,7 +135,7 @@ def current_or_none() -> Node | None:
     return _current
 
 
-@never_waits
+@served_immediately
 def _manage(method: str, *args: Any) -> Any:
     directory = current().directory
     if directory is None:
@@ -132,7 +143,7 @@ def _manage(method: str, *args: Any) -> Any:
     return getattr(directory, method)(*args)
 
 
-@never_waits
+@served_immediately
 def wait_for_leave() -> Future[None]:
-    """Return what completes when the called process leaves its world; an error: it has died."""
-    return current().left
+    """Return a future that completes when this process leaves its world; it fails on death."""
+    return current().has_left

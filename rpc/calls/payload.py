@@ -1,7 +1,7 @@
-"""Values and exceptions as bytes, beside the tensors in them, which torch moves by itself.
+"""Pickle values and exceptions into bytes and a list of tensors, which torch sends.
 
-Functions and classes that the receiver could not import (lambdas, local ones, those of a script)
-travel by value. Only members of the own world send such bytes.
+Functions and classes that the receiver cannot import (lambdas, local ones, the script's own) are
+pickled by value. Only unpickle bytes from members of the same world.
 """
 
 import io
@@ -20,68 +20,68 @@ from ...transport.pickling import reduce_for_any_script
 from ...transport.remote_errors import format_error, remote_report, remote_traceback
 from ..errors import RpcException
 
-Parcel = tuple[bytes, list[Any]]
+Message = tuple[bytes, list[Any]]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _MOVABLE = frozenset({torch.strided, torch.sparse_coo})
-# How reports begin.
+# The first words of a report.
 _RAISED_BY = "raised by "
 
-# The parcel that this thread is packing.
-_open = threading.local()
+# Has the undo functions of the message that this thread is packing.
+_packing = threading.local()
 
 
-def pack(value: Any) -> Parcel:
-    """Return `value` as a parcel; raise TypeError where something in it cannot be pickled."""
+def pack(value: Any) -> Message:
+    """Return ``value`` as a message; raise TypeError if it cannot be pickled."""
     if type(value) in _PLAIN:
         return pickle.dumps(value, protocol=5), []
     file, parts = io.BytesIO(), _Parts()
-    outer = getattr(_open, "undo", None)
-    _open.undo = parts.undo
+    outer = getattr(_packing, "undo", None)
+    _packing.undo = parts.undo
     try:
         _Pickler(file, parts).dump(value)
     except Exception as error:
-        take_back((b"", parts))
+        release_unsent((b"", parts))
         raise TypeError(f"cannot be sent to another process: {error}") from error
     finally:
-        _open.undo = outer
+        _packing.undo = outer
     return file.getvalue(), parts if parts.undo else list(parts)
 
 
-def if_not_sent(undo: Callable[[], None]) -> None:
-    """While an object is packed: note what is to be done if its parcel never arrives."""
-    noted = getattr(_open, "undo", None)
-    if noted is not None:
-        noted.append(undo)
+def on_not_sent(undo: Callable[[], None]) -> None:
+    """Call ``undo`` if the message that is being packed is never delivered."""
+    undo_functions = getattr(_packing, "undo", None)
+    if undo_functions is not None:
+        undo_functions.append(undo)
 
 
-def take_back(parcel: Parcel) -> None:
-    """Do what was noted for a parcel that has not arrived."""
-    for undo in getattr(parcel[1], "undo", ()):
+def release_unsent(message: Message) -> None:
+    """Call the undo functions of a message that was not delivered."""
+    for undo in getattr(message[1], "undo", ()):
         undo()
 
 
-def unpack(parcel: Parcel) -> Any:
-    payload, parts = parcel
+def unpack(message: Message) -> Any:
+    payload, parts = message
     return pickle.loads(payload, buffers=parts)
 
 
 class _Parts(list[Any]):
-    """The tensors of a parcel with what is to be done if it never arrives; elsewhere a list."""
+    """The tensors and undo functions of a message; the receiver gets a plain list of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.undo: list[Callable[[], None]] = []
 
     def __reduce__(self) -> Any:
-        # Inside of another parcel that is being packed.
+        # This message is part of another one that is being packed.
         for undo in self.undo:
-            if_not_sent(undo)
+            on_not_sent(undo)
         return list, (list(self),)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Puts tensors aside, to stand in their place again at loading."""
+    """A pickler that collects tensors in a list, from which loading restores them."""
 
     def __init__(self, file: io.BytesIO, parts: _Parts) -> None:
         super().__init__(file, 5, divider(parts, sys.maxsize))
@@ -95,23 +95,23 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj) if found is None else found
 
 
-def pack_error(error: BaseException, peer: str) -> Parcel:
-    """Return an exception that was caught in the process `peer` as a parcel."""
+def pack_error(error: BaseException, peer: str) -> Message:
+    """Return an exception that was caught in the process ``peer`` as a message."""
     report = remote_report(error)
-    # One that came by a call from a third process keeps the report that it came with.
+    # An error from a third process keeps its report.
     if report is None or not report.startswith(_RAISED_BY):
         report = f"{_RAISED_BY}{peer!r}:\n{format_error(error)}"
     try:
-        # Others than exceptions would end the caller.
+        # Raising anything other than an Exception would end the caller's process.
         own = pack(error) if isinstance(error, Exception) else None
     except TypeError:
         own = None
     return pack((type(error).__qualname__, report, own))
 
 
-def unpack_error(parcel: Parcel) -> Exception:
+def unpack_error(message: Message) -> Exception:
     """Return the exception to raise here, with the remote traceback as its cause."""
-    name, report, own = unpack(parcel)
+    name, report, own = unpack(message)
     error = None
     if own is not None:
         try:

@@ -1,8 +1,8 @@
 """References to values that stay in another process.
 
-torch's RRef does not survive a world: in the second one of a process it still belongs to the agent
-of the first. Here the owner keeps a value until its holders are gone: the reference that the caller
-got, and every copy of it that was sent on.
+The owner keeps a value until all holders are gone: the caller's reference and every copy of it that
+was sent on. torch's RRef is not used because it belongs to the first RPC agent of a process, and so
+fails in the process's second world.
 """
 
 from __future__ import annotations
@@ -26,22 +26,27 @@ from .calls import (
     Func,
     call_async,
     call_sync,
-    called,
+    describe_call,
     devices,
-    fail_by,
-    never_waits,
     own_name,
+    served_immediately,
+    set_failure,
 )
-from .payload import Parcel, if_not_sent, pack, pack_error, unpack, unpack_error
+from .payload import Message, on_not_sent, pack, pack_error, unpack, unpack_error
 
 _numbers = itertools.count()
 
 
 class RpcReference:
-    """A value that stays in the process that owns it; the reference can be sent to other members.
+    """A reference to a value in the process that owns it; it can be sent to other members.
 
-    Made by `RpcGroup.remote`, `registered_remote` and `get_paired`: `fetch(*args)`, called in the
-    owner's process, returns the value; `made` completes when it is there, None where it is already.
+    Created by ``RpcGroup.remote``, ``registered_remote`` and ``get_paired``.
+
+    Args:
+        owner: the name of the owner.
+        fetch: returns the value when called in the owner's process.
+        args: the arguments of ``fetch``.
+        made: completes when the value exists; None if it exists already.
     """
 
     def __init__(
@@ -51,38 +56,46 @@ class RpcReference:
         self._fetch = fetch
         self._args = args
         self._made = made
-        if fetch is _kept_value:
+        if fetch is _fetch_result:
             weakref.finalize(self, _release, owner, *args).atexit = False
 
     def to_here(self, timeout: float = -1) -> Any:
-        """Return a copy of the value, or raise what making it raised; on its owner, the value.
+        """Return a copy of the value; on its owner, the value itself.
 
         Args:
-            timeout: in seconds; -1 is the world's default, 0 waits as long as it takes, as the
-                owner always does.
+            timeout: in seconds; -1 is the world's default, 0 means no limit. The owner always
+                waits without limit.
+
+        Raises:
+            Exception: the exception of the call that makes the value.
+            RpcError: the owner is gone or late, or has deleted the value.
         """
         if self._made is not None and self._made.done():
-            # It tells at once of a call that never reached the owner.
+            # Raises immediately if the call never reached the owner.
             self._made.wait()
         if self.is_owner():
             return self.local_value()
         if self._made is None:
-            return call_sync(self._owner, self._fetch, self._args, timeout=timeout)
+            return call_sync(
+                self._owner, self._fetch, self._args, timeout=timeout, what="to_here()"
+            )
         ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._made.add_done_callback(partial(_put_failed, ended))
-        fetched = call_async(self._owner, self._fetch, self._args, timeout=timeout)
+        fetched = call_async(
+            self._owner, self._fetch, self._args, timeout=timeout, what="to_here()"
+        )
         fetched.add_done_callback(ended.put)
         return ended.get().wait()
 
     def local_value(self) -> Any:
-        """Return the value itself; raise RuntimeError in other processes than the owner's."""
+        """Return the value itself; raise RuntimeError unless this process is the owner."""
         if not self.is_owner():
             raise RuntimeError(
-                f"the value belongs to {self._owner!r}: local_value() works there, "
-                "to_here() brings a copy"
+                f"local_value() must be called on the owner {self._owner!r}; call to_here() for a "
+                "copy"
             )
         value = self._fetch(*self._args)
-        return value.wait() if self._fetch is _kept_value else value
+        return value.wait() if self._fetch is _fetch_result else value
 
     def is_owner(self) -> bool:
         """Return whether this process owns the value."""
@@ -99,15 +112,15 @@ class RpcReference:
 
     def __reduce__(self) -> Any:
         args = self._args
-        if self._fetch is _kept_value:
+        if self._fetch is _fetch_result:
             number, own = self._args
             other = _new_number()
-            # Before the copy travels, so that the owner cannot forget the value meanwhile.
+            # Register the copy before it is sent, so that the owner keeps the value meanwhile.
             if self.is_owner():
-                _retain(number, own, other)
+                _add_holder(number, own, other)
             else:
-                call_sync(self._owner, _retain, (number, own, other))
-            if_not_sent(partial(_release, self._owner, number, other))
+                call_sync(self._owner, _add_holder, (number, own, other))
+            on_not_sent(partial(_release, self._owner, number, other))
             args = number, other
         return RpcReference, (self._owner, self._fetch, args)
 
@@ -119,10 +132,12 @@ def call_remote(
     to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> RpcReference:
     number = _new_number()
-    # A parcel of its own: that the owner cannot open it is then an error of the value too.
+    # Packed separately, so that an error of unpacking becomes an error of the value.
     call = pack((func, tuple(args), dict(kwargs or {})))
-    made = call_async(to, _keep, (number, call), timeout=timeout, what=what or called(func))
-    return RpcReference(to, _kept_value, (number, number), made)
+    made = call_async(
+        to, _run_and_keep, (number, call), timeout=timeout, what=what or describe_call(func)
+    )
+    return RpcReference(to, _fetch_result, (number, number), made)
 
 
 def _new_number() -> str:
@@ -136,20 +151,20 @@ def _put_failed(ended: queue.SimpleQueue[Future[Any]], made: Future[None]) -> No
         ended.put(made)
 
 
-class _Kept:
-    """What a reference refers to, on its owner."""
+class _Result:
+    """The result of a call and the holders of its references, on the owner."""
 
     def __init__(self, number: str) -> None:
-        # The numbers of the references; the first one has the value's own.
+        # The numbers of the references; the number of the first one is also the value's.
         self.holders = {number}
         self.is_begun = False
         self._value: Any = None
-        self._failure: Parcel | None = None
-        # Not of the value: which devices that may be on is not known yet.
+        self._failure: Message | None = None
+        # Does not hold the value, because a future must know the devices of its value beforehand.
         self._end: Future[None] = Future()
 
     def settle(self, make: Callable[[], Any]) -> Any:
-        """Keep what `make` returns or raises; of a call that is answered later, later."""
+        """Store what ``make`` returns or raises; if it returns a future, once that completes."""
         try:
             value = make()
             if isinstance(value, AnyFuture):
@@ -172,35 +187,35 @@ class _Kept:
                     return
                 except Exception as error:
                     failure = pack_error(error, own_name())
-            fail_by(value, partial(_raise_again, failure))
+            set_failure(value, partial(_raise_again, failure))
 
         self._end.add_done_callback(complete)
         return value
 
 
-def _raise_again(failure: Parcel) -> None:
+def _raise_again(failure: Message) -> None:
     raise unpack_error(failure)
 
 
 @contextlib.contextmanager
-def _found(number: str, holder: str) -> Iterator[_Kept]:
-    """Find a value and change its holders; without any, it is forgotten once it was asked for."""
+def _result_of(number: str, holder: str) -> Iterator[_Result]:
+    """Yield a value to change its holders; delete it afterwards if no holder is left."""
     node = _node.current()
     with node.lock:
-        # Messages may overtake each other: that of the first holder may come before the call.
+        # Messages may overtake each other, so the first holder's may arrive before the call.
         if number not in node.kept and holder == number:
-            node.kept[number] = _Kept(number)
+            node.kept[number] = _Result(number)
         if number not in node.kept:
-            raise RpcError(f"{node.name!r} has forgotten the value: all references to it were gone")
-        kept: _Kept = node.kept[number]
+            raise RpcError(f"{node.name!r} has deleted the value: all references to it were gone")
+        kept: _Result = node.kept[number]
         yield kept
         if kept.is_begun and not kept.holders:
             del node.kept[number]
 
 
-def _keep(number: str, call: Parcel) -> Any:
-    """Carry a call out and keep what comes of it."""
-    with _found(number, number) as kept:
+def _run_and_keep(number: str, call: Message) -> Any:
+    """Run a call and keep its result or error."""
+    with _result_of(number, number) as kept:
         kept.is_begun = True
 
     def make() -> Any:
@@ -210,25 +225,25 @@ def _keep(number: str, call: Parcel) -> Any:
     return kept.settle(make)
 
 
-@never_waits
-def _kept_value(number: str, holder: str) -> Future[Any]:
-    with _found(number, holder) as kept:
+@served_immediately
+def _fetch_result(number: str, holder: str) -> Future[Any]:
+    with _result_of(number, holder) as kept:
         return kept.value()
 
 
-@never_waits
-def _retain(number: str, holder: str, other: str) -> None:
-    with _found(number, holder) as kept:
+@served_immediately
+def _add_holder(number: str, holder: str, other: str) -> None:
+    with _result_of(number, holder) as kept:
         kept.holders.add(other)
 
 
-@never_waits
-def _drop(number: str, holder: str) -> None:
-    with contextlib.suppress(RpcError), _found(number, holder) as kept:
+@served_immediately
+def _remove_holder(number: str, holder: str) -> None:
+    with contextlib.suppress(RpcError), _result_of(number, holder) as kept:
         kept.holders.discard(holder)
 
 
 def _release(owner: str, number: str, holder: str) -> None:
-    # Its reference is garbage; that the owner or the world is gone by now is all the same.
+    # If the owner or the world is gone, there is nothing to release.
     with contextlib.suppress(RuntimeError):
-        call_async(owner, _drop, (number, holder))
+        call_async(owner, _remove_holder, (number, holder))

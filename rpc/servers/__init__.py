@@ -1,3 +1,4 @@
-"""Servers of a world: an ordered key-value store, a model, and gradients that train one. Imports
-world and calls. Start with ordered_server.py.
+"""Servers of a world: an ordered key-value store, a model server and a gradient server.
+
+Imports calls. Start with ordered_server.py.
 """

@@ -1,8 +1,8 @@
-"""The accessor of a gradient server: pushes gradients, pulls the model that they have trained.
+"""The client of a gradient server: pushes gradients and pulls the trained model.
 
-A client keeps its pushes until a secondary reducer has told it that the primary has them. When a
-reducer dies it asks the primary which of them have arrived, and sends the others again. The primary
-takes nothing more from that reducer from then on, so none can arrive twice.
+A client keeps each push until a secondary reducer reports that the primary has it. When a reducer
+dies, the client asks the primary which pushes have arrived, and sends the others again. From then
+on the primary accepts nothing from that reducer, so no push can arrive twice.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ..calls.node import Node
 from ..errors import RpcError
 from .model_state import check_model, copied, load_snapshot, state_of, unwrap
 from .ordered_server import KnownState, Mark, OrderedServerBase, Update, pull_update
-from .reduction import Gradients, Push, Receipt, when_gone
+from .reduction import Gradients, Push, Receipt, on_reducer_gone
 
 logger = logging.getLogger(__name__)
 
-# The reducer that takes pushes when no other one can: that of the primary's process.
-_STAND_IN = ""
+# The secondary reducer in the primary's process, which takes pushes if no other one can.
+_FALLBACK = ""
 
 
 class PushPullGradServer:
-    """Calls the gradient server of that name, from any member; can be sent to other members.
+    """A client of a gradient server, for any member; it can be sent to other members.
 
-    Keeps the state that it has pulled last: where nothing is newer, nothing travels.
+    It keeps the state that it pulled last, so that tensors are only sent if they are newer.
 
     Args:
-        server_name: as given to `PushPullGradServerImpl`.
-        group: where that is.
-        model_name: the key of the managed model on `o_server`.
+        server_name: the name given to ``PushPullGradServerImpl``.
+        group: the group of the server.
+        model_name: the key of the managed model on ``o_server``.
         secondary_reducers: the names of the processes that take pushes.
-        o_server: where the managed model is published.
+        o_server: the ordered server where the managed model is published.
     """
 
     def __init__(
@@ -63,27 +63,30 @@ class PushPullGradServer:
         self.model_name = model_name
         self.secondary_reducers = list(secondary_reducers)
         self.o_server = o_server
-        # Which server of that name: a client numbers its pushes anew for each.
+        # Identifies one server of that name: push numbers start again for each.
         self._token = token
         self._known = KnownState()
 
     @property
     def dropped(self) -> int:
-        """How many pushes reducers have dropped, as far as this process has been told."""
+        """The number of pushes that reducers have dropped, as far as this process knows."""
         return self._sender().dropped
 
     def push(self, model: nn.Module) -> bool:
-        """Send a model's gradients to a reducer, then `pull`; return what that returns.
+        """Send a model's gradients to a reducer, then ``pull``.
 
-        A push that has returned is applied once, or counted as dropped, unless both its reducer and
-        this process die. Until then this process keeps a copy of the gradients. Parameters that
-        require no gradient are left out.
+        After this returns, the gradients will be applied exactly once or counted as dropped, unless
+        both the reducer and this process die. Until then this process keeps a copy of them.
+        Parameters that do not require gradients are left out.
+
+        Returns:
+            The result of ``pull``.
 
         Raises:
             RuntimeError: a parameter has no gradient.
-            ValueError: names or shapes are not those of the managed model.
-            queue.Full: there has been no room within the world's `rpc_timeout`, or `on_full` is
-                "error".
+            ValueError: names or shapes differ from the managed model.
+            queue.Full: the queue stayed full for the world's ``rpc_timeout``, or ``on_full`` is
+                "error" and it is full.
             RpcError: the primary reducer is gone or has failed.
         """
         check_model(model)
@@ -93,8 +96,10 @@ class PushPullGradServer:
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
 
-        Buffers stay as they are: the managed model sees no data. Returns False where nothing has
-        been published, since there has been no step yet.
+        Buffers are not changed, because the managed model sees no data.
+
+        Returns:
+            False if nothing has been published yet, because there was no step.
         """
         check_model(model)
         return self._load(model, self._known, None)
@@ -103,9 +108,10 @@ class PushPullGradServer:
         return {**vars(self), "_known": KnownState()}
 
     def _load(self, model: nn.Module, known: KnownState, update: Update | None) -> bool:
-        """Load the newest state: `known` with its `update`, None if that is still to be asked for.
+        """Load the newest state: ``known`` plus ``update``, which is pulled if it is None.
 
-        `known` was read once, and is replaced as a whole: other threads may pull.
+        The caller has read ``self._known`` once. It is only ever replaced, never changed, because
+        other threads may pull.
         """
         model.zero_grad(set_to_none=False)
         if update is None:
@@ -125,7 +131,7 @@ class PushPullGradServer:
         return True
 
     def _sender(self) -> _Sender:
-        """Return this process's sender to the server: all accessors of a process are one client."""
+        """Return the sender that all clients of the server share in this process."""
         key = self.group.get_group_name(), self.server_name, self._token
         with _senders_lock:
             senders = _senders.setdefault(_node.current(), {})
@@ -151,16 +157,16 @@ class _Pending:
 
     number: int
     gradients: Gradients
-    # Where it was sent last.
+    # The reducer to which it was sent last.
     reducer: str = ""
     is_acknowledged: bool = False
-    # Of the state that its caller has, and what leads to the newest one, where the reducer has it.
+    # The caller's state, and the update to the newest one if the reducer has sent it.
     mark: Mark | None = None
-    news: Update | None = None
+    update: Update | None = None
 
 
 class _Sender:
-    """Sends the pushes of this process to one server. Any thread may push."""
+    """Sends the pushes of this process to one server; any thread may push."""
 
     def __init__(self, server_name: str, group: RpcGroup, reducers: Iterable[str]) -> None:
         self._server_name = server_name
@@ -169,15 +175,15 @@ class _Sender:
         self._client = f"{own_name}/{uuid.uuid4().hex[:12]}"
         self._own = [name for name in reducers if name == own_name]
         self._others = [name for name in reducers if name != own_name]
-        # Guards what follows; nothing is sent under it.
+        # Guards the attributes below; nothing is sent while it is held.
         self._lock = threading.Lock()
         self._next_number = 0
         self._pushes: dict[int, _Pending] = {}
         self._dropped: dict[str, int] = {}
-        self._met: set[str] = set()
-        # The reducers that are shut out.
-        self._lost: set[str] = set()
-        # Held while the pushes of a dead reducer go elsewhere; that may find another one dead.
+        self._watched: set[str] = set()
+        # Dead reducers, from which the primary accepts nothing.
+        self._excluded: set[str] = set()
+        # Held while the pushes of a dead reducer are sent again; that may find another one dead.
         self._recovering = threading.RLock()
         self._idle: set[str] = set()
 
@@ -186,7 +192,7 @@ class _Sender:
         return sum(self._dropped.values())
 
     def push(self, gradients: Gradients, mark: Mark | None) -> Update | None:
-        """Deliver gradients to a living reducer; return what is newer than `mark`, if it knows."""
+        """Deliver gradients to a living reducer; return its update from ``mark``, if any."""
         with self._lock:
             pending = _Pending(self._next_number, gradients, mark=mark)
             self._next_number += 1
@@ -197,37 +203,37 @@ class _Sender:
             with self._lock:
                 self._pushes.pop(pending.number, None)
             raise
-        # The push is kept until the primary has it; what was pulled is not.
-        news, pending.news = pending.news, None
-        return news
+        # The push is kept until the primary has it, but the update is not needed there.
+        update, pending.update = pending.update, None
+        return update
 
-    def _deliver(self, pending: _Pending, is_again: bool = False) -> None:
-        """Try one reducer after the other until one has the push."""
+    def _deliver(self, pending: _Pending, is_retry: bool = False) -> None:
+        """Try one reducer after another until one accepts the push."""
         while True:
-            # Other processes first, so that one death is no loss.
+            # Other processes first, so that a single death loses nothing.
             others = random.sample(self._others, len(self._others))
-            for reducer in [*others, *self._own, _STAND_IN]:
-                if self._try(reducer, pending, is_again):
+            for reducer in [*others, *self._own, _FALLBACK]:
+                if self._try(reducer, pending, is_retry):
                     return
 
-    def _try(self, reducer: str, pending: _Pending, is_again: bool) -> bool:
+    def _try(self, reducer: str, pending: _Pending, is_retry: bool) -> bool:
         with self._lock:
-            if reducer in self._lost:
+            if reducer in self._excluded:
                 return False
-            there = (one for one in self._pushes.values() if one.reducer == reducer)
-            asked = tuple(one.number for one in there if one.is_acknowledged)
+            at_reducer = (one for one in self._pushes.values() if one.reducer == reducer)
+            asked = tuple(one.number for one in at_reducer if one.is_acknowledged)
             pending.reducer = reducer
             low, content = min(self._pushes), pending.gradients
-            push = Push(self._client, pending.number, low, content, asked, is_again)
+            push = Push(self._client, pending.number, low, content, asked, is_retry)
         try:
             receipt = self._ask(reducer, push, pending)
         except (KeyError, RpcError) as error:
             self._recover(reducer, error)
             return self._has_arrived(pending)
-        self._note(reducer, push, receipt)
+        self._note_receipt(reducer, push, receipt)
         if receipt.state == "taken":
             with self._lock:
-                pending.is_acknowledged = pending.reducer not in self._lost
+                pending.is_acknowledged = pending.reducer not in self._excluded
             return pending.is_acknowledged or self._has_arrived(pending)
         if receipt.state == "idle":
             self._idle.add(reducer)
@@ -238,93 +244,93 @@ class _Sender:
         raise (queue.Full if receipt.state == "full" else RpcError)(receipt.text)
 
     def _ask(self, reducer: str, push: Push, pending: _Pending) -> Receipt:
-        """Return the reducer's answer; raise KeyError or RpcError where it is dead."""
+        """Return the reducer's answer; raise KeyError or RpcError if it is dead."""
         try:
             if reducer in self._idle and not self._call(reducer, "_is_running_service"):
-                return Receipt("idle", held=push.asked)
+                return Receipt("idle", pending=push.asked)
             self._idle.discard(reducer)
-            given = push, reducer != _STAND_IN, pending.mark
+            given = push, reducer != _FALLBACK, pending.mark
             receipt: Receipt
-            receipt, news = self._call(reducer, "_push_service", *given)
-            pending.news = None if push.is_again else news
+            receipt, update = self._call(reducer, "_push_service", *given)
+            pending.update = None if push.is_retry else update
             self._watch(reducer)
             return receipt
         except KeyError:
-            if reducer == _STAND_IN or reducer in self._met:
+            if reducer == _FALLBACK or reducer in self._watched:
                 raise
-            # It has not been made yet.
-            return Receipt("idle", held=push.asked)
+            # The reducer has not been created yet.
+            return Receipt("idle", pending=push.asked)
         except RpcError as error:
-            # What became of the push? Where nobody answers this either, the reducer is dead.
+            # Ask what became of the push; if this fails too, the reducer is dead.
             try:
                 is_back = self._call(reducer, "_withdraw_service", push.client, push.number)
             except (KeyError, RpcError):
                 raise error from None
             where = repr(reducer or "the primary")
             text = f"the queue of {where} has been full for too long: {error}"
-            return Receipt("full" if is_back else "taken", text, held=push.asked)
+            return Receipt("full" if is_back else "taken", text, pending=push.asked)
 
-    def _note(self, reducer: str, push: Push, receipt: Receipt) -> None:
-        """Forget the pushes that a reducer does not hold any more."""
+    def _note_receipt(self, reducer: str, push: Push, receipt: Receipt) -> None:
+        """Delete the pushes that a reducer has handed over; log dropped ones."""
         with self._lock:
             before = self.dropped
             for name, count in receipt.dropped.items():
                 self._dropped[name] = max(count, self._dropped.get(name, 0))
-            for number in set(push.asked).difference(receipt.held):
+            for number in set(push.asked).difference(receipt.pending):
                 if number in self._pushes and self._pushes[number].reducer == reducer:
                     del self._pushes[number]
         if self.dropped > before:
             logger.warning("%r has dropped %d pushes by now", self._server_name, self.dropped)
 
     def _has_arrived(self, pending: _Pending) -> bool:
-        # After a recovery that may be going on.
+        # Wait for a recovery that may be running.
         with self._recovering, self._lock:
             return pending.number not in self._pushes
 
     def _recover(self, reducer: str, reason: Exception | None = None) -> None:
-        """Send again, through others, what a dead reducer has not handed over."""
-        if reducer == _STAND_IN:
+        """Send the undelivered pushes of a dead reducer again through other reducers."""
+        if reducer == _FALLBACK:
             raise self._primary_is_gone(reason) from reason
         with self._recovering:
             with self._lock:
-                if reducer in self._lost:
+                if reducer in self._excluded:
                     return
-                # From here on nothing is sent there, so the list is complete.
-                self._lost.add(reducer)
-                there = [one for one in self._pushes.values() if one.reducer == reducer]
-            numbers = [one.number for one in there]
+                # No push is sent to this reducer from now on, so the list below is complete.
+                self._excluded.add(reducer)
+                at_reducer = [one for one in self._pushes.values() if one.reducer == reducer]
+            numbers = [one.number for one in at_reducer]
             try:
-                arrived = self._call(_STAND_IN, "_fence_service", reducer, self._client, numbers)
+                arrived = self._call(_FALLBACK, "_fence_service", reducer, self._client, numbers)
             except (KeyError, RpcError) as error:
                 with self._lock:
-                    self._lost.discard(reducer)
+                    self._excluded.discard(reducer)
                 raise self._primary_is_gone(error) from error
             with self._lock:
                 for number in arrived:
                     self._pushes.pop(number, None)
-                # Those that are not acknowledged somebody is about to send.
-                lacking = (one for one in there if one.number not in arrived)
+                # Unacknowledged pushes are sent by the threads that wait for them.
+                lacking = (one for one in at_reducer if one.number not in arrived)
                 again = [one for one in lacking if one.is_acknowledged]
                 for one in again:
                     one.is_acknowledged = False
             for one in again:
-                self._deliver(one, is_again=True)
+                self._deliver(one, is_retry=True)
         logger.warning("reducer %r is gone: %d pushes were sent again", reducer, len(again))
 
     def _primary_is_gone(self, reason: Exception | None) -> RpcError:
         return RpcError(f"the primary reducer of {self._server_name!r} is gone: {reason}")
 
     def _watch(self, reducer: str) -> None:
-        """Have the pushes at a reducer recovered when it dies, even if nothing is pushed then."""
+        """Recover a reducer's pushes as soon as it dies, not only at the next push."""
         with self._lock:
-            if reducer in self._met or reducer == _STAND_IN:
+            if reducer in self._watched or reducer == _FALLBACK:
                 return
-            self._met.add(reducer)
+            self._watched.add(reducer)
         prefix = f"{self._server_name}/{reducer}"
-        when_gone(self._group, prefix, partial(_recover_later, weakref.ref(self), reducer))
+        on_reducer_gone(self._group, prefix, partial(_recover_later, weakref.ref(self), reducer))
 
     def recover_quietly(self, reducer: str) -> None:
-        """Recover what was sent to a reducer; that the primary is gone the next push reports."""
+        """Recover the pushes at a reducer; the next push reports a dead primary."""
         with self._lock:
             is_used = any(one.reducer == reducer for one in self._pushes.values())
         if is_used:
@@ -343,7 +349,7 @@ def _recover_later(own: weakref.ref[_Sender], reducer: str) -> None:
         threading.Thread(target=sender.recover_quietly, args=(reducer,), daemon=True).start()
 
 
-# By world and server. A world that ends takes its part along.
+# By world and server; the senders of a world are freed with it.
 _senders: weakref.WeakKeyDictionary[Node, dict[tuple[str, ...], _Sender]] = (
     weakref.WeakKeyDictionary()
 )

@@ -1,4 +1,4 @@
-"""A parameter server: gradients of many processes are reduced in two levels and train one model."""
+"""A parameter server that reduces gradients of many processes in two levels to train a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..calls.group import RpcGroup, held_or_none
+from ..calls.group import RpcGroup, find_local
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
 from .ordered_server import Mark, OrderedServerBase, Update, offer, own_state_server
@@ -32,35 +32,35 @@ class ReduceType(Enum):
 
 
 class PushPullGradServerImpl:
-    """One process's part of a gradient server, made on the primary and all secondary reducers.
+    """A gradient server; the primary and every secondary reducer must create one.
 
-    A client pushes to a random secondary reducer. That reduces each `reduce_batch_size` pushes to
-    one and hands it to the primary reducer, which does the same and has the managed model step. So
-    a step takes `reduce_batch_size` squared pushes. The primary pairs an accessor under the
-    server's name: `group.get_paired(server_name).to_here()`.
+    A client pushes to a random secondary reducer, preferably in another process. That reduces each
+    ``reduce_batch_size`` pushes to one batch for the primary reducer, which reduces as many batches
+    for one optimizer step. So a step takes ``reduce_batch_size`` squared pushes. The primary pairs
+    a client under the server's name: ``group.get_paired(server_name).to_here()``.
 
-    Nothing is lost or counted twice when a secondary reducer dies: its clients send again what the
-    primary lacks, through the others, or the primary's process where there are none. A client
-    prefers reducers in other processes. When the primary dies, pushes and pulls raise `RpcError`.
+    If a secondary reducer dies, no push is lost or counted twice: its clients send again what the
+    primary lacks, to other reducers or, if none is left, to the primary's process. If the primary
+    dies, pushes and pulls raise ``RpcError``.
 
     Args:
         server_name: unique in the group.
         group: this process must be a member.
         model_name: the key under which the managed model is published.
-        primary_reducer: its name; default the first member.
-        secondary_reducers: their names; default all members.
-        o_server: where the model is published; default a server of this one's own.
-        reduce_method: "sum", or "mean", a mean of means.
-        reduce_device: where this process adds gradients.
-        reduce_batch_size: how many are reduced at once, on both levels.
-        max_queue_size: how many a reducer keeps that it has not begun with.
-        on_full: what becomes of a push to a full queue: it waits ("block"), the oldest one is
-            dropped and counted ("drop_oldest"), or it is refused ("error").
+        primary_reducer: the name of the primary reducer; default: the first member.
+        secondary_reducers: the names of the secondary reducers; default: all members.
+        o_server: the ordered server where the model is published; default: a new one.
+        reduce_method: "sum", or "mean" for a mean of means.
+        reduce_device: the device on which this process adds gradients.
+        reduce_batch_size: how many gradients are reduced at once, on both levels.
+        max_queue_size: the maximum number of gradients that wait in a reducer's queue.
+        on_full: with a full queue, "block" lets a push wait, "drop_oldest" drops and counts the
+            oldest one, and "error" rejects the push.
 
     Raises:
-        AssertionError: `reduce_method`, `reduce_batch_size` or `max_queue_size` is out of range.
-        ValueError: another argument is; or a reducer is no member.
-        KeyError: the group has a server of that name here.
+        AssertionError: ``reduce_method``, ``reduce_batch_size`` or ``max_queue_size`` is invalid.
+        ValueError: another argument is invalid, or a reducer is not a member.
+        KeyError: this process already has a server of that name in the group.
     """
 
     REDUCE_MASTER: ClassVar[int] = 0
@@ -99,13 +99,13 @@ class PushPullGradServerImpl:
         self._is_stopping = False
         self._failure: BaseException | None = None
         self._primary: Primary | None = None
-        # The upper one first, so that what it waits for on the other has room to go to.
+        # The primary is first, so that its queue has room for the secondary's batches.
         self._levels: list[Primary | Secondary] = []
         if self._name == self.primary_reducer:
             self._primary = Primary(self._name, settings, self._changed, self._shut_out)
             self._levels.append(self._primary)
         primary = self._primary or RemotePrimary(server_name, group, self.primary_reducer)
-        self._secondary = Secondary(self._name, settings, self._changed, primary, self._news)
+        self._secondary = Secondary(self._name, settings, self._changed, primary, self._newer_state)
         self._levels.append(self._secondary)
         with contextlib.ExitStack() as undo:
             self._offer(undo)
@@ -113,31 +113,35 @@ class PushPullGradServerImpl:
 
     @property
     def dropped(self) -> int:
-        """How many pushes were dropped in this process, on both levels."""
+        """The number of pushes dropped in this process, on both levels."""
         return sum(one.level.dropped for one in self._levels)
 
     @property
     def pending(self) -> int:
-        """How many pushes are in this process and in no step yet."""
+        """The number of pushes in this process that are not part of a step yet."""
         with self._changed:
             return sum(len(one.level.pushes) for one in self._levels)
 
     def manage_model(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any = None
     ) -> None:
-        """Train a model by what is reduced; only on the primary reducer, and before `start`.
+        """Set the model to train; only the primary reducer may call it, before ``start``.
 
-        The model gets `pp_version`, 0, which counts the steps that were published. Its first state
-        is not published. `lr_scheduler` is stepped once after each step of the optimizer. Without
-        a model, gradients are reduced and forgotten.
+        The attribute ``pp_version`` of the model counts the published steps from 0. The initial
+        state is not published. Without a model, gradients are reduced and discarded.
+
+        Args:
+            model: the model to train.
+            optimizer: steps after each full reduction.
+            lr_scheduler: steps once after each step of the optimizer.
 
         Raises:
             RuntimeError: this is not the primary reducer, or it is running.
         """
         if self._primary is None or self.o_server is None:
             raise RuntimeError(
-                f"{self._name!r} is a secondary reducer: the model is managed on the primary one, "
-                f"{self.primary_reducer!r}"
+                f"manage_model() must be called on the primary reducer {self.primary_reducer!r}, "
+                f"but {self._name!r} is a secondary reducer"
             )
         if self._thread is not None:
             raise RuntimeError("manage_model must be called before start, or after stop")
@@ -146,7 +150,7 @@ class PushPullGradServerImpl:
         )
 
     def start(self) -> None:
-        """Begin to reduce, or go on after `stop` with what is here."""
+        """Start to reduce, or continue after ``stop`` with the pushes that are here."""
         if self._thread is not None:
             return
         self._is_stopping, self._failure = False, None
@@ -157,9 +161,9 @@ class PushPullGradServerImpl:
         self._thread.start()
 
     def stop(self) -> None:
-        """End reducing after the reduction or step at hand; what is here stays for `start`.
+        """Stop after the current reduction or step; pushes that are here wait for ``start``.
 
-        Clients go on with other secondary reducers meanwhile.
+        Clients use other secondary reducers meanwhile.
         """
         if self._thread is None:
             return
@@ -168,17 +172,18 @@ class PushPullGradServerImpl:
             self._changed.notify_all()
         self._thread.join()
         self._thread = None
-        self._secondary.halt()
+        self._secondary.pause()
         if self.dropped:
             logger.warning("%r has dropped %d pushes", self.server_name, self.dropped)
         if self.pending:
-            logger.info("%r stopped with %d pushes in no step", self.server_name, self.pending)
+            logger.info("%r stopped with %d pending pushes", self.server_name, self.pending)
 
     def watch(self) -> None:
-        """Raise what has ended the reducing thread, if something has.
+        """Raise the error that has ended the reducing thread, if any.
 
-        That is whatever reducing or stepping raised, or an RpcError: the primary reducer is gone,
-        or has shut out this one.
+        Raises:
+            Exception: the error of a reduction or a step.
+            RpcError: the primary reducer is gone or has excluded this one.
         """
         if self._failure is not None:
             raise self._failure
@@ -186,7 +191,7 @@ class PushPullGradServerImpl:
             raise RpcError(self._secondary.lost[1])
 
     def close(self) -> None:
-        """Stop and withdraw this part of the server; may be called again."""
+        """Stop and withdraw this process's services; may be called again."""
         self.stop()
         self._offers.close()
         self._secondary.leave()
@@ -212,7 +217,7 @@ class PushPullGradServerImpl:
     def _offer(self, undo: contextlib.ExitStack) -> None:
         services = self._secondary.services(f"{self.server_name}/{self._name}")
         if self._primary is not None:
-            # When no other reducer can, this process takes pushes under the server's own name.
+            # Under the server's name, this process takes pushes if no other reducer can.
             services |= self._secondary.services(self.server_name)
             services |= self._primary.services(self.server_name)
         for key, service in services.items():
@@ -231,16 +236,16 @@ class PushPullGradServerImpl:
         )
         offer(undo, self.group, "value", self.server_name, accessor)
 
-    def _news(self, mark: Mark | None) -> Update | None:
-        # The tensors are the server's own: they are for sending.
+    def _newer_state(self, mark: Mark | None) -> Update | None:
+        # The update refers to the server's own tensors, which are only sent.
         key = f"{self.server_name}_o_server/_pull_changes"
-        service = held_or_none("service", self.group.get_group_name(), key)
+        service = find_local("service", self.group.get_group_name(), key)
         return None if service is None else service(self.model_name, None, mark, frozenset())
 
     def _shut_out(self, reducer: str, text: str) -> None:
-        """Tell a reducer that it is held dead; one that sleeps finds it when it wakes."""
+        """Notify a reducer that it is considered dead, in case it was only suspended."""
         key = f"{self.server_name}/{reducer}/_shut_out_service"
-        # It mostly is dead.
+        # Usually it is dead, and the call fails.
         with contextlib.suppress(KeyError, RpcError):
             self.group.registered_async(key, (text,), timeout=0)
 

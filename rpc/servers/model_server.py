@@ -1,4 +1,4 @@
-"""One model for many processes: whoever trains it pushes, whoever uses it pulls."""
+"""A server for one model: trainers push its state, and users pull it."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from .ordered_server import (
 
 
 class PushPullModelServer:
-    """Pushes and pulls models to and from the server of that name; can be sent to other members.
+    """A client of a model server that pushes and pulls models; it can be sent to other members.
 
-    A model's version is its attribute `pp_version`, the only one that is added to it. Names are
-    those of the model inside of wrappers for parallelism, so that any wrapper may push and any
-    other, or none, may pull. A sharded model is pushed and pulled by all ranks that share it, and
-    these must be the only ones to push; on one of them `push` returns True.
+    A model's version is its attribute ``pp_version``, the only one that is added. Parallel wrappers
+    are removed from parameter names, so that differently wrapped models can be pushed and pulled.
+    All ranks of a sharded model must push and pull together, and no other process may push; then
+    ``push`` returns True on one of them.
 
-    Of a model that this object has pushed or pulled before, only the tensors that changed since
-    travel, if the server is that of `PushPullModelServerImpl`; for that a copy of the state is kept
-    as long as the model lives. Tensors that change at every push travel without being copied or
-    compared, but for one push in 16, so that those that have stopped changing are found.
-
-    Another model than the one that is kept is a KeyError (names) or a ValueError (shapes), and
-    nothing is loaded. A server that is gone or does not answer in time is an RpcError.
+    With the default ordered server, only tensors that have changed since the last push or pull of a
+    model are sent. For that, a copy of the state is kept as long as the model lives. Tensors that
+    change at every push are sent without being copied or compared, except in one push of 16, which
+    finds tensors that no longer change.
 
     Args:
         model_name: the key under which the server keeps the model.
-        o_server: where it is kept; of other ordered servers than the default one, whole states
-            are pushed and pulled.
+        o_server: the ordered server that keeps it. With servers other than the default one, whole
+            states are pushed and pulled.
+
+    Raises:
+        KeyError: from ``push`` and ``pull``: the names differ from the stored model.
+        ValueError: from ``push`` and ``pull``: the shapes differ; nothing is loaded.
+        RpcError: from ``push`` and ``pull``: the server is gone or does not answer in time.
     """
 
     def __init__(self, model_name: str, o_server: OrderedServerBase | None = None) -> None:
@@ -49,18 +51,20 @@ class PushPullModelServer:
         self._known: WeakKeyDictionary[nn.Module, KnownState] = WeakKeyDictionary()
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
-        """Offer the model's state as the successor of its version.
+        """Push the model's state as the successor of its version.
 
         Args:
-            model: the model, whose version goes up by one if it is accepted. Nothing else may
-                change it meanwhile.
-            pull_on_fail: load the newest state where this one was refused. Gradients stay.
+            model: the model; its version increases by one if the push is accepted. It must not be
+                changed during the call.
+            pull_on_fail: whether to load the newest state if the push is refused. Gradients are
+                kept.
 
         Returns:
-            Whether it was accepted: nobody else has pushed since the model was pulled.
+            Whether the push was accepted: True unless another process has pushed since the model
+            was pulled.
 
         Raises:
-            RuntimeError: it was refused, and there is nothing to pull.
+            RuntimeError: the push was refused, and there is nothing to pull.
             RpcError: the server is gone or has not answered in time; it may have accepted.
         """
         check_model(model)
@@ -77,10 +81,10 @@ class PushPullModelServer:
         return False
 
     def pull(self, model: nn.Module) -> bool:
-        """Load the newest state, if the model's version is older or it has none.
+        """Load the newest state if the model's version is older or missing.
 
         Returns:
-            False where nothing was pushed yet; True otherwise, also when nothing is newer.
+            False if nothing was pushed yet; True otherwise, even if nothing is newer.
         """
         check_model(model)
         return self._load(model, _version_of(model))
@@ -99,7 +103,7 @@ class PushPullModelServer:
         try:
             is_accepted = self._send_changes(server, known, own)
         except NothingKeptError:
-            # The server was started anew since.
+            # The server was restarted.
             known = KnownState(version)
             is_accepted = self._send_changes(server, known, own)
         self._known[unwrap(model)] = known
@@ -108,7 +112,7 @@ class PushPullModelServer:
     def _send_changes(self, server: StateServer, known: KnownState, own: dict[str, Any]) -> bool:
         changes = known.changes(own)
         sent = server.push_changes(self.model_name, changes, known.version, known.mark)
-        # While they travel.
+        # Copy while the changes are being sent.
         known.keep(changes, own)
         mark = sent.wait()
         if mark is None:
@@ -119,7 +123,7 @@ class PushPullModelServer:
         return True
 
     def _load(self, model: nn.Module, version: int | None) -> bool:
-        """Load what is newer than `version`, None for anything; False where there is nothing."""
+        """Load a state newer than ``version`` (None is any); return False if there is no state."""
         inner = unwrap(model)
         known = self._known.get(inner)
         if known is None or known.version != _version_of(model):
@@ -128,7 +132,7 @@ class PushPullModelServer:
         if update is None:
             return False
         if update.state is not None:
-            # Also of what the server has not changed: the model may have.
+            # Load unchanged tensors too, because the model may have changed them.
             known = known.updated(update)
             load_snapshot(model, known.state)
             _set_version(model, known.version)
@@ -139,26 +143,26 @@ class PushPullModelServer:
     def _server(self) -> OrderedServerBase:
         if self.o_server is None:
             raise RuntimeError(
-                f"PushPullModelServer({self.model_name!r}) was made without o_server"
+                f"PushPullModelServer({self.model_name!r}) must be created with o_server, got None"
             )
         return self.o_server
 
 
 class PushPullModelServerImpl:
-    """Keeps the newest states of one model.
+    """A server for the newest states of one model.
 
-    Lives in the process that makes it until `close`. A `PushPullModelServer` that calls it is
-    paired under its name: `group.get_paired(server_name).to_here()`.
+    It lives in the process that creates it until ``close``. A ``PushPullModelServer`` that calls it
+    is paired under its name: ``group.get_paired(server_name).to_here()``.
 
     Args:
         server_name: unique in the group.
         group: this process must be a member.
         model_name: the key under which the model is kept.
-        o_server: where it is kept, default: an ordered server of its own, `<server_name>_o_server`,
-            to and from which only changes travel.
+        o_server: the ordered server that keeps it; default: a new one with the name
+            ``<server_name>_o_server``, with which clients only exchange changes.
 
     Raises:
-        AssertionError: this process is no member.
+        AssertionError: this process is not a member.
         KeyError: the group has a server of that name.
     """
 
@@ -180,7 +184,7 @@ class PushPullModelServerImpl:
             self._offers = undo.pop_all()
 
     def close(self) -> None:
-        """Withdraw the server, and forget the model where it was kept here; may be called again."""
+        """Withdraw the server, and delete a model that is kept here; may be called again."""
         self._offers.close()
 
 

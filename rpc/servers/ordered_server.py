@@ -1,9 +1,8 @@
-"""A key-value store whose values have versions: each push names the one that it replaces.
+"""A key-value store with versions: each push names the version that it replaces.
 
-One for states, dictionaries of tensors, to and from which only changes travel: versions share the
-tensors that did not change. A mark names one state of one server, so that a client can say what it
-has; the numbers of versions could not, since a server that was started anew counts from the
-beginning.
+A subclass stores states (dicts of tensors) and only exchanges changes: versions share unchanged
+tensors. A client describes what it has by a mark, which identifies one state of one server. Version
+numbers cannot do this, because they start again when a server is restarted.
 """
 
 from __future__ import annotations
@@ -25,26 +24,31 @@ from .model_state import copied, on_cpu
 
 
 class OrderedServerBase(ABC):
-    """What clients of an ordered server call; override both methods.
+    """The client interface of an ordered server; subclasses override both methods.
 
-    Versions may be anything that can be compared for equality and hashed. `version` equal to
-    `prev_version` is allowed, and says nothing about order.
+    Versions may be any hashable objects. ``version`` may equal ``prev_version``.
     """
 
     @abstractmethod
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        """Offer `value` as the successor of `prev_version`; False if another one was faster."""
+        """Push ``value`` as the successor of ``prev_version``; return whether it was accepted."""
 
     @abstractmethod
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """Return value and version, the newest by default; None where there is no such."""
+        """Return value and version, by default the newest; None if they do not exist."""
 
 
 class OrderedServerSimple(OrderedServerBase):
-    """Calls the server of that name, from any member; can be sent to other members.
+    """A client of an ordered server, for any member; it can be sent to other members.
 
-    Both methods raise KeyError where there is no such server, and RpcError where it is gone or has
-    not answered in time; a value that was pushed may have arrived then.
+    Args:
+        server_name: the name given to ``OrderedServerSimpleImpl``.
+        group: the group of the server.
+
+    Raises:
+        KeyError: from both methods: the server does not exist.
+        RpcError: from both methods: the server is gone or has not answered in time; a pushed value
+            may have arrived.
     """
 
     def __init__(self, server_name: str, group: RpcGroup) -> None:
@@ -52,35 +56,35 @@ class OrderedServerSimple(OrderedServerBase):
         self.group = group
 
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        """Offer `value` as the successor of `prev_version`; return whether it is the newest now.
+        """Push ``value`` as the successor of ``prev_version``; return whether it was accepted.
 
-        It is, if `prev_version` was the newest, or if the key is new, whatever `prev_version` says.
-        An older version that is still kept is refused.
+        It is accepted if ``prev_version`` is the newest version, or if the key is new. A
+        ``version`` that equals an older one that is still kept is refused.
         """
         service = f"{self.server_name}/_push_service"
         accepted: bool = self.group.registered_sync(service, (key, value, version, prev_version))
         return accepted
 
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """Return a copy of a value and its version, the newest by default; None without one."""
+        """Return a copy of a value and its version, by default the newest; None without one."""
         service = f"{self.server_name}/_pull_service"
         found: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
         return found
 
 
 class OrderedServerSimpleImpl:
-    """Keeps the last versions of each key, and takes only successors of the newest one.
+    """A server that keeps the last versions of each key and only accepts successors of the newest.
 
-    Lives in the process that makes it until `close`. An `OrderedServerSimple` that calls it is
-    paired under its name: `group.get_paired(server_name).to_here()`.
+    It lives in the process that creates it until ``close``. An ``OrderedServerSimple`` that calls
+    it is paired under its name: ``group.get_paired(server_name).to_here()``.
 
     Args:
         server_name: unique in the group.
         group: this process must be a member.
-        version_depth: how many versions are kept behind the newest one, so one more in all.
+        version_depth: the number of versions kept in addition to the newest one.
 
     Raises:
-        AssertionError: this process is no member, or the depth is no positive integer.
+        AssertionError: this process is not a member, or the depth is not a positive integer.
         KeyError: the group has a server of that name.
     """
 
@@ -91,19 +95,18 @@ class OrderedServerSimpleImpl:
         self.server_name = server_name
         self.group = group
         self.version_depth = version_depth
-        # Of each key its versions, the newest last. Values are never changed, so nothing is copied.
+        # By key and version, the newest last. Values are never changed, so they are not copied.
         self._versions: dict[Hashable, dict[Any, Any]] = {}
-        # Held for a few dictionary operations.
         self._lock = threading.RLock()
         with contextlib.ExitStack() as undo:
-            # The accessor last: who finds it may call at once.
+            # The client is paired last, because members may call as soon as they find it.
             for name, service in self._services().items():
                 offer(undo, group, "service", f"{server_name}/{name}", service)
             offer(undo, group, "value", server_name, self._accessor())
             self._offers = undo.pop_all()
 
     def close(self) -> None:
-        """Withdraw the server and forget its values; may be called again."""
+        """Withdraw the server and delete its values; may be called again."""
         self._offers.close()
         self._versions.clear()
 
@@ -114,7 +117,7 @@ class OrderedServerSimpleImpl:
         return OrderedServerSimple(self.server_name, self.group)
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        # What is replaced or dropped may be large: it is freed after the lock.
+        # Replaced and dropped values may be large, so they are freed after the lock is released.
         freed = []
         with self._lock:
             versions = self._versions.setdefault(key, {})
@@ -140,11 +143,11 @@ class OrderedServerSimpleImpl:
 def offer(
     undo: contextlib.ExitStack, group: RpcGroup, kind: str, key: Hashable, offered: Any
 ) -> None:
-    """Offer a value or service under `key`, until `undo` is closed."""
+    """Offer a value or service under ``key`` until ``undo`` is closed."""
     (group.pair if kind == "value" else group.register)(key, offered)
 
     def withdraw() -> None:
-        # A destroyed group and an ended world have withdrawn it already.
+        # If the group was destroyed or the world has ended, it is withdrawn already.
         with contextlib.suppress(KeyError, RuntimeError):
             (group.unpair if kind == "value" else group.deregister)(key)
 
@@ -153,40 +156,42 @@ def offer(
 
 State = Mapping[str, Any]
 
-
-# One state under a key: the server that was started, not its name, and the number of a push there.
+# Identifies a state: a random identifier of the server, and the number of the push.
 Mark = tuple[str, int]
 
 
 class Update(NamedTuple):
-    """What leads to the newest state: all of it, or what changed since the client's mark."""
+    """The newest state, or the changes since the client's mark."""
 
     version: Any
-    # None of servers that have none.
+    # None if the server has no marks.
     mark: Mark | None
     is_whole: bool = False
-    # None where the client has nothing older.
+    # None if the client's state is the newest.
     state: State | None = None
 
 
 class NothingKeptError(KeyError):
-    """There is no state which the pushed changes could be applied to."""
+    """The server has no state to which the pushed changes could be applied."""
 
 
 class StateServer(OrderedServerSimple):
-    """Calls a `StateServerImpl`; its `push` and `pull` move whole states."""
+    """A client of a ``StateServerImpl``; ``push`` and ``pull`` send whole states."""
 
     def push_changes(
         self, key: Hashable, state: State, version: int, mark: Mark | None
     ) -> Future[Mark | None]:
-        """Offer a state as the successor of the one of `version` and `mark`, without waiting.
+        """Push a state as the successor of ``version`` and ``mark``, without waiting.
 
         Args:
-            state: what changed since `mark`, or the whole, where that is None.
+            key: the key of the model.
+            state: the changes since ``mark``, or the whole state if ``mark`` is None.
+            version: the version that is replaced.
+            mark: the state that the changes apply to.
 
         Returns:
-            The mark of the new state, None where it was refused. Waiting for it raises
-            NothingKeptError where the key is new, so that only a whole state will do.
+            A future of the new state's mark, or of None if the push was refused. It raises
+            NothingKeptError if the key is new and the state is not whole.
         """
         given = key, state, version + 1, version, mark
         return self.group.registered_async(f"{self.server_name}/_push_changes", given)
@@ -194,10 +199,14 @@ class StateServer(OrderedServerSimple):
     def pull_changes(
         self, key: Hashable, version: Any, mark: Mark | None, lacking: Set[str] = frozenset()
     ) -> Update | None:
-        """Return what leads to the newest state; None where there is no such key.
+        """Return the update to the newest state; None if the key does not exist.
 
-        The caller has the state of `mark` and `version`, but for the names that it is `lacking`. A
-        mark of another server makes the version meaningless; None asks for the newest in any case.
+        Args:
+            key: the key of the model.
+            version: the caller's version; None asks for the newest state in any case. It is
+                ignored if ``mark`` is of another server.
+            mark: identifies the caller's state.
+            lacking: names in that state that the caller does not have any more.
         """
         given = key, version, mark, set(lacking)
         service = f"{self.server_name}/_pull_changes"
@@ -206,7 +215,7 @@ class StateServer(OrderedServerSimple):
 
 
 class StateServerImpl(OrderedServerSimpleImpl):
-    """An ordered server of states that knows when each of their tensors was last changed."""
+    """An ordered server of states that records when each of their tensors was last changed."""
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1) -> None:
         self._name = secrets.token_hex(8)
@@ -229,8 +238,8 @@ class StateServerImpl(OrderedServerSimpleImpl):
         self, key: Hashable, state: State, version: Any, prev_version: Any, mark: Mark | None
     ) -> Mark | None:
         if not isinstance(state, Mapping):
-            raise TypeError(f"a state is a mapping from names to tensors, not {type(state)}")
-        # Tensors are neither copied nor compared under the lock.
+            raise TypeError(f"a state must be a mapping from names to tensors, got {type(state)}")
+        # The lock is held briefly: tensors are neither copied nor compared.
         with self._lock:
             ledger = self._ledgers.get(key) or _Ledger()
             newest = super()._pull_service(key)
@@ -257,7 +266,7 @@ class StateServerImpl(OrderedServerSimpleImpl):
             state, newest_version = newest
             ledger = self._ledgers[key]
             update = Update(newest_version, (self._name, ledger.number))
-            # The push that the client knows; 0 is none of this server.
+            # The last push that the client has; 0 if it has none of this server.
             known = mark[1] if mark is not None and mark[0] == self._name else 0
             is_comparable = version is not None and (mark is None or known > 0)
             if mark == update.mark or (is_comparable and version >= newest_version):
@@ -271,9 +280,9 @@ class StateServerImpl(OrderedServerSimpleImpl):
 def pull_update(
     server: OrderedServerBase, key: Hashable, version: Any, known: KnownState
 ) -> Update | None:
-    """Return what leads from `known` to the newest state on any ordered server; None without one.
+    """Return the update from ``known`` to the newest state on any server; None without one.
 
-    Nothing older than `version`; where that is None, the newest in any case.
+    The update is empty unless the newest state is newer than ``version`` or that is None.
     """
     if isinstance(server, StateServer):
         return server.pull_changes(key, version, known.mark, known.lacking)
@@ -286,7 +295,7 @@ def pull_update(
 
 
 def own_state_server(undo: contextlib.ExitStack, server_name: str, group: RpcGroup) -> StateServer:
-    """Keep the states of another server here, until `undo` is closed; return what calls it."""
+    """Create a state server for another server, until ``undo`` is closed; return its client."""
     name = f"{server_name}_o_server"
     undo.callback(StateServerImpl(name, group).close)
     return StateServer(name, group)
@@ -294,12 +303,12 @@ def own_state_server(undo: contextlib.ExitStack, server_name: str, group: RpcGro
 
 @dataclass
 class _Ledger:
-    """The numbers of the pushes under one key: the last one, and what was changed when."""
+    """The pushes under one key: the last number, and the last one that changed each tensor."""
 
     number: int = 0
-    # The last one that changed the names.
+    # The last push that changed the names.
     whole: int = 0
-    # By name, the last one that changed its tensor.
+    # By name, the last push that changed the tensor.
     changes: dict[str, int] = field(default_factory=dict)
 
     def note(self, names: State, *, is_whole: bool) -> None:
@@ -310,11 +319,10 @@ class _Ledger:
         self.changes.update(dict.fromkeys(names, self.number))
 
 
-# An integer of the same size, by which tensors are compared: NaN is itself, and -0 is not 0.
+# Tensors are compared as integers of the same size, so that NaN equals itself and -0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-# Copies of what changes at each push are made this seldom.
+# Tensors that change at each push are only copied once in this many pushes.
 _PUSHES_PER_COPY = 16
 
 
@@ -325,9 +333,9 @@ class KnownState:
     version: int = 0
     mark: Mark | None = None
     state: dict[str, Any] = field(default_factory=dict)
-    # Names of what belongs to it, but is not known here any more.
+    # Names in the state whose tensors are not kept any more.
     lacking: set[str] = field(default_factory=set)
-    # Names of what had changed in the last push, and the number of pushes.
+    # Names of tensors that changed in the last push, and the number of pushes.
     changing: set[str] = field(default_factory=set)
     pushes: int = 0
 
@@ -335,9 +343,9 @@ class KnownState:
         return own.keys() == self.state.keys() | self.lacking
 
     def changes(self, own: State) -> dict[str, Any]:
-        """Return what of a model's state differs or is not known, on the CPU.
+        """Return the entries of a model's state that differ or are unknown, on the CPU.
 
-        It is not copied where it is there.
+        Entries that are on the CPU are not copied.
         """
         here = {name: on_cpu(value) for name, value in own.items()}
         return {
@@ -345,9 +353,10 @@ class KnownState:
         }
 
     def keep(self, changes: State, own: State) -> None:
-        """Copy what was sent into what is known, without new memory where there is some.
+        """Copy the sent changes into the known state, into existing memory if possible.
 
-        Not what changes at each push, but for every sixteenth: it would be compared for nothing.
+        Tensors that change at each push are left out, because comparing them is useless, except
+        once in ``_PUSHES_PER_COPY`` pushes.
         """
         self.pushes += 1
         lasting = self.changing if self.pushes % _PUSHES_PER_COPY else set()
@@ -364,7 +373,7 @@ class KnownState:
                 self.state[name] = copied(value)
 
     def forget(self, names: State) -> None:
-        """Note that what is known under these names is not the server's."""
+        """Drop the tensors of these names, because they differ from the server's."""
         self.lacking |= names.keys()
         for name in names:
             self.state.pop(name, None)

@@ -1,4 +1,4 @@
-"""The two levels of a gradient server: pushes become batches, and batches become steps."""
+"""The two levels of a gradient server: pushes to batches, and batches to steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from ..calls import node as _node
-from ..calls.group import RpcGroup, call_held, held_or_none
+from ..calls.group import RpcGroup, call_local_service, find_local
 from ..errors import RpcError
 from .model_state import snapshot, unwrap
 from .ordered_server import Mark, OrderedServerSimple, Update
@@ -30,7 +30,7 @@ from .reduction import (
     State,
     check_gradients,
     layout_of,
-    when_gone,
+    on_reducer_gone,
 )
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ManagedModel:
-    """The model that a gradient server trains, with its optimizer; gets `pp_version`, 0."""
+    """The model that a gradient server trains, with its optimizer; sets ``pp_version`` to 0."""
 
     model: Any
     optimizer: Optimizer
@@ -66,8 +66,8 @@ class ManagedModel:
         found = self.o_server.pull(self.model_name)
         newest = None if found is None else found[1]
         logger.warning(
-            "version %r of model %r was refused by its ordered server, which has %r: somebody "
-            "else publishes under that name, or has done so before",
+            "version %r of model %r was refused by its ordered server, which has %r: another "
+            "server publishes under that name, or has done so before",
             *(version + 1, self.model_name, newest),
         )
         if isinstance(newest, int):
@@ -77,9 +77,9 @@ class ManagedModel:
         server = self.o_server
         push = server.push
         if type(server).push is OrderedServerSimple.push:
-            # A call would copy the state, which is a copy already that nobody changes.
+            # Push directly, because a call would copy the state again.
             service = f"{server.server_name}/_push_service"
-            push = held_or_none("service", server.group.get_group_name(), service) or push
+            push = find_local("service", server.group.get_group_name(), service) or push
         is_accepted: bool = push(self.model_name, state, version + 1, version)
         if is_accepted:
             self.model.pp_version = version + 1
@@ -87,12 +87,17 @@ class ManagedModel:
 
 
 class Primary:
-    """Takes batches, adds them up and has the model step at each full sum.
+    """The upper level: adds batches and steps the model at each full sum.
 
-    It knows which pushes have arrived: a client whose secondary reducer has died asks `fence`, and
-    sends the others again. All methods may be called from any thread, `step` from one at a time.
-    `changed` guards it, and is notified when there may be something to do; `shut_out` tells a
-    reducer, by its name and without waiting, why it is shut out.
+    It records which pushes have arrived: a client whose secondary reducer has died calls ``fence``
+    and sends the others again. All methods may be called from any thread, but ``step`` from only
+    one at a time.
+
+    Args:
+        name: the name of this process.
+        settings: the settings of the reduction.
+        changed: guards the state, and is notified if there may be work.
+        shut_out: called with the name of an excluded reducer and the reason; must not block.
     """
 
     def __init__(
@@ -105,12 +110,12 @@ class Primary:
         self.model: ManagedModel | None = None
         self._shut_out = shut_out
         if settings.on_full == "error":
-            # Between reducers a full queue cannot be an error: who pushed has gone on.
+            # Between reducers a full queue cannot be an error: the push has been acknowledged.
             settings = replace(settings, on_full="block")
         self.level = Level[Batch](f"{name} (primary)", settings, changed)
         self._failure = ""
         self._fenced: set[str] = set()
-        # By client, the numbers of its pushes that it may ask for.
+        # By client, the arrived pushes that it may ask for.
         self._arrived: dict[str, set[int]] = {}
 
     @property
@@ -118,7 +123,7 @@ class Primary:
         return bool(self.level.items) and not self._failure
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
-        """Return what secondary reducers call, and clients when one of those has died."""
+        """Return the services for secondary reducers, and for clients after a reducer's death."""
         return {
             f"{prefix}/_reduce_service": self.take,
             f"{prefix}/_fence_service": self.fence,
@@ -135,26 +140,26 @@ class Primary:
             for client, number, low in batch.ids:
                 known = self._arrived.get(client, set())
                 self._arrived[client] = {number, *(one for one in known if one >= low)}
-            # May have to wait; it is here all the same, whatever becomes of its reducer.
+            # A batch that waits for room has arrived too, even if its reducer dies.
             self.level.offer(batch, answer)
         return answer
 
     def layout(self) -> Layout | None:
-        """Return what gradients must look like, None without a model."""
+        """Return the required names and shapes of gradients, None without a model."""
         return None if self.model is None else self.model.layout
 
     def watch(self, on_end: Callable[[], None]) -> None:
-        """Watch nothing: a reducer in the primary's process ends with it."""
+        """Do nothing: a reducer in the primary's process ends with it."""
 
     def fence(self, reducer: str, client: str, numbers: Iterable[int]) -> list[int]:
-        """Take no more batches of a reducer; return which pushes of a client have arrived."""
+        """Exclude a reducer; return which of a client's pushes have arrived."""
         with self.level.locked():
             is_new = reducer not in self._fenced
             self._fenced.add(reducer)
             arrived = sorted(self._arrived.get(client, set()).intersection(numbers))
         if is_new:
-            logger.warning("the reducer %r is held dead, and shut out, for %r", reducer, client)
-            # It may live, with pushes that are no full batch: their clients must learn of it.
+            logger.warning("the reducer %r was excluded: %r reports it dead", reducer, client)
+            # It may be alive and hold pushes of other clients, which must send them again.
             self._shut_out(reducer, _why_fenced(reducer))
         return arrived
 
@@ -163,7 +168,7 @@ class Primary:
             self._failure = ""
 
     def fail(self, text: str) -> None:
-        """Refuse batches until `run`; what was being reduced is lost."""
+        """Refuse batches until ``run``; an incomplete sum is lost."""
         with self.level.locked():
             self._failure = text
             for batch, _ in self.level.waiting:
@@ -172,12 +177,12 @@ class Primary:
             self.level.fail(text)
 
     def step(self) -> bool:
-        """Do one piece of work; False where there is none."""
+        """Reduce one batch; return False if there is none."""
         with self.level.locked():
             if not self.has_work:
                 return False
             batch = self.level.take()
-        # Not under the lock: a step may be long.
+        # Without the lock, because a step may take long.
         total = self.level.add(batch)
         if total is not None:
             if self.model is not None:
@@ -202,42 +207,42 @@ class Primary:
 
 
 def _why_fenced(reducer: str) -> str:
-    return f"the primary reducer has shut out {reducer!r}, which a client held to be dead"
+    return f"the primary reducer has excluded {reducer!r}, which a client reported dead"
 
 
 @dataclass
 class RemotePrimary:
-    """The primary reducer, from the process of a secondary one."""
+    """A stub for the primary reducer in the process of a secondary one."""
 
     prefix: str
     group: RpcGroup
     name: str
 
     def take(self, batch: Batch) -> Future[Receipt]:
-        """Hand over a batch. Has no time limit: a primary that dies breaks the call."""
-        # `registered_async` would ask the manager where it is, before every batch.
+        """Send a batch, without a time limit: if the primary dies, the call fails."""
+        # Not `registered_async`, which would look up the holder before every batch.
         key = f"{self.prefix}/_reduce_service"
         given: Any = (self.group.get_group_name(), key, (batch,), {})
-        return self.group.rpc_async(self.name, call_held, timeout=0, args=given)
+        return self.group.rpc_async(self.name, call_local_service, timeout=0, args=given)
 
     def layout(self) -> Layout | None:
-        """Return what gradients must look like, None while the primary does not know."""
+        """Return the required names and shapes of gradients, None if the primary has no model."""
         layout: Layout | None = self.group.registered_sync(f"{self.prefix}/_layout_service")
         return layout
 
     def watch(self, on_end: Callable[[], None]) -> None:
-        when_gone(self.group, self.prefix, on_end)
+        on_reducer_gone(self.group, self.prefix, on_end)
 
 
 class Intake(Level[Push]):
-    """The pushes that a secondary reducer holds until the primary has them."""
+    """The lower level's queue and sum, plus the full batch that the primary does not have yet."""
 
     unsent: Batch | None = None
     is_sending = False
 
     def __init__(self, name: str, settings: ReduceSettings, changed: threading.Condition) -> None:
         super().__init__(name, settings, changed)
-        # By reducer: clients learn what the primary has dropped too.
+        # By reducer, so that clients see the primary's dropped pushes too.
         self.dropped_by: dict[str, int] = {}
         self._batch_size = settings.batch_size
 
@@ -251,30 +256,36 @@ class Intake(Level[Push]):
 
     @property
     def can_take(self) -> bool:
-        """Whether the sum can go on with a push from the queue."""
-        # While a batch is on its way the next one may grow, but not become full.
+        """Whether a push from the queue can be added to the sum."""
+        # While a batch is being sent, the next one may grow but must not become full.
         has_room = self.unsent is None or self.num_taken + 1 < self._batch_size
         return bool(self.items) and has_room
 
     def gather(self, push: Push) -> None:
-        """Add a push that was taken; a full sum is the next batch. Not within `locked`."""
+        """Add a taken push; a full sum becomes the batch to send. Call it without ``locked``."""
         total = self.add(push)
         if total is not None:
             with self.locked():
                 self.unsent = Batch(self.name, total, self.finish())
 
     def receipt(self, item: Push, state: State, text: str) -> Receipt:
-        held = {number for client, number, _ in self.pushes if client == item.client}
+        pending = {number for client, number, _ in self.pushes if client == item.client}
         dropped = {**self.dropped_by, self.name: self.dropped}
-        return Receipt(state, text, tuple(held.intersection(item.asked)), dropped)
+        return Receipt(state, text, tuple(pending.intersection(item.asked)), dropped)
 
 
 class Secondary:
-    """Takes pushes, adds them up and hands over each full batch.
+    """The lower level: adds pushes and sends each full batch to the primary.
 
-    All methods may be called from any thread, `step` from one at a time. `changed` guards it, and
-    is notified when there may be something to do. `news` returns what leads from a client's state
-    to the newest one, if that is kept in this process: it spares the client a second call.
+    All methods may be called from any thread, but ``step`` from only one at a time.
+
+    Args:
+        name: the name of this process.
+        settings: the settings of the reduction.
+        changed: guards the state, and is notified if there may be work.
+        primary: the upper level.
+        newer_state: returns the update from a client's state to the newest one, if that is kept in
+            this process; it saves the client a second call.
     """
 
     def __init__(
@@ -283,40 +294,40 @@ class Secondary:
         settings: ReduceSettings,
         changed: threading.Condition,
         primary: Primary | RemotePrimary,
-        news: Callable[[Mark | None], Update | None],
+        newer_state: Callable[[Mark | None], Update | None],
     ) -> None:
         self.level = Intake(name, settings, changed)
         self.is_running = False
-        # Set once and for all: the primary is gone ("failed") or has shut this reducer out.
+        # Set once, if the primary is gone ("failed") or has excluded this reducer ("fenced").
         self.lost: tuple[State, str] | None = None
         self._name = name
         self._primary = primary
-        self._news = news
-        # Why the thread of this process has ended, and why the primary takes nothing.
+        self._newer_state = newer_state
+        # The reasons why this process's thread has ended, and why the primary refuses batches.
         self._failure = ""
-        self._trouble = ""
+        self._primary_error = ""
         self._layout: Layout | None = None
         self._is_watching = False
-        # What those who watch this reducer wait for: whether it leaves in good order.
+        # Completes when this reducer leaves: True in good order, False if it is excluded.
         self._end: Future[bool] = Future()
-        # The end of the world waits for all answers that are owed.
-        _node.current().left.add_done_callback(partial(_leave, self._end))
+        # The end of the world waits for all answers, so this future must complete then.
+        _node.current().has_left.add_done_callback(partial(_leave, self._end))
 
     @property
     def has_work(self) -> bool:
-        if self.lost or self._failure or self._trouble:
+        if self.lost or self._failure or self._primary_error:
             return False
         return self.level.can_send or self.level.can_take
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
-        """Return what clients call; the primary too, to shut this reducer out."""
+        """Return the services for clients, and the one by which the primary excludes this one."""
 
         def push(
             push: Push, must_run: bool, mark: Mark | None
         ) -> Future[tuple[Receipt, Update | None]]:
             def answer(done: Future[Receipt]) -> tuple[Receipt, Update | None]:
                 receipt = done.wait()
-                return receipt, self._news(mark) if receipt.state == "taken" else None
+                return receipt, self._newer_state(mark) if receipt.state == "taken" else None
 
             return self.push(push, must_run).then(answer)
 
@@ -324,15 +335,15 @@ class Secondary:
             f"{prefix}/_push_service": push,
             f"{prefix}/_alive_service": lambda: self._end,
             f"{prefix}/_withdraw_service": self.withdraw,
-            f"{prefix}/_shut_out_service": partial(self.lose, "fenced"),
+            f"{prefix}/_shut_out_service": partial(self.disconnect, "fenced"),
             f"{prefix}/_is_running_service": lambda: self.is_running,
         }
 
     def push(self, push: Push, must_run: bool) -> Future[Receipt]:
-        """Take a push, where it `must_run` not while nobody reduces here.
+        """Queue a push; if it ``must_run``, only while this reducer is running.
 
         Raises:
-            ValueError: its content does not fit; nothing was taken.
+            ValueError: names or shapes of the gradients do not fit; the push is not queued.
         """
         answer: Future[Receipt] = Future()
         try:
@@ -343,44 +354,44 @@ class Secondary:
         with self.level.locked():
             layout = self._layout
             if layout is None:
-                # Without a model all must at least be like the one before.
+                # Without a model, gradients must look like the previous ones.
                 before = self.level.items[-1] if self.level.items else push
                 layout = layout_of(before.gradients)
             check_gradients(push.gradients, layout)
             refusal = self._refusal(must_run)
             if refusal is not None:
                 self.level.reply(push, answer, *refusal)
-            elif self._trouble:
-                # The primary may work again: the answer to the batch decides.
-                self._trouble = ""
+            elif self._primary_error:
+                # The primary may work again: the answer to the next batch decides.
+                self._primary_error = ""
                 self.level.waiting.append((push, answer))
             else:
-                self.level.offer(push, answer, is_forced=push.is_again)
+                self.level.offer(push, answer, is_forced=push.is_retry)
         return answer
 
     def withdraw(self, client: str, number: int) -> bool:
-        """Send away a push that waits; False where it does not wait any more."""
+        """Reject a push that waits for room; return False if it is not waiting any more."""
         with self.level.locked():
-            return self.level.dismiss("full", "", lambda push: push[:2] == (client, number))
+            return self.level.reject("full", "", lambda push: push[:2] == (client, number))
 
     def run(self) -> None:
         with self.level.locked():
-            self.is_running, self._failure, self._trouble = True, "", ""
+            self.is_running, self._failure, self._primary_error = True, "", ""
 
-    def halt(self) -> None:
-        """Keep what is here and send those that wait elsewhere."""
+    def pause(self) -> None:
+        """Keep the queued pushes, and reject waiting ones so that clients try other reducers."""
         with self.level.locked():
             self.is_running = False
-            self.level.dismiss("idle", f"the reducer {self._name!r} was stopped")
+            self.level.reject("idle", f"the reducer {self._name!r} was stopped")
 
     def fail(self, text: str) -> None:
-        """Answer every push by an error until `run`; what was being added is lost."""
+        """Reject every push until ``run``; an incomplete sum is lost."""
         with self.level.locked():
             self._failure = text
             self.level.fail(text)
 
     def step(self) -> bool:
-        """Do one piece of work; False where there is none."""
+        """Send a batch or add a push; return False if there is nothing to do."""
         work: Callable[[], None]
         with self.level.locked():
             if not self.has_work:
@@ -393,41 +404,41 @@ class Secondary:
         work()
         return True
 
-    def lose(self, state: State, text: str) -> None:
-        """Take nothing any more: the primary is gone ("failed") or takes nothing ("fenced")."""
+    def disconnect(self, state: State, text: str) -> None:
+        """Reject all pushes for good: the primary is gone ("failed") or refuses them ("fenced")."""
         with self.level.locked():
             self.lost = self.lost or (state, text)
-            self.level.dismiss(*self.lost)
+            self.level.reject(*self.lost)
         if state == "fenced":
-            # Those who watch send their pushes again, through others.
+            # Clients that watch this reducer then send their pushes to others.
             _leave(self._end, is_in_order=False)
 
     def leave(self) -> None:
-        """Tell those who watch that this reducer leaves in good order."""
+        """Notify watching clients that this reducer leaves in good order."""
         _leave(self._end)
 
     def _send(self, batch: Batch) -> None:
         try:
             self._primary.take(batch).add_done_callback(partial(self._on_answer, batch))
         except (RpcError, KeyError) as error:
-            self.lose("failed", f"the primary reducer is gone: {error}")
+            self.disconnect("failed", f"the primary reducer is gone: {error}")
 
     def _on_answer(self, batch: Batch, done: Future[Receipt]) -> None:
         try:
             receipt = done.wait()
         except Exception as error:
-            self.lose("failed", f"the primary reducer is gone: {error}")
+            self.disconnect("failed", f"the primary reducer is gone: {error}")
             return
         if receipt.state == "fenced":
-            self.lose("fenced", receipt.text)
+            self.disconnect("fenced", receipt.text)
             return
         level = self.level
         with level.locked():
             level.is_sending = False
             level.dropped_by.update(receipt.dropped)
             if receipt.state == "failed":
-                self._trouble = receipt.text
-                level.dismiss("failed", receipt.text)
+                self._primary_error = receipt.text
+                level.reject("failed", receipt.text)
                 return
             if receipt.state == "refused":
                 self._layout = None
@@ -435,16 +446,16 @@ class Secondary:
                 text = "%d pushes at the reducer %r were refused: %s"
                 logger.warning(text, len(batch.ids), self._name, receipt.text)
             level.unsent = None
-            level.admit()
+            level.admit_waiting()
 
     def _connect(self) -> None:
-        """Learn what gradients must look like; the primary may know it later than we live."""
+        """Ask the primary for the layout, and watch it; repeated until the primary has a model."""
         if self._layout is None and self.lost is None:
             self._layout = self._primary.layout()
         with self.level.locked():
             has_watched, self._is_watching = self._is_watching, True
         if not has_watched:
-            self._primary.watch(lambda: self.lose("failed", "the primary reducer is gone"))
+            self._primary.watch(lambda: self.disconnect("failed", "the primary reducer is gone"))
 
     def _refusal(self, must_run: bool) -> tuple[State, str] | None:
         if self.lost is not None:
@@ -453,12 +464,12 @@ class Secondary:
             return "failed", self._failure
         if must_run and not self.is_running:
             return "idle", f"the reducer {self._name!r} is not running"
-        if self._trouble and not self.level.can_send:
-            return "failed", self._trouble
+        if self._primary_error and not self.level.can_send:
+            return "failed", self._primary_error
         return None
 
 
 def _leave(end: Future[bool], _: object = None, *, is_in_order: bool = True) -> None:
-    # The first answer counts: torch refuses a second one.
+    # Only the first result counts; torch raises for a second one.
     with contextlib.suppress(RuntimeError):
         end.set_result(is_in_order)

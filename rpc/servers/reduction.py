@@ -1,4 +1,4 @@
-"""Gradients of many pushes become one: what travels, what is checked, and one level of reducing."""
+"""Reduce the gradients of many pushes to one: messages, checks, and one level of the reduction."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ...collectives.errors import shorten
 from ..calls.group import RpcGroup
-from .model_state import named
+from .model_state import list_names
 
 logger = logging.getLogger(__name__)
 
 Gradients = dict[str, Tensor]
 Layout = dict[str, tuple[int, ...]]
-# A client, the number that it gave to a push (unique for a server), and `Push.low`.
+# A client, its number for a push (unique for a server), and `Push.low`.
 PushId = tuple[str, int, int]
 
 OnFull = Literal["block", "drop_oldest", "error"]
 State = Literal["taken", "idle", "full", "failed", "fenced", "refused"]
 
 _HALF = (torch.float16, torch.bfloat16)
-_SHOWN = 5
 
 
 class Push(NamedTuple):
@@ -37,13 +37,13 @@ class Push(NamedTuple):
 
     client: str
     number: int
-    # The client remembers no push of a lower number, and will never ask for one.
+    # The client has no pending push with a lower number.
     low: int
     gradients: Gradients
-    # Earlier pushes to the same reducer of which it wants to know whether they are still there.
+    # Earlier pushes to the same reducer; the receipt lists those that are still pending there.
     asked: tuple[int, ...] = ()
-    # Taken whatever the queue's limit, because it has been acknowledged before.
-    is_again: bool = False
+    # Accepted even into a full queue, because the push was acknowledged before.
+    is_retry: bool = False
 
     @property
     def ids(self) -> list[PushId]:
@@ -51,7 +51,7 @@ class Push(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a secondary reducer has made of several pushes."""
+    """The reduced gradients of several pushes, from a secondary reducer."""
 
     reducer: str
     gradients: Gradients
@@ -59,18 +59,18 @@ class Batch(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """What a reducer answers to a push or a batch: whether it was taken, or why not."""
+    """The answer of a reducer to a push or a batch: whether it was taken, or why not."""
 
     state: State
     text: str = ""
-    # Those of the asked pushes that the primary reducer does not have yet.
-    held: tuple[int, ...] = ()
-    # How many pushes each reducer has dropped, as far as known there.
+    # Pushes among `Push.asked` that the primary reducer does not have yet.
+    pending: tuple[int, ...] = ()
+    # The number of dropped pushes by reducer, as far as known.
     dropped: Mapping[str, int] = {}
 
 
-def when_gone(group: RpcGroup, prefix: str, note: Callable[[], None]) -> None:
-    """Call `note` when the reducer of that name has died or was shut out."""
+def on_reducer_gone(group: RpcGroup, prefix: str, note: Callable[[], None]) -> None:
+    """Call ``note`` when the reducer of that name has died or was excluded."""
 
     def end(done: Future[bool]) -> None:
         is_in_order = False
@@ -84,7 +84,7 @@ def when_gone(group: RpcGroup, prefix: str, note: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class ReduceSettings:
-    """How a server reduces; the arguments of `PushPullGradServerImpl`."""
+    """Settings of the reduction; see the arguments of ``PushPullGradServerImpl``."""
 
     method: str
     device: torch.device
@@ -109,7 +109,7 @@ class ReduceSettings:
 class Reduction:
     """The sum or mean of a number of gradients, added one by one.
 
-    Half types are added in float32: a sum of many would lose or overflow.
+    Half types are added in float32, because the sum of many would overflow or lose precision.
     """
 
     def __init__(self, settings: ReduceSettings) -> None:
@@ -118,14 +118,14 @@ class Reduction:
         self.count = 0
 
     def add(self, gradients: Mapping[str, Tensor]) -> Gradients | None:
-        """Add one; return the result of a full batch and begin with the next one."""
+        """Add gradients; return the result if the batch is full, and start the next one."""
         placed = {name: self._placed(gradient) for name, gradient in gradients.items()}
         if self.count == 0:
             self._total = placed
         elif placed:
             total, others = list(self._total.values()), [placed[name] for name in self._total]
             if self.count == 1:
-                # The first ones are the caller's: not added to, and not copied before.
+                # Not in place, because the first gradients belong to the caller.
                 sums = torch._foreach_add(total, others)
                 self._total = dict(zip(self._total, sums, strict=True))
             else:
@@ -152,30 +152,30 @@ def layout_of(gradients: Mapping[str, Tensor]) -> Layout:
 
 
 def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
-    """Raise ValueError where names and shapes are not those of `layout`."""
+    """Raise ValueError if names or shapes differ from ``layout``."""
     missing = layout.keys() - gradients.keys()
     extra = gradients.keys() - layout.keys()
     parts = []
     if missing:
-        parts.append(f"none for {named(missing)}, which the managed model trains")
+        parts.append(f"none for {list_names(missing)}, which the managed model trains")
     if extra:
-        parts.append(f"some for {named(extra)}, which it does not train")
+        parts.append(f"some for {list_names(extra)}, which it does not train")
     parts += [
         f"{name!r} has shape {tuple(gradients[name].shape)} instead of {shape}"
         for name, shape in layout.items()
         if name in gradients and tuple(gradients[name].shape) != shape
-    ][:_SHOWN]
+    ]
     if parts:
-        raise ValueError(f"gradients must fit the managed model: {'; '.join(parts)}")
+        raise ValueError(f"gradients must fit the managed model: {shorten(parts, '; ')}")
 
 
 Item = TypeVar("Item", bound=Push | Batch)
 
 
 class Level(Generic[Item]):
-    """One level of the reduction: a queue, those that wait for a place in it, and a sum.
+    """One level of the reduction: a queue, items that wait for room in it, and a sum.
 
-    Everything but `add` is to be called within `locked`.
+    All methods except ``add`` must be called within ``locked``.
     """
 
     def __init__(self, name: str, settings: ReduceSettings, changed: threading.Condition) -> None:
@@ -183,7 +183,7 @@ class Level(Generic[Item]):
         self.dropped = 0
         self.items: deque[Item] = deque()
         self.waiting: deque[tuple[Item, Future[Receipt]]] = deque()
-        # How many items are in the sum, and the pushes in them.
+        # The number of items in the sum, and the pushes in them.
         self.num_taken = 0
         self._ids: list[PushId] = []
         self._reduction = Reduction(settings)
@@ -193,9 +193,9 @@ class Level(Generic[Item]):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the server's lock, notify its thread, and then send the replies.
+        """Hold the server's lock, notify its thread, release the lock and send the replies.
 
-        Completing a future sends its value, which must not happen under the lock.
+        The lock must not be held while a future is completed, because that sends its value.
         """
         with self._changed:
             yield
@@ -211,7 +211,7 @@ class Level(Generic[Item]):
         return Receipt(state, text, dropped={self.name: self.dropped})
 
     def offer(self, item: Item, answer: Future[Receipt], *, is_forced: bool = False) -> None:
-        """Take an item; in a full queue `on_full` decides, unless the item `is_forced`."""
+        """Queue an item; if the queue is full, apply ``on_full`` unless the item ``is_forced``."""
         is_full = len(self.items) >= self._settings.max_queue_size and not is_forced
         if is_full and self._settings.on_full == "block":
             self.waiting.append((item, answer))
@@ -223,17 +223,17 @@ class Level(Generic[Item]):
             self.items.append(item)
             self.reply(item, answer, "taken")
 
-    def admit(self) -> None:
-        """Give those that wait the free places."""
+    def admit_waiting(self) -> None:
+        """Move waiting items into the queue while it has room."""
         while self.waiting and len(self.items) < self._settings.max_queue_size:
             item, answer = self.waiting.popleft()
             self.items.append(item)
             self.reply(item, answer, "taken")
 
-    def dismiss(
+    def reject(
         self, state: State, text: str = "", is_meant: Callable[[Item], bool] = lambda item: True
     ) -> bool:
-        """Send away those that wait and are meant; return whether there were any."""
+        """Reject the waiting items for which ``is_meant`` is true; return whether there are any."""
         leaving = [one for one in self.waiting if is_meant(one[0])]
         self.waiting = deque(one for one in self.waiting if not is_meant(one[0]))
         for item, answer in leaving:
@@ -245,27 +245,27 @@ class Level(Generic[Item]):
         return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
 
     def take(self) -> Item:
-        """Take the oldest item out of the queue, to be added."""
+        """Remove the oldest item from the queue, to be added."""
         item = self.items.popleft()
         self.num_taken += 1
         self._ids += item.ids
-        self.admit()
+        self.admit_waiting()
         return item
 
     def add(self, item: Item) -> Gradients | None:
-        """Add what was taken; return a full sum. Not under the lock: it may be large."""
+        """Add a taken item and return a full sum; call it without the lock, as it may take long."""
         return self._reduction.add(item.gradients)
 
     def finish(self) -> list[PushId]:
-        """Begin the next sum; return the pushes in the last one."""
+        """Start the next sum; return the pushes in the finished one."""
         finished, self._ids, self.num_taken = self._ids, [], 0
         return finished
 
     def fail(self, text: str) -> None:
-        """Send away those that wait, and forget a sum that an error has left half done."""
+        """Reject waiting items, and discard a sum that an error has left incomplete."""
         if self._reduction.count != self.num_taken:
             self._reduction.clear()
             lost = len(self.finish())
             self.dropped += lost
-            logger.warning("%d pushes at the reducer %r were lost by an error", lost, self.name)
-        self.dismiss("failed", text)
+            logger.warning("an error at the reducer %r lost %d pushes", self.name, lost)
+        self.reject("failed", text)

@@ -1,3 +1,4 @@
-"""Who belongs to a world, the store in which its members meet, its beginning and its end. Imports
-calls. Start with world.py.
+"""Members of a world, the store through which they meet, and the start and end of a world.
+
+Imports calls. Start with world.py.
 """

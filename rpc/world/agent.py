@@ -1,4 +1,4 @@
-"""torch's RPC agent of this process: started at our store, watched, and ended without a trace."""
+"""Start, watch and end torch's RPC agent of this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.rpc import constants
 from torch.futures import Future
 
 from ..calls import node as _node
-from ..calls.calls import SPARE_THREADS, call_async, serve_at_once
+from ..calls.calls import SPARE_THREADS, call_async, limit_concurrent_calls
 from ..calls.node import Node
 from ..errors import RpcError
 
@@ -31,20 +31,20 @@ logger = logging.getLogger(__name__)
 
 _SCHEME = "stepwrap-world"
 _SHUTDOWN_S = 5.0
-# What is always left for the end itself, which takes milliseconds where nothing runs any more.
+# The minimum time for the shutdown, which takes milliseconds if no call is running.
 _LEAST_S = 0.5
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 _rank: int | None = None
 
-# The last world that this process has left by torch's own meeting, which numbers its keys by a
-# counter of the process: it works among processes that have had the same such meetings.
-_past = ""
+# The last world that this process left through torch's graceful shutdown. torch numbers the keys of
+# these shutdowns per process, so the next one only works among processes with the same history.
+_last_joint_end = ""
 
-# The end of the last world's transport, which goes on while a call is served here.
+# The thread that ends the last world's transport; it runs as long as a call is served here.
 _ending: threading.Thread | None = None
 
-# The store for torch's next agent: it asks by an address, we have it already.
+# The store for torch's next agent, which finds it through a rendezvous address.
 _store: Store | None = None
 
 
@@ -56,7 +56,7 @@ class Agent:
         self._rank = rank
         self._join_timeout_s = join_timeout_s
         self._world = ""
-        self._have_one_past = False
+        self._share_last_end = False
         self._is_complete = False
         self._is_stopping = False
         self._watches: list[Future[None]] = []
@@ -64,21 +64,21 @@ class Agent:
             _ending.join(join_timeout_s)
             if _ending.is_alive():
                 raise RpcError(
-                    "a call of the world before is still being served here after "
-                    f"{join_timeout_s:g} s: there can be no other world before it returns"
+                    "a new world can only begin after all calls of the previous one have returned, "
+                    f"but one is still running after {join_timeout_s:g} s"
                 )
 
     def start(
         self, store: Store, threads: int, device_maps: Mapping[str, Mapping[int, int]]
     ) -> None:
         """Join the others; every member must call this."""
-        serve_at_once(threads)
+        limit_concurrent_calls(threads)
         if self._rank == 0:
             store.set("world", uuid.uuid4().hex)
-        store.set(f"past_{self._rank}", _past)
+        store.set(f"past_{self._rank}", _last_joint_end)
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads + SPARE_THREADS,
-            # Of the meeting; that of calls, which may be 0, comes after it.
+            # The timeout of the start; the timeout of calls, which may be 0, is set afterwards.
             rpc_timeout=self._join_timeout_s,
             init_method=f"{_SCHEME}://",
         )
@@ -88,25 +88,25 @@ class Agent:
         _set_rpc_timeout(self._node.rpc_timeout)
         self._world = store.get("world").decode()
         pasts = {store.get(f"past_{rank}") for rank in self._node.names}
-        self._have_one_past = len(pasts) == 1
+        self._share_last_end = len(pasts) == 1
         if self._node.directory is not None:
             self._watch()
 
     def _join(self, store: Store, options: rpc.TensorPipeRpcBackendOptions) -> None:
         global _store, _rank
-        # As soon as it is told a rank, torch keeps it, whatever becomes of the rest.
+        # torch keeps the rank for the life of the process, even if the start fails.
         _rank = self._rank
         _node.set_current(self._node)
         _store = PrefixStore("rpc", store)
         store_timeout: timedelta = store.timeout  # type: ignore[attr-defined]
         group_timeout = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
-        # torch would wait for weeks for a member that has died since the meeting.
+        # By default torch would wait for weeks for a member that has died meanwhile.
         constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=self._join_timeout_s)
-        # torch numbers the worlds of a process in its keys; others may have had fewer.
+        # torch numbers its keys by the worlds of a process, but other processes may have had fewer.
         rpc._init_counter = 0
         try:
             with warnings.catch_warnings():
-                # torch's own use of a gloo backend as a group.
+                # torch itself causes this warning by using a gloo backend as a group.
                 warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
                 rpc.init_rpc(  # type: ignore[no-untyped-call]
                     self._node.name,
@@ -116,33 +116,33 @@ class Agent:
                 )
         finally:
             _store = None
-            # It would keep the store, and with it the port, until the next world.
+            # Otherwise torch would keep the store, and so the port, until the next world.
             rpc.rendezvous_iterator = None  # type: ignore[assignment]
             constants.DEFAULT_PROCESS_GROUP_TIMEOUT = group_timeout
-            # It may be the one of the default process group.
+            # Restore the timeout, because the store may belong to the default process group.
             store.set_timeout(store_timeout)
 
-    def part(self, timeout_s: float) -> None:
-        """Meet the others for the end; every living member must call this."""
+    def leave(self, timeout_s: float) -> None:
+        """Wait for the others to leave too; every living member must call this."""
         deadline = time.monotonic() + timeout_s
         end, members = "end of the world", self._node.members
-        gone = self._node.meet(("end",), members, end, timeout_s, is_whole=False).gone
+        gone = self._node.meet(("end",), members, end, timeout_s, needs_all=False).gone
         self._is_stopping = True
         if gone:
             logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
-        self._node.left.set_result(None)
+        self._node.has_left.set_result(None)
         while any(not one.done() for one in self._watches) and time.monotonic() < deadline:
             time.sleep(0.001)
         self._is_complete = not gone and all(one.done() for one in self._watches)
 
     def stop(self, timeout_s: float) -> None:
-        """End the transport; after `part` nothing is lost by that.
+        """End the transport; call ``leave`` first so that no call is lost.
 
-        Calls that are still served here after `timeout_s` go on by themselves.
+        Calls that are still running here after ``timeout_s`` continue in the background.
         """
         global _ending
         self._is_stopping = True
-        # torch waits for the functions that it runs, and nothing can end those.
+        # In a thread, because torch waits for running functions, which cannot be interrupted.
         _ending = threading.Thread(
             target=self._end, args=(timeout_s,), name="stepwrap-rpc-end", daemon=True
         )
@@ -152,27 +152,27 @@ class Agent:
             if _ending.is_alive():
                 logger.warning("%r has stopped while calls were still under way", self._node.name)
         finally:
-            # A future that refers to us by its callback is no garbage that Python could find.
+            # Python cannot collect the cycle of a future whose callback refers to this object.
             self._watches.clear()
             _node.set_current(None)
 
     def _end(self, timeout_s: float) -> None:
-        global _past
-        is_together = self._is_complete and self._have_one_past and timeout_s > _LEAST_S
+        global _last_joint_end
+        is_together = self._is_complete and self._share_last_end and timeout_s > _LEAST_S
         try:
             try:
                 if is_together:
-                    _part_quietly(min(_SHUTDOWN_S, timeout_s / 2))
+                    _shut_down_together(min(_SHUTDOWN_S, timeout_s / 2))
             finally:
                 rpc.shutdown(graceful=False)
-            _past = self._world if is_together else _past
+            _last_joint_end = self._world if is_together else _last_joint_end
         except RuntimeError as error:
-            # A member that died just now, or an agent that has never come up.
+            # A member has just died, or the agent never started.
             logger.debug("the transport ended with %s", error)
-            _past = uuid.uuid4().hex if is_together else _past
+            _last_joint_end = uuid.uuid4().hex if is_together else _last_joint_end
 
     def _watch(self) -> None:
-        """Have one call at every member that is answered when it leaves and breaks if it dies."""
+        """Send each member a call that is answered when it leaves and fails if it dies."""
         for name in self._node.members:
             if name != self._node.name:
                 watch = call_async(name, _node.wait_for_leave, timeout=0)
@@ -186,13 +186,13 @@ class Agent:
             if not self._is_stopping:
                 logger.warning("%r has ended without leaving the world", name)
                 assert self._node.directory is not None
-                self._node.directory.note_gone(name)
+                self._node.directory.mark_dead(name)
 
 
-def _part_quietly(grace_s: float) -> None:
-    """Have torch's agents meet for the end, so that none warns that another one has gone."""
+def _shut_down_together(grace_s: float) -> None:
+    """Shut down torch's agents together, so that none warns that another one is gone."""
     agent: Any = rpc.api._get_current_rpc_agent()  # type: ignore[attr-defined]
-    # torch waits without end for calls that are never answered; this breaks them.
+    # torch waits forever for calls that are never answered; the timer aborts them.
     breaker = threading.Timer(grace_s, agent.shutdown)
     breaker.daemon = True
     breaker.start()
@@ -200,21 +200,21 @@ def _part_quietly(grace_s: float) -> None:
         agent.join(shutdown=True, timeout=grace_s)
     finally:
         breaker.cancel()
-        # Two shutdowns at once would wait for one event, which wakes one of them.
+        # Wait for the timer: two concurrent shutdowns would wait for one event, which wakes one.
         breaker.join()
 
 
 def check_rank(rank: int) -> None:
     if _rank is not None and _rank != rank:
         raise ValueError(
-            f"this process was rank {_rank} in its first world and cannot be rank {rank} now: "
-            "torch's RPC keeps the rank for the life of a process"
+            f"rank must be {_rank}, as in the first world of this process, got {rank}: torch's RPC "
+            "keeps the rank for the life of a process"
         )
 
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """Have connections listen on the loopback interface alone, unless the user says otherwise."""
+    """Make connections listen on the loopback interface only, unless the user has set another."""
     missing = [name for name in _INTERFACES if name not in os.environ]
     given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
     interface = given or ("lo" if is_local and sys.platform == "linux" else None)
@@ -230,7 +230,7 @@ def on_loopback(is_local: bool) -> Iterator[None]:
 
 def _own_store(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
     if _store is None:
-        raise RuntimeError(f"{url} is an address for worlds alone")
+        raise RuntimeError(f"{url} must only be used by World")
     yield _store, int(options.get("rank", -1)), int(options.get("world_size", -1))
 
 

@@ -1,7 +1,7 @@
-"""Who belongs to a world: names and settings, agreed on before anything else begins.
+"""Agree on the names and settings of all members before a world begins.
 
-Rank 0 opens a world, reads what the others write there, and decides alone whether it begins: its
-verdict is the last word. So a world that was given up, or whose rank 0 has died, is never joined.
+Rank 0 opens a world, reads the entries of the others, and decides whether it begins. Only its
+verdict counts, so no process joins a world that was given up or whose rank 0 has died.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.distributed import Store
 
-from ..calls.node import named
+from ..calls.node import names_and_verb
 from ..errors import RpcError
-from .store import MeetingPlace, is_there, naming_rank_zero
+from .store import MeetingPlace, naming_rank_zero, wait_for_key
 
 # How long rank 0 keeps the store of a world that could not begin, so that all can read why.
 _LINGER_S = 3.0
-# How much later than the first of the living the last one may fail in a step of all.
+# How much later than the first living member the last one may fail in a joint step.
 _LAST_S = 1.0
 _RETRY_S = 0.05
-# How often those who wait look whether another world has been opened.
-_LOOK_S = 0.1
+# How often waiting members check whether another world has been opened.
+_POLL_S = 0.1
 
 _VERDICT = "verdict"
 
-# What torch's RPC takes as a name.
+# The names that torch's RPC accepts.
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}")
 
 
 class Member(NamedTuple):
-    """What a process comes with: `settings` must be the same everywhere."""
+    """The name, rank and settings of a process; ``settings`` must be the same everywhere."""
 
     name: object
     rank: int
@@ -47,8 +47,10 @@ def agree_on_members(
 ) -> dict[int, str]:
     """Return the names of all members by rank; every member must call this.
 
-    Ranks or names given twice, names that cannot be and different settings are a ValueError in all
-    members; those who have not come in time are named by an RpcError.
+    Raises:
+        ValueError: in all members, if ranks or names are given twice, a name is invalid, or the
+            settings differ.
+        RpcError: members have not come in time; the text names them.
     """
     with naming_rank_zero(place, "the world cannot begin"):
         attempt = _Attempt(place, own, world_size, timeout_s)
@@ -77,28 +79,28 @@ class _Attempt:
             text = str(error) or f"rank 0 was stopped by {type(error).__name__}"
             store.set(_VERDICT, json.dumps({"error": kind, "text": text}))
             if isinstance(error, ValueError):
-                linger(store, 0, self._world_size)
+                wait_for_readers(store, 0, self._world_size)
             elif isinstance(error, RpcError):
-                linger(store, 0, sum(store.check([key]) for key in self._keys))
+                wait_for_readers(store, 0, sum(store.check([key]) for key in self._keys))
             raise
         store.set(_VERDICT, json.dumps({"names": names}))
         return names
 
     def follow(self) -> dict[int, str]:
-        """Join the world that rank 0 has opened, and not one of before."""
+        """Join the world that rank 0 has opened, but not an earlier one."""
         last = ""
         while True:
             if self._place.enter(self._own.rank, self._deadline):
                 try:
                     verdict = _read(self._place.store, _VERDICT)
                 except RuntimeError:
-                    # The store of the world before, which went while it was asked.
-                    verdict = {"text": "its store has gone"}
-                names = self._take_part(verdict)
+                    # This was the store of the previous world, which has just ended.
+                    verdict = {"text": "its store is gone"}
+                names = self._try_to_join(verdict)
                 if names is not None:
                     return names
                 last = f"; the last one ended: {verdict['text']}" if "text" in verdict else ""
-            if self._left() == 0:
+            if self._remaining_s() == 0:
                 raise RpcError(
                     f"rank 0 has opened no world at {self._place.where} within "
                     f"{self._timeout_s:g} s that this process, rank {self._own.rank}, could "
@@ -130,16 +132,16 @@ class _Attempt:
             names[rank] = other["name"]
         return names
 
-    def _take_part(self, verdict: dict[str, Any]) -> dict[int, str] | None:
-        """Join the world that was found; None where it has begun or ended without this process."""
+    def _try_to_join(self, verdict: dict[str, Any]) -> dict[int, str] | None:
+        """Join the current world; return None if it has begun or ended without this process."""
         place, store, rank = self._place, self._place.store, self._own.rank
         if verdict:
             is_error = verdict.get("error") == "ValueError" and not place.outlives_world
             if is_error and not store.check([self._keys[rank]]):
-                # Rank 0 is still there to tell this one too.
+                # Rank 0 still keeps the store for members that have not read the error.
                 _raise_verdict(store, verdict)
             return None
-        # The first one of a rank has its place.
+        # The first process that claims a rank gets it.
         first = store.compare_set(self._keys[rank], "", self._entry).decode()
         if first != self._entry:
             self._wait_for_other(store, json.loads(first)["name"])
@@ -149,13 +151,13 @@ class _Attempt:
             if not is_decided and place.is_current():
                 self._raise_missing(store)
         except BaseException:
-            # It may come again before rank 0 has given up.
+            # This process may try again before rank 0 gives up.
             with contextlib.suppress(RuntimeError):
                 store.delete_key(self._keys[rank])
             raise
-        return self._obey(store) if is_decided else None
+        return self._follow_verdict(store) if is_decided else None
 
-    def _obey(self, store: Store) -> dict[int, str]:
+    def _follow_verdict(self, store: Store) -> dict[int, str]:
         verdict = _read(store, _VERDICT)
         if "error" in verdict:
             _raise_verdict(store, verdict)
@@ -168,7 +170,7 @@ class _Attempt:
         return names
 
     def _wait_for_other(self, store: Store, other: str) -> None:
-        """See whether a place that is taken belongs to a world whose rank 0 has died."""
+        """Raise ValueError if another process has this rank, unless its world's rank 0 has died."""
         if self._place.outlives_world:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and not self._place.is_current():
@@ -178,9 +180,9 @@ class _Attempt:
         )
 
     def _wait_for(self, store: Store, key: str) -> bool:
-        """Wait for a key; False at the deadline, or where another world has been opened."""
-        while not is_there(store, key, min(_LOOK_S, self._left())):
-            if self._left() == 0 or not self._place.is_current():
+        """Wait for a key; return False at the deadline, or if another world has been opened."""
+        while not wait_for_key(store, key, min(_POLL_S, self._remaining_s())):
+            if self._remaining_s() == 0 or not self._place.is_current():
                 return False
         return True
 
@@ -198,7 +200,7 @@ class _Attempt:
             f"come within {self._timeout_s:g} s; here: {', '.join(here)}"
         )
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
 
@@ -215,10 +217,10 @@ def _check_name(name: object, rank: int) -> None:
 
 
 def _read(store: Store, key: str) -> dict[str, Any]:
-    """Return what is written under a key; nothing where it is not there."""
+    """Return the entry under a key, {} if there is none."""
     if not store.check([key]):
         return {}
-    # Empty where its writer has taken it back meanwhile.
+    # The value is empty if its writer has deleted it meanwhile.
     content: dict[str, Any] = json.loads(store.get(key) or "{}")
     return content
 
@@ -228,8 +230,8 @@ def _raise_verdict(store: Store, verdict: dict[str, Any]) -> NoReturn:
     raise (ValueError if verdict["error"] == "ValueError" else RpcError)(verdict["text"])
 
 
-def linger(store: Store, rank: int, count: int) -> None:
-    """Note that this member has read the store; rank 0, with whom it goes, waits for `count`."""
+def wait_for_readers(store: Store, rank: int, count: int) -> None:
+    """Count this member as having read the store; rank 0, which keeps it, waits for ``count``."""
     store.add("seen", 1)
     deadline = time.monotonic() + _LINGER_S
     while rank == 0 and store.add("seen", 0) < count and time.monotonic() < deadline:
@@ -237,8 +239,10 @@ def linger(store: Store, rank: int, count: int) -> None:
 
 
 @contextlib.contextmanager
-def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]) -> Iterator[None]:
-    """Make an error of a step that all must do an RpcError that names those who have not come."""
+def joint_step(
+    place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
+) -> Iterator[None]:
+    """Turn errors of a step of all members into an RpcError that names the missing ones."""
     store = place.store
     try:
         yield
@@ -249,12 +253,12 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
         what = f"the world cannot begin its {step}"
         with naming_rank_zero(place, what):
             store.set(f"{step}_{rank}", "1")
-            # The living all end or fail at about one time.
+            # All living members end or fail at about the same time.
             deadline = time.monotonic() + _LAST_S
             while (missing := _missing(store, step, names)) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            linger(store, rank, len(names) - len(missing))
-        who = f"{', '.join(map(repr, missing))} not come; " if missing else ""
+            wait_for_readers(store, rank, len(names) - len(missing))
+        who = f"{names_and_verb(missing)} not come; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
 
@@ -262,20 +266,20 @@ def together(place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
 def leave_together(
     place: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
 ) -> None:
-    """Wait until every member has come to the end of a world without calls."""
+    """Wait until every member has reached the end of a world without RPC."""
     store = place.store
     deadline = time.monotonic() + timeout_s
     with naming_rank_zero(place, "end of the world"):
         store.set(f"left_{rank}", "1")
         try:
             for one in names:
-                if not is_there(store, f"left_{one}", deadline - time.monotonic()):
-                    missing = named(_missing(store, "left", names))
+                if not wait_for_key(store, f"left_{one}", deadline - time.monotonic()):
+                    missing = names_and_verb(_missing(store, "left", names))
                     raise RpcError(f"end of the world: {missing} not come within {timeout_s:g} s")
         finally:
-            # Rank 0 may be gone already: what it had to say has been read.
+            # Rank 0 may be gone already, but nothing more has to be read.
             with contextlib.suppress(RuntimeError):
-                linger(store, rank, len(names) - len(_missing(store, "left", names)))
+                wait_for_readers(store, rank, len(names) - len(_missing(store, "left", names)))
 
 
 def _missing(store: Store, step: str, names: Mapping[int, str]) -> list[str]:

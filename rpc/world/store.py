@@ -1,4 +1,4 @@
-"""Which rank this process is, and the store in which the members of a world meet."""
+"""Find the rank of this process, and the store through which the members of a world meet."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _DEFAULT_PLACE = "tcp://localhost:9100"
 _RETRY_S = 0.05
 
 
-def own_place(rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and world size, where not given (-1) those of the launcher."""
+def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Return rank and world size; -1 is replaced by the value of the launcher."""
     rank, world_size = _whole_number("rank", rank), _whole_number("world_size", world_size)
     if dist.is_initialized():
         there = [dist.get_rank(), dist.get_world_size()]
@@ -33,7 +33,7 @@ def own_place(rank: int, world_size: int) -> tuple[int, int]:
     world_size = there[1] if world_size == -1 else world_size
     if rank == -1 or world_size == -1:
         raise ValueError(
-            "rank and world_size must be given where no launcher has set RANK and WORLD_SIZE, got "
+            "rank and world_size must be given unless a launcher has set RANK and WORLD_SIZE, got "
             f"rank={rank}, world_size={world_size}"
         )
     if dist.is_initialized() and [rank, world_size] != there:
@@ -49,7 +49,7 @@ def own_place(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _whole_number(setting: str, value: object) -> int:
-    """Return what a setting of the caller (a number) or the environment (its digits) says."""
+    """Return a setting as an integer: a number of the caller or a text of the environment."""
     if isinstance(value, str) and setting.isupper():
         try:
             return int(value)
@@ -61,25 +61,25 @@ def _whole_number(setting: str, value: object) -> int:
 
 
 class OwnPlace:
-    """The address at which rank 0 listens for as long as there is the world."""
+    """An address at which rank 0 opens a store for one world."""
 
     outlives_world = False
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        # Where the members write, once entered.
+        # Set by `enter`.
         self.store: Store
-        # For errors.
+        # The address for error texts.
         self.where = f"{host}:{port}"
         # Whether all connections stay on this machine's loopback interface.
         self.is_local = is_loopback(host)
         self._address = host, port
         self._timeout_s = timeout_s
-        # torch keeps what it is given for as long as the process lives, so it never gets this one,
-        # with which the port is freed.
+        # Never passed to torch, which keeps its store as long as the process lives: freeing this
+        # one frees the port.
         self._server: Store | None = None
 
     def enter(self, rank: int, deadline: float) -> bool:
-        """Open a world as rank 0, else connect to the one that is there."""
+        """Open a world as rank 0; otherwise connect to the open one."""
         if rank == 0:
             try:
                 timeout = timedelta(seconds=self._timeout_s)
@@ -94,11 +94,11 @@ class OwnPlace:
         return True
 
     def is_current(self) -> bool:
-        """Whether no other world has been opened here: it would need the port."""
+        """Return True: another world could not be opened, as it would need the port."""
         return True
 
     def _wait_for_listener(self, deadline: float) -> None:
-        """Wait until somebody listens; torch's client would do so with a page of stack frames."""
+        """Wait until rank 0 listens; torch's client would log pages of stack frames meanwhile."""
         while True:
             try:
                 socket.create_connection(self._address, timeout=max(self._timeout_s, 1.0)).close()
@@ -113,7 +113,7 @@ class OwnPlace:
 
 
 class SharedPlace:
-    """A store that outlives its worlds: rank 0 writes in it which one is open."""
+    """A store that outlives its worlds; rank 0 writes in it which one is open."""
 
     outlives_world = True
 
@@ -126,10 +126,10 @@ class SharedPlace:
         self._open = b""
 
     def enter(self, rank: int, deadline: float) -> bool:
-        """Open a world as rank 0, else find the one that was opened last; False without one."""
+        """Open a world as rank 0; otherwise find the last one, and return False without one."""
         if rank == 0:
             self._worlds.set("open", uuid.uuid4().hex)
-        elif not is_there(self._worlds, "open", deadline - time.monotonic()):
+        elif not wait_for_key(self._worlds, "open", deadline - time.monotonic()):
             return False
         self._open = self._worlds.get("open")
         self.store = PrefixStore(self._open.decode(), self._worlds)
@@ -143,7 +143,7 @@ MeetingPlace: TypeAlias = OwnPlace | SharedPlace
 
 
 def _is_store_local(store: Store) -> bool:
-    """Whether a store, and so probably all that use it, is on the loopback interface alone."""
+    """Return whether a store listens on the loopback interface only."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
@@ -156,14 +156,14 @@ def _connect(host: str, port: int, timeout_s: float) -> Store:
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
-        raise RpcError(f"what listens at {host}:{port} is not the store of rank 0") from error
+        raise RpcError(f"the server at {host}:{port} must be rank 0's store, but is not") from error
 
 
 def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
-    """Return where a new world meets.
+    """Return the meeting place of a new world.
 
-    Its store is kept by the default process group, where there is one, by torchrun, or by rank 0 at
-    the address of `init_method`; there it listens on that address alone.
+    Its store is the one of the default process group, if any, or torchrun's, or one that rank 0
+    opens at the address of ``init_method`` only.
     """
     if dist.is_initialized() and init_method is None:
         store = dist.distributed_c10d._get_default_store()
@@ -175,7 +175,7 @@ def find_place(init_method: str | None, world_size: int, timeout_s: float) -> Me
     if parsed.scheme == "env":
         return _place_of_environment(timeout_s)
     with contextlib.suppress(ValueError):
-        # A port that is none raises.
+        # An invalid port raises ValueError.
         if parsed.scheme == "tcp" and parsed.hostname and parsed.port:
             return OwnPlace(parsed.hostname, parsed.port, timeout_s)
     raise ValueError(
@@ -196,9 +196,9 @@ def _place_of_environment(timeout_s: float) -> MeetingPlace:
     return OwnPlace(host, port, timeout_s)
 
 
-def is_there(store: Store, key: str, timeout_s: float) -> bool:
-    """Wait until somebody has written `key`; return whether that has happened."""
-    # Asked again and again: torch's own wait logs every time-out, and a signal has to wait for it.
+def wait_for_key(store: Store, key: str, timeout_s: float) -> bool:
+    """Wait until ``key`` is set; return whether it was set in time."""
+    # Poll, because torch's own wait logs every time-out and delays signal handlers.
     deadline = time.monotonic() + timeout_s
     pause_s = 0.001
     while not store.check([key]):
@@ -211,7 +211,7 @@ def is_there(store: Store, key: str, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def naming_rank_zero(place: MeetingPlace, what: str) -> Iterator[None]:
-    """Turn what the store says when its keeper is gone into an error that names it."""
+    """Turn errors of the store after the end of rank 0 into an RpcError that names it."""
     try:
         yield
     except RpcError:

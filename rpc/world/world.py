@@ -1,4 +1,4 @@
-"""A world: named processes with RPC and collectives over one meeting place."""
+"""World: named processes with RPC and collectives."""
 
 from __future__ import annotations
 
@@ -20,49 +20,53 @@ from ..calls.directory import did_you_mean
 from ..calls.group import RpcGroup
 from ..calls.node import Node
 from .agent import Agent, check_rank, on_loopback
-from .members import Member, agree_on_members, leave_together, together
-from .store import MeetingPlace, find_place, own_place
+from .members import Member, agree_on_members, joint_step, leave_together
+from .store import MeetingPlace, find_place, resolve_rank
 
-# How long the end may take of a process that does not wait for the others.
+# How long the end may take without waiting for the others.
 _AT_ONCE_S = 1.0
 
 
 class World:
-    """The processes that a program consists of, by name; one at a time in a process.
+    """The named processes of a program; a process can be in one world at a time.
 
-    With RPC its members call each other in groups (`create_rpc_group`); with collectives its
-    ranks reduce and gather (`create_collective_group`). All meet at one place: where the default
-    process group has its store, if there is one (inside `stepwrap.runner.launch`); at MASTER_ADDR,
-    if that is set (torchrun); else at `dist_init_method`, where rank 0 listens on that address
-    alone. What members send is executed: a world belongs on a trusted network.
+    Members call each other in groups (``create_rpc_group``), and run collectives in groups of ranks
+    (``create_collective_group``). They meet through the store of the default process group if there
+    is one (inside ``stepwrap.runner.launch``), at MASTER_ADDR if that is set (torchrun), and
+    otherwise at ``dist_init_method``, where rank 0 listens on that address only. Members execute
+    what they receive from others, so use a world on a trusted network only.
 
         with World("trainer") as world:
             group = world.create_rpc_group("all", world.get_members())
 
-    Every member must make it, and stop it: leaving the `with` block does. It is ready for calls
-    before any other member can make one. docs/rpc.md describes each argument.
+    Every member must create the world and stop it, for example by leaving the ``with`` block. It
+    is ready for calls before any other member can make one. docs/rpc.md describes each argument.
 
     Args:
-        name: unique in the world: up to 127 of letters, digits, underscores, colons and dashes.
-        rank: -1 takes that of the default process group, else RANK; `world_size` likewise.
-        init_dist: whether there are collectives. A default process group that exists already is
-            used, and left alone in the end.
+        name: unique in the world: up to 127 letters, digits, underscores, colons and dashes.
+        rank: -1 is the rank in the default process group, or RANK without one.
+        world_size: -1 is the size of the default process group, or WORLD_SIZE without one.
+        init_dist: whether the world has collectives. An existing default process group is used,
+            and not destroyed at the end.
+        init_rpc: whether the world has RPC.
+        dist_backend: the backend of the default process group that the world creates.
         dist_init_method: where the members meet: tcp://host:port, env:// or file:///path.
-        rpc_init_method: where they meet if `dist_init_method` is not given.
-        dist_timeout: how long to wait for the others while the world begins, and the time-out of
-            collectives of a default process group that the world makes; in seconds, more than 0.
-        rpc_timeout: of calls, in seconds; 0 waits as long as it takes.
-        device_maps: by the name of a member, which of its devices each of ours becomes.
+        rpc_init_method: where they meet if ``dist_init_method`` is not given.
+        dist_timeout: how long to wait for the other members at the start, and the timeout of the
+            default process group that the world creates; in seconds, more than 0.
+        rpc_timeout: the timeout of calls in seconds; 0 means no limit.
+        device_maps: for each member's name, a map from our CUDA devices to its devices.
+        rpc_threads: how many calls this process serves at once.
 
     Raises:
-        RuntimeError: there is a world in this process, or this one was stopped while it was made.
-        ValueError: a setting that cannot be, or differs among the members; two with one name.
-        RpcError: members have not come in time, or have died; they are named.
+        RuntimeError: this process is in a world, or this one was stopped while it was created.
+        ValueError: a setting is invalid or differs between members, or two have the same name.
+        RpcError: members have not come in time or have died; the text names them.
     """
 
     _current: ClassVar[World | None] = None
-    # The world that this process has or is making: claimed without a lock, which a signal's
-    # handler that stops the world would find held.
+    # The world that this process has or is creating. It is claimed without a lock, because a signal
+    # handler that stops the world would deadlock on it.
     _claims: ClassVar[dict[str, World]] = {}
 
     def __init__(  # noqa: PLR0913 - the documented signature
@@ -83,11 +87,11 @@ class World:
     ) -> None:
         _check_times(dist_timeout, rpc_timeout)
         self.name = name
-        self.rank, self.world_size = own_place(rank, world_size)
+        self.rank, self.world_size = resolve_rank(rank, world_size)
         self.rpc_timeout = rpc_timeout
         self.dist_timeout = dist_timeout
         self.started = False
-        # Bound once: what is unregistered must be what was registered.
+        # Stored, because atexit.unregister needs the same object as atexit.register.
         self._leave = partial(self.stop, graceful=False)
         self._ending = _Ending()
         self._ends: contextlib.ExitStack | None = None
@@ -106,7 +110,7 @@ class World:
                     _start_collectives(self, meeting, dist_backend, undo)
                 if init_rpc:
                     _start_rpc(self, meeting, rpc_threads, device_maps or {}, undo)
-            self._ending.check_wanted(name)
+            self._ending.raise_if_cancelled(name)
             self._ends = undo.pop_all()
         self.started = True
         atexit.register(self._leave)
@@ -121,7 +125,7 @@ class World:
 
     @property
     def groups(self) -> dict[str, RpcGroup]:
-        """The living groups that this process has made, by name."""
+        """The living groups that this process has created, by name."""
         return {} if self._node is None else dict(self._node.groups)
 
     @property
@@ -132,15 +136,19 @@ class World:
     def create_collective_group(
         self, ranks: Iterable[int], timeout: float = 60, backend: str | None = None
     ) -> CollectiveGroup:
-        """Make a group for collectives; every process of the world must call it, in one order.
+        """Create a group for collectives; every member of the world must call this in one order.
 
         Args:
-            timeout: of its collectives, in seconds.
-            backend: default: that of the world.
+            ranks: the ranks of the group.
+            timeout: the timeout of its collectives in seconds.
+            backend: default: the backend of the default process group.
+
+        Raises:
+            RuntimeError: the world has no collectives or was stopped.
         """
         _check_started(self)
         if not dist.is_initialized():
-            raise RuntimeError("this world has no collectives: it was made with init_dist=False")
+            raise RuntimeError("collectives need a world with init_dist=True, got init_dist=False")
         assert self._meeting is not None
         with on_loopback(self._meeting.is_local):
             group = CollectiveGroup.create(ranks, timeout_s=timeout, backend=backend)
@@ -151,28 +159,29 @@ class World:
     def create_rpc_group(
         self, group_name: str, members: Iterable[str], timeout: float = -1
     ) -> RpcGroup:
-        """Make a group of named processes; all of them must call it, and nobody else.
+        """Create a group of named processes; its members, and only these, must call this.
 
         Args:
             group_name: unique among the living groups of each member.
-            timeout: how long to wait for the others, in seconds; -1 is the world's.
+            members: the names of the group's members.
+            timeout: how long to wait for the others in seconds; -1 is the world's ``rpc_timeout``.
 
         Raises:
-            RuntimeError: this process is no member, has a group of that name, or the world has
-                no calls.
-            ValueError: a name that nobody has, or other members in another process.
-            RpcError: members are gone or have not come in time; they are named.
+            RuntimeError: this process is not a member or has a group of that name, or the world
+                has no RPC or was stopped.
+            ValueError: a name is unknown, or processes disagree on the members.
+            RpcError: members are gone or have not come in time; the text names them.
         """
         _check_started(self)
         node = self._node
         if node is None:
-            raise RuntimeError("this world has no calls: it was made with init_rpc=False")
+            raise RuntimeError("calls need a world with init_rpc=True, got init_rpc=False")
         names = tuple(sorted(set(members)))
         for name in names:
             if name not in node.members:
                 known = ", ".join(map(repr, node.members))
                 hint = did_you_mean(name, node.members)
-                raise ValueError(f"{name!r} is no member of the world: {known}{hint}")
+                raise ValueError(f"{name!r} is not a member of the world: {known}{hint}")
         if self.name not in names:
             raise RuntimeError(f"Creator Process [{self.name}] not in Group [{group_name}]")
         group = RpcGroup(group_name, names)
@@ -191,25 +200,24 @@ class World:
         return group
 
     def stop(self, timeout: float | None = None, graceful: bool = True) -> None:
-        """Leave the world; nothing of it stays in this process. May be called again.
+        """Leave the world and free its resources; may be called again.
 
-        Until all members have come to their own stop, this process goes on answering calls.
-        Members that have died are not waited for.
-
-        A call that comes while another thread ends the world waits for that; one that comes while
-        the world is made has the constructor raise.
+        This process keeps answering calls until all living members have called ``stop`` too. If
+        another thread is ending the world, this waits for it. If the world is still being created,
+        its constructor raises.
 
         Args:
-            timeout: how long all of this may take, in seconds (default: the world's `rpc_timeout`,
-                else 60). Functions that still serve others then are left to themselves.
-            graceful: False leaves at once, which breaks the calls of others to this process.
+            timeout: the time limit in seconds; default: the world's ``rpc_timeout``, or 60 if that
+                is 0. Calls that are still running here then continue in the background.
+            graceful: False leaves immediately, which fails the calls of others to this process.
 
         Raises:
-            RpcError: members have not come in time; they are named. The world is stopped here.
+            RpcError: members have not come in time; the text names them. The world is stopped in
+                this process nevertheless.
         """
         limit = timeout or self.rpc_timeout or 60.0
         if self._ends is None:
-            # A signal's handler or another thread, while the world is made.
+            # A signal handler or another thread stops the world while it is created.
             self._ending.is_cancelled = True
             return
         if not self._ending.claim(limit):
@@ -219,7 +227,7 @@ class World:
         self._ending.begin(limit if graceful else at_once_s)
         try:
             if graceful and self._agent is not None:
-                self._agent.part(limit)
+                self._agent.leave(limit)
             elif graceful and self._meeting is not None:
                 leave_together(self._meeting, self.rank, self.rank_name_map, limit)
         finally:
@@ -238,7 +246,7 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # After an error the others should not wait for this process, but be told.
+        # After an error, leave immediately, so that the others get errors instead of waiting.
         self.stop(graceful=error is None)
 
     def __reduce__(self) -> Any:
@@ -253,7 +261,7 @@ class World:
         holder = World._claims.setdefault("world", self)
         if holder is not self:
             raise RuntimeError(
-                f"World could only be initialized once! Stop {holder.name!r} before making "
+                f"World could only be initialized once! Stop {holder.name!r} before creating "
                 "another one"
             )
 
@@ -269,7 +277,7 @@ class World:
     def _forget(self) -> None:
         for group in self._collective_groups:
             group.destroy()
-        # The port is free when the last reference to the store is gone.
+        # Dropping the last reference to the store frees its port.
         self._meeting = self._node = self._agent = None
         if World._current is self:
             World._current = None
@@ -278,7 +286,7 @@ class World:
 
 
 class _Ending:
-    """Who ends a world, and by when."""
+    """The thread that ends a world, and its deadline."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
@@ -286,15 +294,15 @@ class _Ending:
         self._claims: dict[str, tuple[int, object]] = {}
         self.begin(_AT_ONCE_S)
 
-    def check_wanted(self, name: str) -> None:
+    def raise_if_cancelled(self, name: str) -> None:
         if self.is_cancelled:
-            raise RuntimeError(f"the world of {name!r} was stopped while it was made")
+            raise RuntimeError(f"the world of {name!r} was stopped while it was created")
 
     def claim(self, timeout_s: float) -> bool:
-        """Return whether the caller is the one to end the world; else wait until it has ended.
+        """Return whether the caller must end the world; otherwise wait until it has ended.
 
-        There is no lock that a signal's handler could find held by the thread that it has
-        interrupted; what this thread itself has begun, it does not wait for.
+        No lock is used, because a signal handler would deadlock on a lock of the thread that it
+        interrupts. For the same reason a thread does not wait for what it has begun itself.
         """
         own = threading.get_ident(), object()
         first = self._claims.setdefault("first", own)
@@ -305,14 +313,14 @@ class _Ending:
     def begin(self, timeout_s: float) -> None:
         self._deadline = time.monotonic() + timeout_s
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
 
 def _start_collectives(
     world: World, meeting: MeetingPlace, backend: str, undo: contextlib.ExitStack
 ) -> None:
-    with together(meeting, "collectives", world.rank, world.rank_name_map):
+    with joint_step(meeting, "collectives", world.rank, world.rank_name_map):
         dist.init_process_group(
             backend,
             store=PrefixStore("dist", meeting.store),
@@ -324,7 +332,7 @@ def _start_collectives(
 
 
 def _end_collectives(group: dist.ProcessGroup | None) -> None:
-    """End the default group, unless its user has ended it already or made another one since."""
+    """Destroy the default group, unless the user has destroyed or replaced it."""
     if dist.is_initialized() and dist.group.WORLD is group:
         forget_meshes()
         dist.destroy_process_group(group)
@@ -339,8 +347,8 @@ def _start_rpc(
 ) -> None:
     world._node = Node(world.name, world.rank_name_map, world.rpc_timeout)
     agent = Agent(world._node, world.rank, world.dist_timeout)
-    undo.callback(lambda: agent.stop(world._ending.left()))
-    with together(meeting, "calls", world.rank, world.rank_name_map):
+    undo.callback(lambda: agent.stop(world._ending.remaining_s()))
+    with joint_step(meeting, "calls", world.rank, world.rank_name_map):
         agent.start(meeting.store, threads, device_maps)
     world._agent = agent
 

@@ -1,8 +1,12 @@
 """What a call ends in, as text that travels between processes."""
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
+
+import torch.distributed as dist
 
 from stepwrap.collectives import trace_collectives
 
@@ -25,6 +29,36 @@ def outcome_text(call: Callable[..., object], *args: Any) -> str:
     """Return the same in one text, or "no error"."""
     kind, text = outcome(call, *args)
     return f"{kind}: {text}" if kind else "no error"
+
+
+def assert_outcomes(outcomes: Iterable[tuple[str, str]], expected: list[tuple[str, str]]) -> None:
+    """Compare the types of errors, and look for the expected part in each text."""
+    for (kind, text), (error, part) in zip(outcomes, expected, strict=True):
+        assert (kind, part in text) == (error, True), text
+
+
+@contextlib.contextmanager
+def group_of_one(backend: str | None) -> Iterator[None]:
+    """Have a default group with this process alone."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def messages_of_collectives() -> Iterator[list[str]]:
+    """Collect the log messages of the package."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("stepwrap.collectives")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def traced(on: bool, scenario: Callable[..., T], *args: Any) -> T:

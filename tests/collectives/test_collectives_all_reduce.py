@@ -1,15 +1,14 @@
 """One tensor, reduced over the ranks in place."""
 
 import functools
-import logging
 from fractions import Fraction
 
 import pytest
 import torch
 import torch.distributed as dist
-from calls import outcome
+from calls import messages_of_collectives, outcome
 from marks import slow
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from tensors_by_rank import BITWISE, DTYPES, INTEGERS, OPS, values_of
 
 import stepwrap.collectives
@@ -52,32 +51,21 @@ def _reduce_every_dtype() -> None:
 @pytest.mark.parametrize("world_size", [2, *slow(3)])
 @pytest.mark.slow
 def test_every_dtype_is_reduced_by_every_operation(world_size: int) -> None:
-    """C-24."""
     run_ranks(_reduce_every_dtype, world_size)
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def _means() -> list[str]:
+@on_ranks(2)
+def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
     rank = dist.get_rank()
     floats = torch.tensor([1.0 + rank])
     all_reduce(floats, "mean")
     assert floats.tolist() == [1.5]
-    records = Records()
-    logging.getLogger("stepwrap.collectives").addHandler(records)
-    try:
+    with messages_of_collectives() as messages:
         exact = torch.tensor([[1, 2], [3, 4]][rank])
         all_reduce(exact, "mean")
         assert exact.dtype == torch.int64
         assert exact.tolist() == [2, 3]
-        assert not records.messages
+        assert not messages
         for dtype in INTEGERS:
             own = torch.tensor([1 + rank, 2 + rank, 2 * rank, 100 + rank], dtype=dtype)
             all_reduce(own, "mean")
@@ -96,25 +84,13 @@ def _means() -> list[str]:
         flags = torch.tensor([True, rank == 0])
         all_reduce(flags, "mean")
         assert flags.tolist() == [True, False]
-    finally:
-        logging.getLogger("stepwrap.collectives").removeHandler(records)
-    return records.messages
+    assert len(messages) <= 1
+    assert all("was rounded to the nearest integer" in message for message in messages)
 
 
-def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
-    """C-25."""
-    for messages in run_ranks(_means, 2):
-        assert len(messages) <= 1
-        assert all("was rounded to the nearest integer" in message for message in messages)
-
-
-def _mean_of_three() -> list[int]:
-    own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
-    all_reduce(own, "mean")
-    return [int(value) for value in own]
-
-
-def _means_of_large_integers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+@on_ranks(3)
+def test_means_and_wide_sums_of_large_integers_do_not_wrap(dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     largest, least = torch.iinfo(dtype).max, torch.iinfo(dtype).min
     for parts in (
@@ -137,10 +113,8 @@ def _means_of_large_integers(dtype: torch.dtype) -> None:
         assert total.tolist() == [float(sum(parts))], parts
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_means_and_wide_sums_of_large_integers_do_not_wrap(dtype: torch.dtype) -> None:
-    run_ranks(_means_of_large_integers, 3, dtype)
-
-
+@on_ranks(3)
 def test_thirds_go_to_the_nearest() -> None:
-    assert run_ranks(_mean_of_three, 3) == [[0, 1, -1]] * 3
+    own = torch.tensor([[0, 0, -1], [1, 1, -1], [0, 1, 0]][dist.get_rank()])
+    all_reduce(own, "mean")
+    assert [int(value) for value in own] == [0, 1, -1]

@@ -23,7 +23,7 @@ BUILTIN = ["non_dist", "mpi4py", "torch", "torch_cpu", "torch_cuda"]
 
 
 class _OwnDist(NonDist):
-    """A back-end of one's own."""
+    """A custom backend."""
 
 
 class _CountingDist(NonDist):
@@ -54,7 +54,6 @@ def _clean() -> Iterator[None]:
 
 
 def test_names_are_listed_in_order() -> None:
-    """B-5."""
     assert list_all_backends() == BUILTIN
     register_dist_backend("own", _OwnDist)
     assert list_all_backends() == [*BUILTIN, "own"]
@@ -105,7 +104,6 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name: str) -> None:
 
 
 def test_the_default_is_for_metrics_made_later() -> None:
-    """B-6."""
     before = _Count()
     set_default_dist_backend("torch_cpu")
     assert type(_Count().dist_backend) is TorchCPUDist
@@ -116,7 +114,7 @@ def test_the_default_is_for_metrics_made_later() -> None:
 def test_a_name_is_taken_once() -> None:
     register_dist_backend("own", _OwnDist)
     first = get_dist_backend("own")
-    with pytest.raises(KeyError, match="own is the back-end _OwnDist; force=True replaces it"):
+    with pytest.raises(KeyError, match="own is the backend _OwnDist; force=True replaces it"):
         register_dist_backend("own", NonDist)
     register_dist_backend("own", _OwnDist, force=True)
     assert get_dist_backend("own") is not first

@@ -137,7 +137,7 @@ def _on_threads(
 @pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
 @pytest.mark.parametrize("src", [0, 1])
 def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
-    """B-1: longer, shorter, equal and None, over a back-end that does not work in place."""
+    """Longer, shorter, equal and None, over a back-end that does not work in place."""
 
     def work(backend: _NumpyDist) -> None:
         for payload in PAYLOADS:
@@ -162,7 +162,6 @@ def test_an_object_may_be_shorter_than_none() -> None:
 @pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gather_of_any_sizes(kind: type[_NumpyDist], world_size: int) -> None:
-    """B-4."""
 
     def work(backend: _NumpyDist) -> None:
         for first in PAYLOADS:
@@ -175,7 +174,7 @@ def test_gather_of_any_sizes(kind: type[_NumpyDist], world_size: int) -> None:
 
 
 def test_objects_of_ranks_that_receive_are_not_looked_at() -> None:
-    """B-3: a lambda there is allowed, because it is never encoded."""
+    """A lambda there is allowed, because it is never encoded."""
 
     def work(backend: _NumpyDist) -> Any:
         own = "text" if backend.rank == 1 else (lambda: None)
@@ -196,7 +195,6 @@ def _fail_then_go_on(backend: BaseDistBackend) -> list[tuple[str, str]]:
 
 
 def test_what_one_rank_cannot_encode_is_an_error_on_all() -> None:
-    """X-5."""
     for outcomes in _on_threads(_NumpyDist, 3, _fail_then_go_on):
         for kind, text in outcomes:
             assert kind == "CollectiveError"
@@ -235,7 +233,7 @@ def test_an_incomplete_back_end_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("kind", [NonDist, TorchDist, TorchCPUDist])
 def test_one_process(kind: type[BaseDistBackend], monkeypatch: pytest.MonkeyPatch) -> None:
-    """X-2, also under a launcher's variables before there is a group."""
+    """Also under a launcher's variables before there is a group."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     backend, lock = kind(), threading.Lock()
@@ -270,7 +268,6 @@ def _use(kind: Callable[[], BaseDistBackend]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
 @pytest.mark.parametrize("kind", [TorchDist, TorchCPUDist])
 def test_gloo(kind: type[BaseDistBackend], world_size: int) -> None:
-    """B-2, B-3, B-4, X-5."""
     for outcomes in run_ranks(_use, world_size, kind):
         for name, text in outcomes:
             assert name == "CollectiveError"
@@ -310,7 +307,6 @@ def _lose_the_others() -> tuple[str, str]:
 
 
 def test_a_rank_that_never_comes_ends_in_an_error() -> None:
-    """X-9."""
     name, text = run_ranks(_lose_the_others, 2, group_timeout_s=1)[0]
     assert name == "CollectiveError"
     assert "all_gather" in text
@@ -318,7 +314,7 @@ def test_a_rank_that_never_comes_ends_in_an_error() -> None:
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
 def test_cuda_needs_nccl() -> None:
-    with pytest.raises(RuntimeError, match="needs a torch that is built with NCCL"):
+    with pytest.raises(RuntimeError, match="needs torch built with NCCL"):
         TorchCUDADist()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import HERE, outcome_text, traced
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import (
     all_gather_object,
@@ -47,22 +47,19 @@ def test_a_collective_inside_another_keeps_its_own_group(on: bool) -> None:
     assert run_ranks(traced, 4, on, _gather_inside) == [expected] * 4
 
 
-def _differ_in_the_root() -> list[str]:
+@on_ranks(2)
+def test_roots_that_differ_are_told_at_once() -> None:
     rank = dist.get_rank()
-    return [
+    texts = [
         outcome_text(broadcast, rank, rank),
         outcome_text(broadcast, torch.ones(100_000), rank),
         outcome_text(gather_object, torch.ones(500_000), rank),
     ]
-
-
-def test_roots_that_differ_are_told_at_once() -> None:
     roots = ("broadcast from", "broadcast from", "gather_object to")
-    for texts in run_ranks(_differ_in_the_root, 2):
-        for text, call in zip(texts, roots, strict=True):
-            assert re.sub(rf"{HERE}:\d+", "HERE", text).endswith(
-                f"but rank 0 is in {call} rank 0 (HERE), rank 1 waits in {call} rank 1 (HERE)"
-            )
+    for text, call in zip(texts, roots, strict=True):
+        assert re.sub(rf"{HERE}:\d+", "HERE", text).endswith(
+            f"but rank 0 is in {call} rank 0 (HERE), rank 1 waits in {call} rank 1 (HERE)"
+        )
 
 
 class _Unspeakable(Exception):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from calls import group_of_one
 from ranks import run_ranks
 
 from stepwrap.collectives.dist import cast_data_device, get_comm_device, get_data_device
@@ -34,7 +35,6 @@ def _nested(device: torch.device = CPU) -> dict[str, Any]:
 
 
 def test_the_device_of_nested_tensors() -> None:
-    """C-24."""
     assert get_data_device(torch.ones(1)) == CPU
     assert get_data_device(_nested()) == CPU
     assert get_data_device(_nested(META)) == META
@@ -57,13 +57,11 @@ def test_the_device_of_nested_tensors() -> None:
     ],
 )
 def test_data_without_one_device(data: Any, error: type[Exception], text: str) -> None:
-    """C-24."""
     with pytest.raises(error, match=text):
         get_data_device(data)
 
 
 def test_nests_move_in_their_own_classes() -> None:
-    """C-24."""
     data = _nested()
     moved = cast_data_device(data, "meta")
     assert get_data_device(moved) == META
@@ -77,14 +75,12 @@ def test_nests_move_in_their_own_classes() -> None:
 
 
 def test_what_is_there_already_is_not_copied() -> None:
-    """C-24."""
     tensor = torch.ones(2)
     assert cast_data_device(tensor, CPU) is tensor
     assert cast_data_device([tensor], CPU)[0] is tensor
 
 
 def test_out_is_filled_in_place() -> None:
-    """C-24."""
     data = {"a": torch.ones(2), "b": [torch.ones(3), (torch.full((), 2.0),)]}
     # Another order of the keys.
     out = {"b": [torch.zeros(3), (torch.zeros(()),)], "a": torch.zeros(2)}
@@ -134,7 +130,6 @@ ONE = torch.ones(1)
 def test_an_out_that_does_not_fit(
     data: Any, make_out: Any, error: type[Exception], text: str
 ) -> None:
-    """C-24."""
     place = torch.zeros(1)
     with pytest.raises(error, match=text):
         cast_data_device(data, CPU, make_out(place))
@@ -143,7 +138,6 @@ def test_an_out_that_does_not_fit(
 
 @pytest.mark.parametrize("data", [[], {}, "text", 1.0, [ONE, []], iter([ONE])])
 def test_data_that_cannot_move(data: Any) -> None:
-    """C-24."""
     with pytest.raises((TypeError, ValueError), match="data should"):
         cast_data_device(data, CPU)
 
@@ -154,7 +148,6 @@ def _comm_device() -> str:
 
 
 def test_the_device_to_travel_on() -> None:
-    """C-24, X-3."""
     assert get_comm_device() == CPU
     assert run_ranks(_comm_device, 2) == ["cpu cpu"] * 2
 
@@ -172,11 +165,8 @@ def test_nests_move_to_a_gpu_and_back() -> None:
 
 
 def _comm_device_of(backend: str) -> str:
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with group_of_one(backend):
         return get_comm_device().type
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.gpu

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from calls import outcome
-from ranks import run_ranks
+from calls import assert_outcomes, outcome
+from ranks import on_ranks
 
 from stepwrap.collectives.dist import all_reduce_dict
 
@@ -46,7 +46,8 @@ def _rank_dict() -> dict[Any, Any]:
     return {key: entries[key] for key in keys}
 
 
-def _sum_dict() -> None:
+@on_ranks(2)
+def test_a_dict_keeps_every_dtype() -> None:
     data = _rank_dict()
     before = dict(data)
     assert all_reduce_dict(data) is None  # type: ignore[func-returns-value]
@@ -85,12 +86,8 @@ def _sum_dict() -> None:
     assert not empty
 
 
-def test_a_dict_keeps_every_dtype() -> None:
-    """C-24, C-27."""
-    run_ranks(_sum_dict, 2)
-
-
-def _sum_odd_keys() -> None:
+@on_ranks(2)
+def test_keys_need_no_order_and_no_clear_text() -> None:
     rank = dist.get_rank()
     keys: list[Any] = ["a", 1, (2, "b"), None, Key(1), Key(2), torch.float32]
     own = {key: torch.tensor(float(i)) for i, key in enumerate(keys)}
@@ -104,12 +101,8 @@ def _sum_odd_keys() -> None:
     assert "keys missing on rank 1: Key; keys missing on rank 0: Key" in text
 
 
-def test_keys_need_no_order_and_no_clear_text() -> None:
-    """C-27."""
-    run_ranks(_sum_odd_keys, 2)
-
-
-def _sum_differing() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_differing_dicts_are_an_error_on_every_rank() -> None:
     rank = dist.get_rank()
     one = torch.ones(1)
     pairs: list[tuple[Any, Any]] = [
@@ -129,11 +122,6 @@ def _sum_differing() -> list[tuple[str, str]]:
     after = {"n": torch.tensor(1)}
     all_reduce_dict(after)
     assert after["n"].item() == 2
-    return outcomes
-
-
-def test_differing_dicts_are_an_error_on_every_rank() -> None:
-    """C-27, X-5."""
     own = "torch.float32 of shape (1,) on cpu"
     expected = [
         ("ValueError", "keys missing on rank 1: a; keys missing on rank 0: b"),
@@ -147,6 +135,4 @@ def test_differing_dicts_are_an_error_on_every_rank() -> None:
         ("ValueError", "data['a']: op must be sum, product or mean for torch.complex64"),
         ("ValueError", ", and 15 more"),
     ]
-    for outcomes in run_ranks(_sum_differing, 2):
-        for (name, message), (error, text) in zip(outcomes, expected, strict=True):
-            assert (name, text in message) == (error, True), message
+    assert_outcomes(outcomes, expected)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import all_gather, all_reduce, all_reduce_dict, gather, reduce_mean
 from stepwrap.collectives import dist as in_place
@@ -25,7 +25,9 @@ def _mean(first: int, second: int) -> int:
     return half + (rest and half % 2)
 
 
-def _reduce_uint64() -> None:
+@on_ranks(2)
+def test_unsigned_integers_of_64_bits() -> None:
+    """Also above 2**63."""
     rank = dist.get_rank()
     pairs = list(zip(*LARGE, strict=True))
     expected = {
@@ -64,23 +66,17 @@ def _reduce_uint64() -> None:
     assert mean.tolist() == [2.0**63, 3.0]
 
 
-def test_unsigned_integers_of_64_bits() -> None:
-    """C-24, C-25; also above 2**63."""
-    run_ranks(_reduce_uint64, 2)
-
-
-def _mean_of_three() -> list[int]:
+@on_ranks(3)
+def test_the_mean_of_three_large_integers() -> None:
     own = torch.tensor([2**64 - 1 - dist.get_rank() * 2, 2**64 - 1, 5], dtype=torch.uint64)
     all_reduce(own, "mean")
     values: list[int] = own.tolist()
-    return values
+    assert values == [2**64 - 3, 2**64 - 1, 5]
 
 
-def test_the_mean_of_three_large_integers() -> None:
-    assert run_ranks(_mean_of_three, 3) == [[2**64 - 3, 2**64 - 1, 5]] * 3
-
-
-def _reduce_narrow(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [*FLOAT8, torch.complex32])
+@on_ranks(2)
+def test_narrow_numbers(dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     with warnings.catch_warnings():
         # torch says once that complex halves are experimental.
@@ -109,12 +105,6 @@ def _reduce_narrow(dtype: torch.dtype) -> None:
         for gathered in (all_gather(own), gather(own, 1)):
             assert [part.dtype for part in gathered] == [dtype] * len(gathered)
             assert [part.to(wide.dtype).tolist() for part in gathered] in ([], [[1, 2], [4, 3]])
-
-
-@pytest.mark.parametrize("dtype", [*FLOAT8, torch.complex32])
-def test_narrow_numbers(dtype: torch.dtype) -> None:
-    """C-24."""
-    run_ranks(_reduce_narrow, 2, dtype)
 
 
 def _refuse(dtype: torch.dtype) -> list[str]:

@@ -1,11 +1,11 @@
 """Collectives with CUDA tensors: two gloo ranks on one device, and NCCL alone."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from calls import group_of_one
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -82,19 +82,16 @@ def test_two_gloo_ranks_share_the_device() -> None:
         assert answers["padded"] == ([1, 2], True)
 
 
-def _with_nccl(backend: str | None, store: str) -> tuple[dict[str, Any], str]:
-    dist.init_process_group(backend, store=dist.FileStore(store, 1), rank=0, world_size=1)
-    try:
+def _with_nccl(backend: str | None) -> tuple[dict[str, Any], str]:
+    with group_of_one(backend):
         return _call_every_helper(), comm_device().type
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
     ("backend", "device"), [("nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), (None, "cpu")]
 )
-def test_nccl_alone(backend: str | None, device: str, tmp_path: Path) -> None:
-    answers, used = run_ranks(_with_nccl, 1, backend, str(tmp_path / "store"), init=False)[0]
+def test_nccl_alone(backend: str | None, device: str) -> None:
+    answers, used = run_ranks(_with_nccl, 1, backend, init=False)[0]
     assert used == device
     assert answers["sum"] == ([1.0] * 3, "cuda:0")
     assert answers["dict"]["b"] == ([1] * 3, "cuda")

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import outcome
+from calls import assert_outcomes, group_of_one, outcome
 from group_calls import members_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import CollectiveGroup
 
@@ -63,7 +63,8 @@ def test_members_are_numbered_and_others_are_refused() -> None:
             assert "it has been destroyed" in text
 
 
-def _wrap_groups_of_torch() -> None:
+@on_ranks(3)
+def test_groups_of_torch_are_taken() -> None:
     world = CollectiveGroup(None, dist.get_rank())
     part = dist.new_group([1, 2])
     place = None if dist.get_rank() == 0 else dist.get_rank() - 1
@@ -71,7 +72,7 @@ def _wrap_groups_of_torch() -> None:
     assert (world.size(), own.size()) == (3, -1 if place is None else 2)
     kind, text = outcome(CollectiveGroup, None, dist.get_rank() + 1)
     assert kind == "ValueError"
-    assert f"place in the group, {dist.get_rank()}, got {dist.get_rank() + 1}" in text
+    assert f"rank in the group, {dist.get_rank()}, got {dist.get_rank() + 1}" in text
     value = torch.ones(1)
     world.destroy()
     # The default group was not made by it, and lives on.
@@ -80,11 +81,8 @@ def _wrap_groups_of_torch() -> None:
     own.destroy()
 
 
-def test_groups_of_torch_are_taken() -> None:
-    run_ranks(_wrap_groups_of_torch, 3)
-
-
-def _lose_the_object() -> None:
+@on_ranks(2)
+def test_a_group_outlives_its_object() -> None:
     group = CollectiveGroup.create()
     torchs = group.group
     del group
@@ -97,22 +95,17 @@ def _lose_the_object() -> None:
     assert outcome(dist.get_rank, torchs)[0] == "ValueError"
 
 
-def test_a_group_outlives_its_object() -> None:
-    run_ranks(_lose_the_object, 2)
-
-
-def _outlive_the_default_group(store: str) -> list[tuple[str, str]]:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    group = CollectiveGroup.create()
-    group.all_reduce(torch.ones(1))
-    dist.destroy_process_group()
+def _outlive_the_default_group() -> list[tuple[str, str]]:
+    with group_of_one("gloo"):
+        group = CollectiveGroup.create()
+        group.all_reduce(torch.ones(1))
     endings = [outcome(group.all_reduce, torch.ones(1)), outcome(group.size)]
     group.destroy()
     return [*endings, outcome(CollectiveGroup.create)]
 
 
-def test_a_group_ends_with_the_default_group(tmp_path: Any) -> None:
-    (endings,) = run_ranks(_outlive_the_default_group, 1, str(tmp_path / "store"), init=False)
+def test_a_group_ends_with_the_default_group() -> None:
+    (endings,) = run_ranks(_outlive_the_default_group, 1, init=False)
     assert [kind for kind, _ in endings] == ["RuntimeError"] * 3
     assert "the default process group, and with it this one, has been destroyed" in endings[0][1]
     assert "a group needs a default process group" in endings[2][1]
@@ -141,9 +134,7 @@ def _create_wrongly() -> list[tuple[str, str]]:
 def test_what_is_created_is_agreed() -> None:
     first, second = run_ranks(_create_wrongly, 2)
     assert first == second
-    for (kind, text), (_, _, expected, part) in zip(first, MISTAKES, strict=True):
-        assert kind == expected
-        assert part in text
+    assert_outcomes(first, [tuple(mistake[2:]) for mistake in MISTAKES])
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])

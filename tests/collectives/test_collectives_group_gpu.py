@@ -1,12 +1,11 @@
 """Groups with CUDA tensors: two gloo ranks on one device, and NCCL alone."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from calls import group_of_one
 from group_calls import assert_same, now_and_later
-from ranks import run_ranks
+from ranks import on_ranks
 
 from stepwrap.collectives import CollectiveGroup
 
@@ -66,28 +65,20 @@ def _use_tensors(group: CollectiveGroup) -> None:
         assert received.is_cuda
 
 
-def _use_gloo() -> None:
+def _use_new_group() -> None:
     group = CollectiveGroup.create()
     _use_lists(group)
     _use_tensors(group)
     group.destroy()
 
 
+@on_ranks(2)
 def test_two_gloo_ranks_share_the_device() -> None:
-    run_ranks(_use_gloo, 2)
-
-
-def _use_nccl(backend: str, store: str) -> None:
-    dist.init_process_group(backend, store=dist.FileStore(store, 1), rank=0, world_size=1)
-    try:
-        group = CollectiveGroup.create()
-        _use_lists(group)
-        _use_tensors(group)
-        group.destroy()
-    finally:
-        dist.destroy_process_group()
+    _use_new_group()
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_nccl_alone(backend: str, tmp_path: Path) -> None:
-    run_ranks(_use_nccl, 1, backend, str(tmp_path / "store"), init=False)
+@on_ranks(1, init=False)
+def test_nccl_alone(backend: str) -> None:
+    with group_of_one(backend):
+        _use_new_group()

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from calls import HERE, outcome
 from group_calls import assert_same, members_of
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from tensors_by_rank import DTYPES, values_of
 
 from stepwrap.collectives import CollectiveGroup, recent_collectives, trace_collectives
 
 
-def _exchange_every_dtype() -> None:
+@on_ranks(4)
+def test_every_dtype_is_sent_in_a_part_of_the_ranks() -> None:
     group, is_member = members_of([1, 3])
     if not is_member:
         return
@@ -35,10 +36,6 @@ def _exchange_every_dtype() -> None:
                 assert group.recv(place, src, tag) == 1
             assert_same(place, sent)
     group.destroy()
-
-
-def test_every_dtype_is_sent_in_a_part_of_the_ranks() -> None:
-    run_ranks(_exchange_every_dtype, 4)
 
 
 def _receive_from_any() -> list[int]:
@@ -67,7 +64,8 @@ def test_any_sender_is_named() -> None:
     run_ranks(_receive_from_any, 3)
 
 
-def _swap_views() -> None:
+@on_ranks(2)
+def test_complex_views_and_parameters_are_received() -> None:
     group = CollectiveGroup.create()
     other = 1 - dist.get_rank()
     number = torch.tensor([complex(1, 2), complex(3, 4)])
@@ -80,10 +78,6 @@ def _swap_views() -> None:
     assert place.tolist() == [1 + 2j, 3 + 4j]
     assert weight.tolist() == [1 - 2j, 3 - 4j]
     group.destroy()
-
-
-def test_complex_views_and_parameters_are_received() -> None:
-    run_ranks(_swap_views, 2)
 
 
 MISTAKES = [

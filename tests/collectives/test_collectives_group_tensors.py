@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_calls import assert_same, members_of, now_and_later
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from tensors_by_rank import BITWISE, COMPLEX, DTYPES, OPS, values_of
 
 from stepwrap.collectives import CollectiveGroup
@@ -106,7 +106,8 @@ def test_every_operation_in_every_dtype(ranks: list[int], world_size: int) -> No
     run_ranks(_reduce_every_dtype, world_size, ranks)
 
 
-def _average() -> None:
+@on_ranks(3)
+def test_means() -> None:
     group = CollectiveGroup.create()
     rank = dist.get_rank()
     for op in (dist.ReduceOp.AVG, dist.ReduceOp(dist.ReduceOp.AVG), "mean"):
@@ -127,15 +128,12 @@ def _average() -> None:
     group.destroy()
 
 
-def test_means() -> None:
-    run_ranks(_average, 3)
-
-
 def _random(rank: int, count: int = 1000) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(rank))
 
 
-def _compare_with_torch() -> None:
+@on_ranks(3)
+def test_floats_are_those_of_torch() -> None:
     group = CollectiveGroup.create()
     rank, size = dist.get_rank(), dist.get_world_size()
     ours, theirs = _random(rank), _random(rank)
@@ -157,11 +155,8 @@ def _compare_with_torch() -> None:
     group.destroy()
 
 
-def test_floats_are_those_of_torch() -> None:
-    run_ranks(_compare_with_torch, 3)
-
-
-def _move_uneven() -> None:
+@on_ranks(3)
+def test_shapes_may_differ_where_each_rank_knows_them() -> None:
     group = CollectiveGroup.create()
     rank, size = dist.get_rank(), dist.get_world_size()
     # Rank 0 sends nothing.
@@ -191,11 +186,8 @@ def _move_uneven() -> None:
     group.destroy()
 
 
-def test_shapes_may_differ_where_each_rank_knows_them() -> None:
-    run_ranks(_move_uneven, 3)
-
-
-def _write_to_views() -> None:
+@on_ranks(2)
+def test_views_and_parameters() -> None:
     group = CollectiveGroup.create()
     rank = dist.get_rank()
     number = torch.tensor([complex(1, 2 + rank)])
@@ -217,11 +209,8 @@ def _write_to_views() -> None:
     group.destroy()
 
 
-def test_views_and_parameters() -> None:
-    run_ranks(_write_to_views, 2)
-
-
-def _overlap_calls() -> None:
+@on_ranks(2)
+def test_calls_may_overlap() -> None:
     group = CollectiveGroup.create()
     rank = dist.get_rank()
     tensors = [torch.tensor([complex(i, rank)]).conj() for i in range(8)]
@@ -232,7 +221,3 @@ def _overlap_calls() -> None:
         handle.wait()
     assert [tensor.item() for tensor in tensors] == [complex(2 * i, -1) for i in range(8)]
     group.destroy()
-
-
-def test_calls_may_overlap() -> None:
-    run_ranks(_overlap_calls, 2)

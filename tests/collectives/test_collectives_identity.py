@@ -90,7 +90,6 @@ def _spawned(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_spawned_processes_without_any_environment(tmp_path: Path) -> None:
-    """A-3, A-8, A-20, X-1, X-3."""
     torch.multiprocessing.spawn(_spawned, (str(tmp_path),), nprocs=2)
     for rank in range(2):
         before, *told = json.loads((tmp_path / f"told_{rank}").read_text())
@@ -126,7 +125,7 @@ def reduce_mean_of(rank: int) -> float:
 
 
 def test_the_group_wins_while_it_lives(tmp_path: Path) -> None:
-    """X-1: before and after it the environment tells the rank, and collectives are of one rank."""
+    """Before and after it the environment tells the rank, and collectives are of one rank."""
     for rank, told in enumerate(run_ranks(_against_the_environment, 2, str(tmp_path))):
         assert told[:4] == [3, 4, ["own"], float(rank)]
         assert [one[0] for one in told[4:7]] == [[rank, 2, True, 2, [0, 1]]] * 3
@@ -162,7 +161,7 @@ def _in_subgroup() -> list[Any]:
 
 
 def test_a_subgroup_counts_global_ranks() -> None:
-    """X-8; a process outside it learns so at once."""
+    """A process outside it learns so at once."""
     outside, first, outside_too, second = run_ranks(_in_subgroup, 4)
     order = first[0][3]
     assert sorted(order) == [1, 3]
@@ -180,7 +179,7 @@ def test_a_subgroup_counts_global_ranks() -> None:
         ]
     for rank, told in ((0, outside), (2, outside_too)):
         assert told[:2] == [-1, -1]
-        text = f"rank {rank} is no member of the group and cannot use it"
+        text = f"rank {rank} is not a member of the group and cannot use it"
         assert told[2] == {("ValueError", text)}
 
 
@@ -201,7 +200,7 @@ def _local_ranks() -> list[int]:
 
 
 def test_local_ranks_of_a_live_group() -> None:
-    """A-1: what the launcher says, else the place among the processes of the host."""
+    """What the launcher says, else the place among the processes of the host."""
     told = run_ranks(_local_ranks, 4)
     assert told == [[rank, rank % 2, 6, 5, rank] for rank in range(4)]
 
@@ -212,7 +211,6 @@ def _fail(text: str) -> None:
 
 
 def test_rank_zero_only_lets_errors_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A-20."""
     with pytest.raises(KeyError, match="text"):
         _fail("text")
     monkeypatch.setenv("SLURM_PROCID", "1")

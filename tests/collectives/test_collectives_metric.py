@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from calls import outcome, outcome_text
+from ranks import on_ranks, run_ranks
 from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -32,14 +33,6 @@ class PickyError(Exception):
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} is not {second}")
-
-
-def _outcome(metric: BaseMetric) -> tuple[str, str]:
-    try:
-        metric.compute()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def test_one_process() -> None:
@@ -84,7 +77,10 @@ def test_the_settings() -> None:
         BaseMetric()  # type: ignore[abstract]
 
 
-def _collect_forty(backend: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "torch_cpu"])
+@on_ranks(4)
+def test_four_ranks(backend: str) -> None:
     rank = dist.get_rank()
     strided = _Items(dist_backend=backend)
     strided.add(range(rank, 40, 4))
@@ -96,14 +92,9 @@ def _collect_forty(backend: str) -> None:
         assert metric([rank]) == [rank]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", "torch_cpu"])
-def test_four_ranks(backend: str) -> None:
-    """B-7."""
-    run_ranks(_collect_forty, 4, backend)
-
-
-def _collect_unequal() -> None:
+@on_ranks(2)
+def test_ranks_with_unequal_numbers_of_results() -> None:
+    """And None is a result like others."""
     own = [["a", None, "c"], ["d", "e"]][dist.get_rank()]
     for mode, expected in (
         ("unzip", ["a", "d", None, "e", "c"]),
@@ -117,11 +108,6 @@ def _collect_unequal() -> None:
         assert metric.compute() == ["d", "e"]
 
 
-def test_ranks_with_unequal_numbers_of_results() -> None:
-    """B-8, and None is a result like others."""
-    run_ranks(_collect_unequal, 2)
-
-
 def _fail_on_rank_0() -> list[tuple[str, str]]:
     metric = _Items()
     metric.add([1])
@@ -129,20 +115,19 @@ def _fail_on_rank_0() -> list[tuple[str, str]]:
     for error in (ZeroDivisionError("no samples"), PickyError(1, 2), KeyError("a")):
         # The others have nothing to compute, so their own never matters.
         metric.error = error if dist.get_rank() == 0 else OSError("never")
-        outcomes.append(_outcome(metric))
+        outcomes.append(outcome(metric.compute))
     metric.error = None
     # What cannot be sent, on the way there and on the way back.
     metric.add([lambda: None] if dist.get_rank() == 1 else [])
-    outcomes.append(_outcome(metric))
+    outcomes.append(outcome(metric.compute))
     metric.reset()
     metric.compute_metric = lambda results: lambda: None  # type: ignore[method-assign]
-    outcomes.append(_outcome(metric))
+    outcomes.append(outcome(metric.compute))
     assert get_dist_backend().all_gather_object(dist.get_rank()) == [0, 1]
     return outcomes
 
 
 def test_an_error_on_rank_0_is_one_on_all() -> None:
-    """B-9, X-5."""
     by_rank = run_ranks(_fail_on_rank_0, 2, timeout_s=20)
     names = ["ZeroDivisionError", "CollectiveError", "KeyError", *["CollectiveError"] * 2]
     assert [[name for name, _ in outcomes] for outcomes in by_rank] == [names, names]
@@ -203,16 +188,10 @@ def test_torchmetrics_in_one_process() -> None:
     assert metric.compute().tolist() == [1.0, 2.0]
 
 
-def _ask_for_a_group() -> str:
+@on_ranks(2)
+def test_the_group_belongs_to_the_back_end() -> None:
     metric = CatMetric(process_group=dist.group.WORLD, **metric_sync())
     metric.update(torch.ones(1))
-    try:
-        metric.compute()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_the_group_belongs_to_the_back_end() -> None:
-    for text in run_ranks(_ask_for_a_group, 2):
-        assert "name the group in the back-end: metric_sync(TorchDist(group))" in text
+    text = outcome_text(metric.compute)
+    assert text.startswith("ValueError: ")
+    assert "pass the group to the backend: metric_sync(TorchDist(group))" in text

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import (
     BaseMetric,
@@ -122,7 +122,6 @@ def _make_agreed_mistakes(is_tracing: bool) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("is_tracing", [False, True])
 def test_the_mistake_of_one_rank_is_an_error_on_all(is_tracing: bool) -> None:
-    """X-5."""
     for outcomes in run_ranks(_make_agreed_mistakes, 2, is_tracing):
         for (name, message), (call, _, _, error, text) in zip(outcomes, AGREED, strict=True):
             assert name == error, (call, message)
@@ -154,7 +153,6 @@ def _make_traced_mistakes() -> list[tuple[str, str]]:
 
 
 def test_calls_without_a_first_message_agree_while_tracing() -> None:
-    """X-5, X-9."""
     for outcomes in run_ranks(_make_traced_mistakes, 2):
         for (name, message), (_, _, _, error, text) in zip(outcomes[:-1], RAW, strict=True):
             assert name == "CollectiveError"
@@ -180,23 +178,18 @@ def test_calls_without_a_first_message_end_at_the_timeout() -> None:
     assert second == ("TypeError", "data must be a torch.Tensor, got float")
 
 
-def _be_elsewhere() -> list[tuple[str, str]]:
-    calls = [lambda: mean_scalars({"a": 1.0}), lambda: all_reduce_dict({"a": 1.0})]
-    return [outcome(call) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
-
-
+@on_ranks(2)
 def test_scalars_that_meet_another_call() -> None:
-    """X-9."""
-    for outcomes in run_ranks(_be_elsewhere, 2):
-        for name, message in outcomes:
-            assert name == "CollectiveError"
-            assert "in mean_scalars (" in message
-            assert "in all_reduce_dict (" in message
+    calls = [lambda: mean_scalars({"a": 1.0}), lambda: all_reduce_dict({"a": 1.0})]
+    outcomes = [outcome(call) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
+    for name, message in outcomes:
+        assert name == "CollectiveError"
+        assert "in mean_scalars (" in message
+        assert "in all_reduce_dict (" in message
 
 
 @pytest.mark.parametrize("wrong", [SPARSE, META])
 def test_one_process_refuses_the_same(wrong: torch.Tensor) -> None:
-    """X-2."""
     for call in (all_gather, gather, all_reduce, reduce_mean, in_place.broadcast):
         name, message = outcome(call, wrong)
         assert (name, " must " in message) == ("ValueError", True)

@@ -128,7 +128,6 @@ def _run(*command: str, timeout_s: float) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    """B-1 to B-4, B-8, B-9, X-5."""
     mpirun = _find_mpirun()
     if mpirun is None:
         pytest.skip("no mpirun on PATH or beside python: Open MPI is not installed")

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import HERE, outcome
-from ranks import RanksError, run_ranks
+from calls import HERE, outcome, outcome_text
+from ranks import RanksError, on_ranks, run_ranks
 
 from stepwrap.collectives import (
-    CollectiveError,
     all_gather_object,
     all_reduce_dict,
     broadcast,
@@ -35,38 +34,28 @@ class _OnlyUnpicklesOn:
         self.__dict__ = state
 
 
-def _broadcast_from(src: int, num_bytes: int) -> dict[str, Any]:
+@pytest.mark.parametrize("src", [0, 1, 2])
+@pytest.mark.parametrize("num_bytes", [1, 5_000_000])
+@on_ranks(3)
+def test_broadcast(src: int, num_bytes: int) -> None:
     rank = dist.get_rank()
     own: Any = {"rank": rank, "data": bytes(num_bytes), "t": torch.full((2,), float(rank))}
     # What the others pass is ignored, so it need not even be picklable.
     payload = own if rank == src else threading.Lock()
     received: dict[str, Any] = broadcast(payload, src)
     assert (received is own) == (rank == src)
-    return received
+    assert (received["rank"], len(received["data"])) == (src, num_bytes)
+    assert received["t"].tolist() == [src, src]
 
 
-@pytest.mark.parametrize("src", [0, 1, 2])
-@pytest.mark.parametrize("num_bytes", [1, 5_000_000])
-def test_broadcast(src: int, num_bytes: int) -> None:
-    """A-6."""
-    for received in run_ranks(_broadcast_from, 3, src, num_bytes):
-        assert (received["rank"], len(received["data"])) == (src, num_bytes)
-        assert received["t"].tolist() == [src, src]
-
-
-def _broadcast_unpicklable() -> tuple[tuple[str, str], int]:
-    told = outcome(broadcast, threading.Lock(), 1)
-    # The ranks are still in step.
-    return told, broadcast(dist.get_rank(), 1)
-
-
+@on_ranks(2)
 def test_an_unpicklable_object_raises_the_same_on_every_rank() -> None:
-    """A-6, X-5."""
-    for (name, text), after in run_ranks(_broadcast_unpicklable, 2):
-        assert name == "CollectiveError"
-        assert text.startswith("broadcast(): rank 1 cannot pickle its object: TypeError: cannot")
-        assert f"ranks 0, 1 wait in broadcast ({HERE}:" in text
-        assert after == 1
+    name, text = outcome(broadcast, threading.Lock(), 1)
+    assert name == "CollectiveError"
+    assert text.startswith("broadcast(): rank 1 cannot pickle its object: TypeError: cannot")
+    assert f"ranks 0, 1 wait in broadcast ({HERE}:" in text
+    # The ranks are still in step.
+    assert broadcast(dist.get_rank(), 1) == 1
 
 
 def _broadcast_what_rank_1_cannot_load() -> tuple[tuple[str, str], int]:
@@ -82,20 +71,17 @@ def test_an_object_that_one_rank_cannot_load_raises_on_every_rank() -> None:
         assert "rank 2 cannot unpickle what it received: ImportError: not installed here" in text
 
 
-def _bad_sources() -> list[tuple[str, str]]:
-    return [outcome(broadcast, 1, src) for src in (-1, 2)]
-
-
+@on_ranks(2)
 def test_a_source_outside_the_group_is_refused() -> None:
-    for outcomes in run_ranks(_bad_sources, 2):
-        assert outcomes == [
-            ("ValueError", "src must be a rank of the group [0, 1], got -1"),
-            ("ValueError", "src must be a rank of the group [0, 1], got 2"),
-        ]
+    outcomes = [outcome(broadcast, 1, src) for src in (-1, 2)]
+    assert outcomes == [
+        ("ValueError", "src must be a rank of the group [0, 1], got -1"),
+        ("ValueError", "src must be a rank of the group [0, 1], got 2"),
+    ]
 
 
 def test_one_process_keeps_its_own_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X-2, also under a launcher's variables before there is a group."""
+    """Also under a launcher's variables before there is a group."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     lock = threading.Lock()
     assert broadcast(lock) is lock
@@ -114,17 +100,14 @@ def test_all_gather_object_is_in_rank_order_whatever_the_sizes() -> None:
     assert run_ranks(_gather_different_sizes, 4) == [expected] * 4
 
 
-def _gather_one_unpicklable() -> tuple[tuple[str, str], list[int]]:
+@on_ranks(2)
+def test_gathering_an_unpicklable_object_raises_on_every_rank() -> None:
     rank = dist.get_rank()
     payload: object = threading.Lock() if rank == 1 else rank
-    return outcome(all_gather_object, payload), all_gather_object(rank)
-
-
-def test_gathering_an_unpicklable_object_raises_on_every_rank() -> None:
-    for (name, text), after in run_ranks(_gather_one_unpicklable, 2):
-        assert name == "CollectiveError"
-        assert text.startswith("all_gather_object(): rank 1 cannot pickle its object: TypeError")
-        assert after == [0, 1]
+    name, text = outcome(all_gather_object, payload)
+    assert name == "CollectiveError"
+    assert text.startswith("all_gather_object(): rank 1 cannot pickle its object: TypeError")
+    assert all_gather_object(rank) == [0, 1]
 
 
 def _lose_rank_1() -> None:
@@ -154,15 +137,11 @@ def _leave_rank_0_alone(path: str) -> str:
         while not os.path.exists(path):
             time.sleep(0.01)
         return ""
-    try:
-        broadcast("text", src=1)
-    except CollectiveError as error:
-        return str(error)
-    finally:
-        open(path, "w").close()
-    return "no error"
+    text = outcome_text(broadcast, "text", 1)
+    open(path, "w").close()
+    return text
 
 
 def test_a_rank_that_never_comes_ends_in_an_error_at_the_timeout(tmp_path: object) -> None:
     message = run_ranks(_leave_rank_0_alone, 2, f"{tmp_path}/done", group_timeout_s=0.5)[0]
-    assert message.startswith("broadcast() must be reached by all 2 ranks")
+    assert message.startswith("CollectiveError: broadcast() must be reached by all 2 ranks")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import outcome
-from ranks import run_ranks
+from calls import assert_outcomes, outcome
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives.dist import all_reduce_dict, all_reduce_params, broadcast_object_list
 
@@ -27,7 +27,11 @@ def _params(rank: int) -> list[torch.Tensor]:
     ]
 
 
-def _reduce_params(coalesce: bool, bucket_size_mb: float) -> None:
+@pytest.mark.parametrize(
+    ("coalesce", "bucket_size_mb"), [(True, -1), (True, 1), (True, 1e-5), (False, -1)]
+)
+@on_ranks(2)
+def test_params_are_reduced_in_place(coalesce: bool, bucket_size_mb: float) -> None:
     rank = dist.get_rank()
     for op in ("sum", "mean", "product"):
         own, first, second = _params(rank), _params(0), _params(1)
@@ -40,14 +44,6 @@ def _reduce_params(coalesce: bool, bucket_size_mb: float) -> None:
             assert torch.equal(mine, expected.to(mine.dtype)), (op, mine)
         assert own[0].requires_grad
         assert own[0].grad is None
-
-
-@pytest.mark.parametrize(
-    ("coalesce", "bucket_size_mb"), [(True, -1), (True, 1), (True, 1e-5), (False, -1)]
-)
-def test_params_are_reduced_in_place(coalesce: bool, bucket_size_mb: float) -> None:
-    """C-24."""
-    run_ranks(_reduce_params, 2, coalesce, bucket_size_mb)
 
 
 def _count_reductions() -> list[int]:
@@ -76,7 +72,13 @@ def test_buckets_are_made_by_dtype_and_size() -> None:
     assert run_ranks(_count_reductions, 2) == [[2, 4, 7]] * 2
 
 
-def _reduce_differing_params() -> list[tuple[str, str]]:
+def _failing() -> Iterator[torch.Tensor]:
+    yield torch.ones(2)
+    raise LookupError("no more")
+
+
+@on_ranks(2)
+def test_differing_params_are_an_error_on_every_rank() -> None:
     rank = dist.get_rank()
     a, b = torch.ones(2), torch.ones(3)
     outcomes = [
@@ -89,16 +91,6 @@ def _reduce_differing_params() -> list[tuple[str, str]]:
         outcome(all_reduce_params, [a], True, -1, "band"),
     ]
     assert a.tolist() == [1.0, 1.0]
-    return outcomes
-
-
-def _failing() -> Iterator[torch.Tensor]:
-    yield torch.ones(2)
-    raise LookupError("no more")
-
-
-def test_differing_params_are_an_error_on_every_rank() -> None:
-    """C-24, X-5."""
     expected = [
         ("ValueError", "0 is torch.float32 of shape (2,) on cpu on rank 0 and torch.float32 of"),
         ("ValueError", "keys missing on rank 1: 1"),
@@ -108,12 +100,11 @@ def test_differing_params_are_an_error_on_every_rank() -> None:
         ("LookupError", "no more"),
         ("ValueError", "params[0]: op must not be bitwise for torch.float32"),
     ]
-    for outcomes in run_ranks(_reduce_differing_params, 2):
-        for (name, message), (error, text) in zip(outcomes, expected, strict=True):
-            assert (name, text in message) == (error, True), message
+    assert_outcomes(outcomes, expected)
 
 
-def _broadcast_lists() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_an_object_list_is_overwritten() -> None:
     rank = dist.get_rank()
     source = [1, {"a": torch.ones(2)}, None, "text"]
     own: list[Any] = source if rank == 1 else [None] * 4
@@ -126,17 +117,13 @@ def _broadcast_lists() -> list[tuple[str, str]]:
     assert (own[1] is source[1]) == (rank == 1)
     nothing: list[object] = []
     broadcast_object_list(nothing)
-    return [
+    outcomes = [
         outcome(broadcast_object_list, [0] * (2 + rank)),
         outcome(broadcast_object_list, [0] if rank == 0 else (0,)),
         outcome(broadcast_object_list, [lambda: None], 1),
         outcome(broadcast_object_list, [0], 2 if rank else 0),
         outcome(broadcast_object_list, [0], rank),
     ]
-
-
-def test_an_object_list_is_overwritten() -> None:
-    """C-24."""
     expected = [
         ("ValueError", "{0: '2 objects from rank 0', 1: '3 objects from rank 0'}"),
         ("AssertionError", "): data must be a list, got tuple"),
@@ -144,9 +131,7 @@ def test_an_object_list_is_overwritten() -> None:
         ("ValueError", "() on rank 1 (tests/collectives/calls.py:"),
         ("ValueError", "{0: '1 objects from rank 0', 1: '1 objects from rank 1'}"),
     ]
-    for outcomes in run_ranks(_broadcast_lists, 2):
-        for (name, message), (error, text) in zip(outcomes, expected, strict=True):
-            assert (name, text in message) == (error, True), message
+    assert_outcomes(outcomes, expected)
 
 
 def _use_subgroup() -> list[tuple[str, str]]:
@@ -173,17 +158,15 @@ def _use_subgroup() -> list[tuple[str, str]]:
 
 
 def test_subgroups_name_global_ranks() -> None:
-    """C-24, X-8."""
     results = run_ranks(_use_subgroup, 4)
     assert [name for outcomes in results for name, _ in outcomes] == ["ValueError"] * 16
     texts = [text for _, text in results[3]]
     assert "keys missing on rank 3: 1; keys missing on rank 1: 3" in texts[0]
     assert "{1: '2 objects from rank 3', 3: '4 objects from rank 3'}" in texts[1]
-    assert texts[2] == texts[3] == "rank 3 is no member of the group and cannot use it"
+    assert texts[2] == texts[3] == "rank 3 is not a member of the group and cannot use it"
 
 
 def test_one_process_changes_nothing() -> None:
-    """C-24."""
     tensor = torch.ones(2)
     data = {"a": tensor, "n": 1}
     all_reduce_dict(data, "mean")
@@ -213,12 +196,13 @@ def test_one_process_changes_nothing() -> None:
 def test_arguments_are_checked_in_one_process_too(
     call: Callable[..., object], args: tuple[Any, ...], error: str, text: str
 ) -> None:
-    """X-2."""
     name, message = outcome(call, *args)
     assert (name, message[: len(text)]) == (error, text)
 
 
-def _on_two_devices() -> None:
+@pytest.mark.gpu
+@on_ranks(2)
+def test_two_gloo_ranks_share_a_device() -> None:
     rank = dist.get_rank()
     data: dict[str, Any] = {"a": torch.tensor([1 + rank], device="cuda"), "b": torch.tensor(rank)}
     all_reduce_dict(data)
@@ -228,8 +212,3 @@ def _on_two_devices() -> None:
     param = torch.nn.Parameter(torch.full((4,), float(rank), device="cuda"))
     all_reduce_params([param, torch.nn.Parameter(param.detach().clone())], op="mean")
     assert param.tolist() == [0.5] * 4
-
-
-@pytest.mark.gpu
-def test_two_gloo_ranks_share_a_device() -> None:
-    run_ranks(_on_two_devices, 2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from payloads import objects, same
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import (
     all_gather_object,
@@ -71,7 +71,8 @@ def test_any_object_comes_through_on_four_ranks(sent: list[Any], tmp_path: Any) 
     assert run_ranks(_failures, 4, sent, str(tmp_path)) == [[]] * 4
 
 
-def _gather_and_change() -> list[bool]:
+@on_ranks(2)
+def test_what_is_gathered_is_an_own_copy() -> None:
     """Return whether what was received is this rank's own: writable and shared with nobody."""
     kept = []
     for size in (10, 5_000, 500_000):
@@ -89,11 +90,7 @@ def _gather_and_change() -> list[bool]:
             and not own["t"].any()
             and not own["a"].any()
         )
-    return kept
-
-
-def test_what_is_gathered_is_an_own_copy() -> None:
-    assert run_ranks(_gather_and_change, 2) == [[True] * 3] * 2
+    assert kept == [True] * 3
 
 
 def _send_dtypes_that_torch_cannot_pickle() -> list[str]:
@@ -111,18 +108,15 @@ def test_dtypes_that_torch_itself_cannot_pickle() -> None:
     assert run_ranks(_send_dtypes_that_torch_cannot_pickle, 2) == [[], []]
 
 
-def _send_odd_tensors() -> list[Any]:
+@on_ranks(2)
+def test_memory_format_and_attributes_are_kept_and_only_the_view_is_sent() -> None:
     image = torch.rand(2, 3, 64, 64).to(memory_format=torch.channels_last)
     few = torch.zeros(10_000_000)[:3]
     with_attribute = torch.ones(2)
     with_attribute.note = "kept"
     gathered = all_gather_object([image, few, with_attribute])[1]
-    return [
+    assert [
         gathered[0].stride() == image.stride(),
         gathered[1].untyped_storage().nbytes(),
         gathered[2].note,
-    ]
-
-
-def test_memory_format_and_attributes_are_kept_and_only_the_view_is_sent() -> None:
-    assert run_ranks(_send_odd_tensors, 2) == [[True, 12, "kept"]] * 2
+    ] == [True, 12, "kept"]

@@ -33,7 +33,6 @@ def _call_in_child(fn: Any, results: Any) -> None:
 
 
 def test_a_closure_runs_in_a_spawned_child() -> None:
-    """A-22."""
     spawn = multiprocessing.get_context("spawn")
     results = spawn.SimpleQueue()
     child = spawn.Process(target=_call_in_child, args=(PicklableWrapper(_adder(4)), results))
@@ -64,7 +63,6 @@ def test_the_bare_object_comes_out(protocol: int) -> None:
 
 
 def test_it_stands_for_the_object() -> None:
-    """A-23."""
     holder = _Holder()
     wrapped = PicklableWrapper(holder)
     assert PicklableWrapper(wrapped)._obj is holder
@@ -78,7 +76,6 @@ def test_it_stands_for_the_object() -> None:
 
 
 def test_an_instance_without_init_has_no_attributes() -> None:
-    """A-24."""
     bare = PicklableWrapper.__new__(PicklableWrapper)
     for name in ("x", "_obj", "__len__", "__setstate__", "__deepcopy__"):
         assert not hasattr(bare, name) or name in dir(object)

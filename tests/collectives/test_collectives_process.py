@@ -1,6 +1,5 @@
 """Ranks, barriers and rank-zero guards."""
 
-import logging
 import os
 import time
 from datetime import timedelta
@@ -8,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from calls import group_of_one, messages_of_collectives, outcome
 from ranks import run_ranks
 
 from stepwrap.collectives import (
@@ -52,7 +52,6 @@ def _identity() -> tuple[int, int, int, bool]:
 def test_the_environment_answers_without_a_group(
     environment: dict[str, str], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A-1, A-2, A-4."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert _identity() == (*expected, False)
@@ -65,7 +64,6 @@ def test_a_variable_that_is_no_integer_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_live_group_answers_without_any_environment() -> None:
-    """A-3."""
     assert run_ranks(_identity, 2) == [(0, 2, 0, True), (1, 2, 1, True)]
 
 
@@ -99,37 +97,24 @@ def _call_on_ranks(callers: list[int]) -> str:
 def test_ranks_that_do_not_ask_for_their_local_rank_are_named() -> None:
     assert run_ranks(_call_on_ranks, 3, [0]) == ["0", "", ""]
     assert run_ranks(_call_on_ranks, 3, [0, 2])[2] == (
-        "get_local_rank() without LOCAL_RANK must be called by every rank; rank 2 has waited in "
-        "vain for that of rank 1"
+        "get_local_rank() without LOCAL_RANK must be called by every rank, but rank 2 timed out "
+        "waiting for rank 1"
     )
-
-
-class _Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
 
 
 def _disagree() -> tuple[int, int, list[str]]:
     os.environ |= {"RANK": "11", "WORLD_SIZE": "12"}
-    records = _Records()
-    logger = logging.getLogger("stepwrap.collectives")
-    logger.addHandler(records)
-    for _ in range(2):
-        rank, world_size = get_rank(), get_world_size()
-    logger.removeHandler(records)
-    return rank, world_size, records.messages
+    with messages_of_collectives() as messages:
+        for _ in range(2):
+            rank, world_size = get_rank(), get_world_size()
+    return rank, world_size, messages
 
 
 def test_the_live_group_wins_over_the_environment_with_one_warning() -> None:
-    """X-1."""
     rank, world_size, messages = run_ranks(_disagree, 2)[1]
     assert (rank, world_size) == (1, 2)
     assert len(messages) == 2
-    assert messages[0].startswith("RANK=11 in the environment, but the process group says 1")
+    assert messages[0].startswith("RANK=11 in the environment, but the process group has 1")
     assert messages[1].startswith("WORLD_SIZE=12 in the environment")
 
 
@@ -142,19 +127,15 @@ def test_ranks_in_a_subgroup() -> None:
     assert run_ranks(_in_subgroup, 2) == [(-1, -1), (0, 1)]
 
 
-def _devices(backend: str | None, store: str) -> list[torch.device]:
-    dist.init_process_group(backend, store=dist.FileStore(store, 1), rank=0, world_size=1)
-    cpu = torch.device("cpu")
-    return [comm_device(), comm_device(prefer=cpu), comm_device(prefer=torch.device("meta"))]
+def _devices(backend: str | None) -> list[torch.device]:
+    with group_of_one(backend):
+        cpu = torch.device("cpu")
+        return [comm_device(), comm_device(prefer=cpu), comm_device(prefer=torch.device("meta"))]
 
 
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
-def test_tensors_travel_on_the_cpu_however_gloo_was_asked_for(
-    backend: str | None, tmp_path: object
-) -> None:
-    """X-3."""
-    devices = run_ranks(_devices, 1, backend, f"{tmp_path}/store", init=False)[0]
-    assert devices == [torch.device("cpu")] * 3
+def test_tensors_travel_on_the_cpu_however_gloo_was_asked_for(backend: str | None) -> None:
+    assert run_ranks(_devices, 1, backend, init=False) == [[torch.device("cpu")] * 3]
 
 
 def test_without_a_group_tensors_stay_on_the_cpu_and_nothing_waits() -> None:
@@ -172,7 +153,6 @@ def _wait_for_late_rank() -> tuple[float, float]:
 
 
 def test_synchronize_waits_for_the_last_rank() -> None:
-    """A-5."""
     (_, left), (late, _) = run_ranks(_wait_for_late_rank, 2)
     assert left >= late
 
@@ -182,13 +162,9 @@ def _miss_rank_1(path: str) -> str:
         while not os.path.exists(path):
             time.sleep(0.01)
         return ""
-    try:
-        synchronize(timeout_s=0.3)
-    except CollectiveError as error:
-        return str(error)
-    finally:
-        open(path, "w").close()
-    return "no error"
+    text = outcome(synchronize, 0.3)[1]
+    open(path, "w").close()
+    return text
 
 
 def test_synchronize_names_the_rank_that_does_not_come(tmp_path: object) -> None:
@@ -245,7 +221,6 @@ def _write_once() -> tuple[str | None, int]:
 
 
 def test_rank_zero_only_runs_on_rank_zero() -> None:
-    """A-20."""
     assert run_ranks(_write_once, 2) == [("text", 1), (None, 0)]
     assert (_write.__name__, _write.__doc__) == ("_write", "Write it down.")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import outcome
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 
 from stepwrap.collectives import all_reduce_dict, reduce_mean
 
@@ -34,7 +34,6 @@ def _mean_of(values: list[float], dtype: torch.dtype) -> torch.Tensor:
     ],
 )
 def test_reduce_mean(dtype: torch.dtype, expected: torch.dtype) -> None:
-    """A-14."""
     for mean in run_ranks(_mean_of, 2, [1, 2], dtype):
         assert torch.equal(mean, torch.tensor([1.5, 3.0], dtype=expected))
 
@@ -72,7 +71,6 @@ def _reduce_rank_dict(reduce_op: str, to_float: bool) -> dict[str, torch.Tensor]
 
 
 def test_sums_are_exact_and_floating_point() -> None:
-    """A-15, A-16, A-19."""
     for reduced in run_ranks(_reduce_rank_dict, 2, "sum", True):
         assert reduced["a"].tolist() == [3.0, 3.0]
         assert reduced["n"].item() == 8.0
@@ -94,7 +92,6 @@ def test_dtypes_are_kept_without_to_float() -> None:
 
 
 def test_the_mean_of_integers_is_a_float_in_any_case() -> None:
-    """A-18."""
     for reduced in run_ranks(_reduce_rank_dict, 2, "mean", False):
         assert reduced["tracked"].item() == 2**24 + 1.5
         assert reduced["n"].dtype == torch.float64
@@ -103,13 +100,10 @@ def test_the_mean_of_integers_is_a_float_in_any_case() -> None:
         assert reduced["a"].tolist() == [1.5, 1.5]
 
 
-def _sum_of_flags() -> list[float]:
-    flags = {"a": np.bool_(dist.get_rank() == 0), "b": np.bool_(True), "c": np.int16(300)}
-    return [float(value) for value in all_reduce_dict(flags).values()]
-
-
+@on_ranks(2)
 def test_numbers_of_numpy() -> None:
-    assert run_ranks(_sum_of_flags, 2) == [[1.0, 2.0, 600.0]] * 2
+    flags = {"a": np.bool_(dist.get_rank() == 0), "b": np.bool_(True), "c": np.int16(300)}
+    assert [float(value) for value in all_reduce_dict(flags).values()] == [1.0, 2.0, 600.0]
 
 
 def test_the_smallest_of_all_ranks() -> None:
@@ -131,23 +125,6 @@ def test_an_ordered_dict_of_another_order_is_not_mixed_up() -> None:
     assert (kind, items) == ("OrderedDict", [("b", 20), ("a", 2)])
 
 
-def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
-    own: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
-    op = "sum"
-    if dist.get_rank() == 1:
-        if kind == "missing":
-            del own["b"]
-        elif kind == "value":
-            own["b"] = "text"
-        elif kind == "huge":
-            own["b"] = 2**70
-        elif kind == "op":
-            op = "mean"
-        else:
-            own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
-    return outcome(all_reduce_dict, own, op), dict(all_reduce_dict({"n": 1}, to_float=False))
-
-
 @pytest.mark.parametrize(
     ("kind", "error", "text"),
     [
@@ -163,12 +140,28 @@ def _reduce_differing(kind: str) -> tuple[tuple[str, str], dict[str, int]]:
         ("op", "ValueError", "'op' is sum, to_float=True on rank 0 and mean, to_float=True on"),
     ],
 )
+@on_ranks(2)
 def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text: str) -> None:
-    """A-17, X-5."""
-    for (name, message), after in run_ranks(_reduce_differing, 2, kind):
-        assert name == error
-        assert text in message
-        assert int(after["n"]) == 2
+    own: dict[str, Any] = {"a": torch.ones(2), "b": torch.ones(2)}
+    op = "sum"
+    if dist.get_rank() == 1:
+        if kind == "missing":
+            del own["b"]
+        elif kind == "value":
+            own["b"] = "text"
+        elif kind == "huge":
+            own["b"] = 2**70
+        elif kind == "op":
+            op = "mean"
+        else:
+            own["b"] = {"shape": torch.ones(3), "dtype": torch.ones(2).double()}[kind]
+    (name, message), after = (
+        outcome(all_reduce_dict, own, op),
+        dict(all_reduce_dict({"n": 1}, to_float=False)),
+    )
+    assert name == error
+    assert text in message
+    assert int(after["n"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -183,7 +176,6 @@ def test_a_difference_raises_the_same_on_every_rank(kind: str, error: str, text:
 def test_arguments_are_checked_in_one_process_too(
     args: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
-    """X-2."""
     assert outcome(all_reduce_dict, *args) == (error.__name__, text)
 
 

@@ -47,7 +47,6 @@ def _collect_every_way(parts: list[list[Any]], size: int, tmpdir: str) -> list[A
 def test_results_come_back_in_turns(
     parts: list[list[Any]], size: int, expected: list[Any], tmp_path: Path
 ) -> None:
-    """C-26, X-6."""
     (tmp_path / "foreign").touch()
     outcomes = run_ranks(_collect_every_way, len(parts), parts, size, str(tmp_path))
     assert outcomes[0] == [expected] * 7
@@ -103,7 +102,6 @@ def _collect_what_fails(tmpdir: str) -> list[Any]:
 
 
 def test_what_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
-    """X-5."""
     for *errors, after in run_ranks(_collect_what_fails, 2, str(tmp_path)):
         names, texts = zip(*errors, strict=True)
         assert names == ("TypeError", "ValueError", "CollectiveError", "OSError")
@@ -136,13 +134,12 @@ def _check_arguments() -> None:
 
 
 def test_arguments_are_checked_with_and_without_a_group() -> None:
-    """X-2, C-24."""
     _check_arguments()
     run_ranks(_check_arguments, 2)
 
 
 def test_one_process_gets_its_own_results(tmp_path: Path) -> None:
-    """C-24: as without a group."""
+    """As without a group."""
     lock = threading.Lock()
     own = [None, lock, 3]
     for device in ("cpu", "gpu", "npu"):
@@ -177,7 +174,6 @@ def _draw_seeds() -> list[int]:
 
 
 def test_seeds_agree_and_advance_no_generator() -> None:
-    """C-24."""
     first, second, third = run_ranks(_draw_seeds, 3)
     assert second == third
     assert second[:20] == first

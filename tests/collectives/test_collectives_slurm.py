@@ -45,13 +45,13 @@ def test_tasks_per_node_are_unfolded(groups: list[tuple[int, int]]) -> None:
 
 @pytest.mark.parametrize("text", ["", "8(y2)", "8x2", "-1"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="as Slurm writes it"):
+    with pytest.raises(ValueError, match="must be in Slurm's format"):
         list(tasks_per_node(text))
 
 
 @pytest.mark.parametrize("nodes", ["", ",a", "node[1-2"])
 def test_other_lists_of_hosts_are_refused(nodes: str) -> None:
-    with pytest.raises(ValueError, match="as Slurm writes it"):
+    with pytest.raises(ValueError, match="must be in Slurm's format"):
         first_host(nodes)
 
 

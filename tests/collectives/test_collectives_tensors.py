@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from calls import outcome
-from ranks import RanksError, run_ranks
+from calls import group_of_one, outcome
+from ranks import RanksError, on_ranks, run_ranks
 from tensors_by_rank import BITWISE, DTYPES, OPS, values_of
 
 from stepwrap.collectives.dist import all_gather, all_gather_object, all_reduce, broadcast, gather
 
 
-def _gather_every_dtype() -> None:
+@on_ranks(2)
+def test_every_dtype_is_gathered_and_broadcast() -> None:
+    """Numbers that are not contiguous, small ones and such that need a second message."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
         for repeats in (1, 400):
@@ -40,12 +42,8 @@ def _gather_every_dtype() -> None:
     ]
 
 
-def test_every_dtype_is_gathered_and_broadcast() -> None:
-    """C-24; numbers that are not contiguous, small ones and such that need a second message."""
-    run_ranks(_gather_every_dtype, 2)
-
-
-def _exchange_views_and_tracked() -> None:
+@on_ranks(2)
+def test_conjugate_tracked_and_deep_tensors() -> None:
     rank = dist.get_rank()
     number = torch.tensor([complex(1, 2 + rank)])
     assert torch.cat(all_gather(number.conj())).tolist() == [1 - 2j, 1 - 3j]
@@ -70,11 +68,16 @@ def _exchange_views_and_tracked() -> None:
     assert [part.tolist() for part in first] == [[2.0] * 3, [1.0] * 3]
 
 
-def test_conjugate_tracked_and_deep_tensors() -> None:
-    run_ranks(_exchange_views_and_tracked, 2)
-
-
-def _gather_unequal(kind: str) -> list[tuple[str, str]]:
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("shape", "ValueError", "torch.float32 of shape (3, 1000)"),
+        ("dtype", "ValueError", "torch.float64 of shape (3,)"),
+        ("deep", "ValueError", "torch.float32 of shape (3, 1, "),
+    ],
+)
+@on_ranks(2)
+def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text: str) -> None:
     rank = dist.get_rank()
     data: Any = torch.ones(3)
     if rank == 1:
@@ -86,45 +89,25 @@ def _gather_unequal(kind: str) -> list[tuple[str, str]]:
     outcomes = [outcome(all_gather, data), outcome(gather, data, 1)]
     # Nobody is left waiting.
     assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
-    return outcomes
+    for name, message in outcomes:
+        assert name == error
+        assert "on all ranks, got torch.float32 of shape (3,)" in message
+        assert text in message
+        assert "on rank 0; " in message
+        assert "on rank 1" in message
 
 
-@pytest.mark.parametrize(
-    ("kind", "error", "text"),
-    [
-        ("shape", "ValueError", "torch.float32 of shape (3, 1000)"),
-        ("dtype", "ValueError", "torch.float64 of shape (3,)"),
-        ("deep", "ValueError", "torch.float32 of shape (3, 1, "),
-    ],
-)
-def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text: str) -> None:
-    """C-24, X-5."""
-    for outcomes in run_ranks(_gather_unequal, 2, kind):
-        for name, message in outcomes:
-            assert name == error
-            assert "on all ranks, got torch.float32 of shape (3,)" in message
-            assert text in message
-            assert "on rank 0; " in message
-            assert "on rank 1" in message
-
-
-def _call_another() -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_another_call_is_an_error_on_every_rank() -> None:
     data = torch.ones(2)
     calls: list[Callable[..., Any]] = [all_gather, all_gather_object, gather]
     own = calls if dist.get_rank() == 0 else [calls[1], calls[2], calls[0]]
-    return [outcome(call, data) for call in own]
-
-
-def test_another_call_is_an_error_on_every_rank() -> None:
-    """X-9."""
+    outcomes = [outcome(call, data) for call in own]
     names = ["all_gather", "all_gather_object", "gather"]
-    for outcomes in run_ranks(_call_another, 2):
-        for (error, message), one, other in zip(
-            outcomes, names, [*names[1:], names[0]], strict=True
-        ):
-            assert error == "CollectiveError"
-            assert f"in {one} (" in message
-            assert f"in {other} (" in message
+    for (error, message), one, other in zip(outcomes, names, [*names[1:], names[0]], strict=True):
+        assert error == "CollectiveError"
+        assert f"in {one} (" in message
+        assert f"in {other} (" in message
 
 
 def _use_subgroup() -> list[tuple[str, str]]:
@@ -158,20 +141,18 @@ def _use_subgroup() -> list[tuple[str, str]]:
 
 
 def test_subgroups_take_global_ranks() -> None:
-    """C-24, X-8."""
     results = run_ranks(_use_subgroup, 4)
     assert [name for outcomes in results for name, _ in outcomes] == ["ValueError"] * 24
     texts = [text for _, text in results[3]]
     assert texts[0] == "src must be a rank of the group [1, 3], got 4"
     assert texts[1].startswith("gather() on rank 1 (")
     assert texts[1].endswith("): dst must be a rank of the group [1, 3], got 5")
-    assert texts[2] == texts[3] == "rank 3 is no member of the group and cannot use it"
+    assert texts[2] == texts[3] == "rank 3 is not a member of the group and cannot use it"
     assert "shape (2,) for rank 3 on rank 1; torch.float32 of shape (4,)" in texts[4]
     assert "(1,) for rank 1 on rank 1; torch.float32 of shape (1,) for rank 3 on" in texts[5]
 
 
 def test_one_process_keeps_what_it_has() -> None:
-    """C-24."""
     data = torch.ones(2)
     assert all_gather(data)[0] is data
     assert gather(data)[0] is data
@@ -201,7 +182,6 @@ WRONG: list[tuple[Callable[..., object], tuple[Any, ...], str, str]] = [
 def test_arguments_are_checked_in_one_process_too(
     call: Callable[..., object], args: tuple[Any, ...], error: str, text: str
 ) -> None:
-    """X-2."""
     name, message = outcome(call, *args)
     assert (name, message[: len(text)]) == (error, text)
 
@@ -219,25 +199,21 @@ def test_a_rank_that_never_comes_is_an_error_of_the_transport() -> None:
     assert "all_reduce" in results[0][1]
 
 
-def _on_the_device() -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+@pytest.mark.gpu
+@on_ranks(1, init=False)
+def test_nccl_with_one_rank() -> None:
+    with group_of_one("nccl"):
         data = torch.arange(6.0, device="cuda").reshape(2, 3).T
         for op in OPS.keys() - BITWISE:
             all_reduce(data, op)
         broadcast(data)
         assert all_gather(data)[0] is data
         assert gather(data)[0] is data
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.gpu
-def test_nccl_with_one_rank() -> None:
-    run_ranks(_on_the_device, 1, init=False)
-
-
-def _share_the_device() -> None:
+@on_ranks(2)
+def test_two_gloo_ranks_share_a_device() -> None:
     rank = dist.get_rank()
     for dtype in DTYPES:
         own = values_of(rank, dtype).cuda()
@@ -251,19 +227,11 @@ def _share_the_device() -> None:
 
 
 @pytest.mark.gpu
-def test_two_gloo_ranks_share_a_device() -> None:
-    run_ranks(_share_the_device, 2)
-
-
-def _differ_in_device() -> None:
+@on_ranks(2)
+def test_tensors_on_different_devices_meet_in_one_place() -> None:
     rank = dist.get_rank()
     for count in (3, 2**16):
         own = torch.full((count,), float(rank), device=["cpu", "cuda"][rank])
         for gathered in (all_gather(own), gather(own, 1)):
             assert [part.unique().item() for part in gathered] in ([], [0.0, 1.0])
             assert {part.device for part in gathered} <= {own.device}
-
-
-@pytest.mark.gpu
-def test_tensors_on_different_devices_meet_in_one_place() -> None:
-    run_ranks(_differ_in_device, 2)

@@ -42,7 +42,7 @@ def _other_call_on_rank_2() -> str:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_calls_that_begin_with_a_meeting_find_out_at_once(on: bool) -> None:
-    """X-5, X-9. Then the ranks are in step again."""
+    """Then the ranks are in step again."""
     for text in run_ranks(traced, 4, on, _other_call_on_rank_2):
         assert _without_lines(text) == (
             "CollectiveError: the ranks [0, 1, 2, 3] must make the same call with the same "
@@ -92,7 +92,6 @@ def _keys_differ_on_rank_1() -> str:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_other_keys_are_named_with_their_ranks(on: bool) -> None:
-    """A-17."""
     texts = run_ranks(traced, 3, on, _keys_differ_on_rank_1)
     assert len(set(texts)) == 1
     assert texts[0].startswith("ValueError: all_reduce_dict() must get the same keys")

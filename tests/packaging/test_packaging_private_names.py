@@ -35,7 +35,7 @@ OTHERS = {
     "_extra_reducers",
     "_fields",
     "_getframe",
-    "_never_waits",
+    "_served_immediately",
     "_on_meta",
     "_popen",
     "_reductions",

@@ -2,30 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch.distributed as dist
-from ranks import run_ranks
-from worlds import told
+from worlds import in_group, in_world, told
 
 from stepwrap.rpc import RpcGroup, RpcReference, World, get_world
-
-Body = Callable[[World, RpcGroup], Any]
-
-
-def _in_group(body: Body, threads: int) -> Any:
-    with World(f"w{dist.get_rank()}", rpc_timeout=20, rpc_threads=threads) as world:
-        group = world.create_rpc_group("all", world.get_members())
-        result = body(world, group)
-        group.barrier()
-    return result
-
-
-def in_group(body: Body, size: int = 2, threads: int = 16) -> list[Any]:
-    """Run on every rank, in a group of all, and meet at the end."""
-    return run_ranks(_in_group, size, body, threads)
 
 
 def own_group() -> RpcGroup:
@@ -58,7 +40,7 @@ def _crowd(world: World, group: RpcGroup) -> None:
 
 
 def test_a_process_full_of_services_that_call_still_hears_time_outs() -> None:
-    in_group(_crowd, 3, threads=2)
+    in_group(_crowd, 3, rpc_threads=2)
 
 
 _running: list[int] = []
@@ -81,7 +63,7 @@ def _many(world: World, group: RpcGroup) -> None:
 
 
 def test_so_many_calls_run_at_once_and_the_others_have_their_turn() -> None:
-    in_group(_many, threads=3)
+    in_group(_many, 2, rpc_threads=3)
 
 
 _executions: list[RpcReference] = []
@@ -101,7 +83,8 @@ def num_executions() -> int:
     return len(_executions)
 
 
-def _missing(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_a_service_runs_once_whatever_it_raises(world: World, group: RpcGroup) -> None:
     if world.rank == 1:
         group.register("fetch", fetch)
         group.register("outer", fetch_by_service)
@@ -119,7 +102,3 @@ def _missing(world: World, group: RpcGroup) -> None:
             with pytest.raises(KeyError, match="Value .v. not found"):
                 group.registered_sync("outer", (reference,))
         assert group.rpc_sync("w1", num_executions) == 7
-
-
-def test_a_service_runs_once_whatever_it_raises() -> None:
-    in_group(_missing)

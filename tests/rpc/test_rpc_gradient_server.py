@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
+from worlds import in_group
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -42,12 +41,6 @@ def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     return "", ""
 
 
-def in_group(fn: Any, **options: Any) -> Any:
-    """Call `fn` with a group of all members of a world."""
-    with World(f"w{dist.get_rank()}", **options) as world:
-        return fn(world.create_rpc_group("all", world.get_members(), timeout=60))
-
-
 def make_server(group: RpcGroup, **options: Any) -> PushPullGradServerImpl:
     """Make a server whose primary is w0, with one weight trained by SGD of rate 0.1."""
     options = {"reduce_batch_size": 2, "max_queue_size": 8} | options
@@ -72,66 +65,60 @@ def wait_for_version(server: PushPullGradServer, version: int) -> torch.Tensor:
             return found[0]["weight"].clone()
 
 
-def _twelve_pushes() -> Any:
-    def body(group: RpcGroup) -> Any:
-        server = make_server(group, secondary_reducers=["w1"])
-        server.start()
-        seen: dict[str, Any] = {}
-        if group.get_cur_name() == "w2":
-            model = one_weight()
-            client = accessor(group)
-            first = client.push(unit_gradients(model))
-            for _ in range(11):
-                client.push(unit_gradients(model))
-            seen["published"] = wait_for_version(client, 3).item()
-            unit_gradients(model)
-            seen |= {"first": first, "pulled": client.pull(model), "weight": model.weight.item()}
-            seen["grad"] = model.weight.grad.tolist()
-            seen["attributes"] = sorted(set(vars(model)) - set(vars(one_weight())))
-        group.barrier()
-        server.watch()
-        server.stop()
-        server.stop()
-        seen |= {"dropped": server.dropped, "pending": server.pending}
-        return seen
-
-    return in_group(body)
+def _twelve_pushes(world: World, group: RpcGroup) -> Any:
+    server = make_server(group, secondary_reducers=["w1"])
+    server.start()
+    seen: dict[str, Any] = {}
+    if group.get_cur_name() == "w2":
+        model = one_weight()
+        client = accessor(group)
+        first = client.push(unit_gradients(model))
+        for _ in range(11):
+            client.push(unit_gradients(model))
+        seen["published"] = wait_for_version(client, 3).item()
+        unit_gradients(model)
+        seen |= {"first": first, "pulled": client.pull(model), "weight": model.weight.item()}
+        seen["grad"] = model.weight.grad.tolist()
+        seen["attributes"] = sorted(set(vars(model)) - set(vars(one_weight())))
+    group.barrier()
+    server.watch()
+    server.stop()
+    server.stop()
+    seen |= {"dropped": server.dropped, "pending": server.pending}
+    return seen
 
 
 def test_twelve_pushes_are_three_steps() -> None:
     """Batches of two on two levels: a step for four pushes; the first pull before it is False."""
-    seen = run_ranks(_twelve_pushes, 3)
+    seen = in_group(_twelve_pushes, 3)
     expected = {"first": False, "pulled": True, "grad": [[0.0]], "attributes": []}
     assert expected.items() <= seen[2].items()
     assert seen[2]["published"] == seen[2]["weight"] == pytest.approx(-0.2, abs=1e-12)
     assert all((one["dropped"], one["pending"]) == (0, 0) for one in seen)
 
 
-def _all_push(method: str) -> Any:
-    def body(group: RpcGroup) -> Any:
-        server = make_server(group, reduce_method=method)
-        server.start()
-        model = one_weight()
-        client = accessor(group)
-        for _ in range(20):
-            client.push(unit_gradients(model, 1.0))
-        group.barrier()
-        pending = group.get_cur_name(), server.pending
-        group.barrier()
-        server.stop()
-        weight = wait_for_version(client, 1).item()
-        group.barrier()
-        server.close()
-        server.close()
-        return pending[1], weight, group.is_paired("server"), group.is_registered("server_o_server")
-
-    return in_group(body)
+def _all_push(world: World, group: RpcGroup, method: str) -> Any:
+    server = make_server(group, reduce_method=method)
+    server.start()
+    model = one_weight()
+    client = accessor(group)
+    for _ in range(20):
+        client.push(unit_gradients(model, 1.0))
+    group.barrier()
+    pending = group.get_cur_name(), server.pending
+    group.barrier()
+    server.stop()
+    weight = wait_for_version(client, 1).item()
+    group.barrier()
+    server.close()
+    server.close()
+    return pending[1], weight, group.is_paired("server"), group.is_registered("server_o_server")
 
 
 @pytest.mark.parametrize("method", ["sum", "mean"])
 def test_every_member_reduces_and_pushes(method: str) -> None:
     """By default all are secondary reducers; what is in no step is told as pending."""
-    seen = run_ranks(_all_push, 3, method)
+    seen = in_group(_all_push, 3, method)
     scale = 0.1 if method == "sum" else 0.1 / 4
     weight = seen[0][1]
     applied = round((1 - weight) / scale)
@@ -142,33 +129,30 @@ def test_every_member_reduces_and_pushes(method: str) -> None:
     assert not any(one[2] or one[3] for one in seen)
 
 
-def _refusals() -> Any:
-    def body(group: RpcGroup) -> Any:
-        server = make_server(group, secondary_reducers=["w1"])
-        server.start()
-        seen: dict[str, Any] = {}
-        if group.get_cur_name() == "w2":
-            client, model = accessor(group), one_weight()
-            seen["none"] = told(client.push, one_weight())
-            seen["shape"] = told(client.push, unit_gradients(nn.Linear(2, 1, bias=False)))
-            seen["extra"] = told(client.push, unit_gradients(nn.Linear(1, 1)))
-            seen["missing"] = told(client.push, nn.Identity())
-            wrong = unit_gradients(nn.Linear(2, 1, bias=False))
-            told(client.push, wrong)
-            seen["kept"] = wrong.weight.grad.tolist()
-            for _ in range(4):
-                client.push(unit_gradients(model))
-            seen["weight"] = wait_for_version(client, 1).item()
-        group.barrier()
-        server.watch()
-        server.stop()
-        return seen
-
-    return in_group(body)
+def _refusals(world: World, group: RpcGroup) -> Any:
+    server = make_server(group, secondary_reducers=["w1"])
+    server.start()
+    seen: dict[str, Any] = {}
+    if group.get_cur_name() == "w2":
+        client, model = accessor(group), one_weight()
+        seen["none"] = told(client.push, one_weight())
+        seen["shape"] = told(client.push, unit_gradients(nn.Linear(2, 1, bias=False)))
+        seen["extra"] = told(client.push, unit_gradients(nn.Linear(1, 1)))
+        seen["missing"] = told(client.push, nn.Identity())
+        wrong = unit_gradients(nn.Linear(2, 1, bias=False))
+        told(client.push, wrong)
+        seen["kept"] = wrong.weight.grad.tolist()
+        for _ in range(4):
+            client.push(unit_gradients(model))
+        seen["weight"] = wait_for_version(client, 1).item()
+    group.barrier()
+    server.watch()
+    server.stop()
+    return seen
 
 
 def test_wrong_pushes_are_told_to_their_client_alone() -> None:
-    seen = run_ranks(_refusals, 3)[2]
+    seen = in_group(_refusals, 3)[2]
     assert seen["none"] == (
         "RuntimeError",
         "Parameter weight doesn't have gradient to push!",
@@ -181,41 +165,38 @@ def test_wrong_pushes_are_told_to_their_client_alone() -> None:
     assert seen["weight"] == pytest.approx(0.6, abs=1e-12)
 
 
-def _arguments() -> Any:
-    def body(group: RpcGroup) -> Any:
-        make: Any = PushPullGradServerImpl
-        wrong = [
-            {"reduce_method": "max"},
-            {"max_queue_size": 1},
-            {"reduce_batch_size": 1},
-            {"reduce_batch_size": 8, "max_queue_size": 8},
-            {"on_full": "wait"},
-            {"primary_reducer": "w9"},
-            {"secondary_reducers": ["w9"]},
-            {"secondary_reducers": []},
-        ]
-        seen = [told(make, "server", group, **options) for options in wrong]
-        first = make("server", group)
-        twice = told(make, "server", group)
-        is_whole = group.is_registered(f"server/{group.get_cur_name()}/_push_service")
-        group.barrier()
-        first.close()
-        second = make("server", group)
-        model = one_weight()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        managed = told(second.manage_model, model, optimizer)
-        second.start()
-        second.start()
-        late = told(second.manage_model, model, optimizer)
-        second.stop()
-        return seen, twice, is_whole, managed, late, getattr(model, "pp_version", None)
-
-    return in_group(body)
+def _arguments(world: World, group: RpcGroup) -> Any:
+    make: Any = PushPullGradServerImpl
+    wrong = [
+        {"reduce_method": "max"},
+        {"max_queue_size": 1},
+        {"reduce_batch_size": 1},
+        {"reduce_batch_size": 8, "max_queue_size": 8},
+        {"on_full": "wait"},
+        {"primary_reducer": "w9"},
+        {"secondary_reducers": ["w9"]},
+        {"secondary_reducers": []},
+    ]
+    seen = [told(make, "server", group, **options) for options in wrong]
+    first = make("server", group)
+    twice = told(make, "server", group)
+    is_whole = group.is_registered(f"server/{group.get_cur_name()}/_push_service")
+    group.barrier()
+    first.close()
+    second = make("server", group)
+    model = one_weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    managed = told(second.manage_model, model, optimizer)
+    second.start()
+    second.start()
+    late = told(second.manage_model, model, optimizer)
+    second.stop()
+    return seen, twice, is_whole, managed, late, getattr(model, "pp_version", None)
 
 
 def test_arguments_are_checked_before_anything_is_offered() -> None:
     for rank, (wrong, twice, is_whole, managed, late, version) in enumerate(
-        run_ranks(_arguments, 3)
+        in_group(_arguments, 3)
     ):
         assert [kind for kind, _ in wrong] == ["AssertionError"] * 4 + ["ValueError"] * 4
         assert twice[0] == "KeyError"
@@ -227,34 +208,31 @@ def test_arguments_are_checked_before_anything_is_offered() -> None:
     assert (PushPullGradServerImpl.REDUCE_MASTER, PushPullGradServerImpl.REDUCE_SLAVE) == (0, 1)
 
 
-def _full(policy: str) -> Any:
-    def body(group: RpcGroup) -> Any:
-        server = make_server(
-            group, secondary_reducers=["w0"], on_full=policy, max_queue_size=4, reduce_batch_size=2
-        )
-        seen: dict[str, Any] = {}
-        if group.get_cur_name() == "w1":
-            client, model = accessor(group), one_weight()
-            # Nobody reduces yet, so four find room: as many as make a step.
-            seen["pushes"] = [told(client.push, unit_gradients(model, i))[0] for i in range(5)]
-            seen["told"] = client.dropped
-        group.barrier(timeout=30)
-        seen |= {"dropped": server.dropped, "pending": server.pending}
-        group.barrier(timeout=30)
-        server.start()
-        if group.get_cur_name() == "w1":
-            seen["weight"] = wait_for_version(client, 1).item()
-            seen["pushes"].append(told(client.push, unit_gradients(model))[0])
-        group.barrier(timeout=30)
-        server.stop()
-        return seen
-
-    return in_group(body, rpc_timeout=4)
+def _full(world: World, group: RpcGroup, policy: str) -> Any:
+    server = make_server(
+        group, secondary_reducers=["w0"], on_full=policy, max_queue_size=4, reduce_batch_size=2
+    )
+    seen: dict[str, Any] = {}
+    if group.get_cur_name() == "w1":
+        client, model = accessor(group), one_weight()
+        # Nobody reduces yet, so four find room: as many as make a step.
+        seen["pushes"] = [told(client.push, unit_gradients(model, i))[0] for i in range(5)]
+        seen["told"] = client.dropped
+    group.barrier(timeout=30)
+    seen |= {"dropped": server.dropped, "pending": server.pending}
+    group.barrier(timeout=30)
+    server.start()
+    if group.get_cur_name() == "w1":
+        seen["weight"] = wait_for_version(client, 1).item()
+        seen["pushes"].append(told(client.push, unit_gradients(model))[0])
+    group.barrier(timeout=30)
+    server.stop()
+    return seen
 
 
 @pytest.mark.parametrize("policy", ["block", "drop_oldest", "error"])
 def test_full_queues(policy: str) -> None:
-    primary, client, _ = run_ranks(_full, 3, policy)
+    primary, client, _ = in_group(_full, 3, policy, rpc_timeout=4)
     assert primary["pending"] == 4
     is_dropping = policy == "drop_oldest"
     assert client["pushes"] == [*[""] * 4, "" if is_dropping else queue.Full.__name__, ""]
@@ -263,45 +241,42 @@ def test_full_queues(policy: str) -> None:
     assert client["weight"] == pytest.approx(1 - 0.1 * kept, abs=1e-12)
 
 
-def _failing_step() -> Any:
-    def body(group: RpcGroup) -> Any:
-        server = make_server(group, secondary_reducers=["w1"])
-        if group.get_cur_name() == "w0":
-            model = one_weight()
-            optimizer = _Failing(model.parameters(), lr=0.1)
-            server.manage_model(model, optimizer)
-        server.start()
-        group.barrier()
-        seen: dict[str, Any] = {}
-        if group.get_cur_name() == "w2":
-            client, model = accessor(group), one_weight()
-            for _ in range(4):
-                client.push(unit_gradients(model))
-            errors = [("", "")]
-            while not errors[-1][0]:
-                errors.append(told(client.push, unit_gradients(model)))
-            seen["error"] = errors[-1]
-            seen["next"] = told(client.push, unit_gradients(model))
-        group.barrier()
-        seen["watch"] = told(server.watch)
-        seen["dropped"] = server.dropped
-        if group.get_cur_name() == "w0":
-            optimizer.is_failing = False
-            server.stop()
-            server.start()
-            server.watch()
-        group.barrier()
-        if group.get_cur_name() == "w2":
-            for _ in range(4):
-                client.push(unit_gradients(model))
-            # Those that were acknowledged before the error are kept, and go on now.
-            steps = (len(errors) - 2 + 4) // 4
-            seen["steps"], seen["weight"] = steps, wait_for_version(client, steps).item()
-        group.barrier()
+def _failing_step(world: World, group: RpcGroup) -> Any:
+    server = make_server(group, secondary_reducers=["w1"])
+    if group.get_cur_name() == "w0":
+        model = one_weight()
+        optimizer = _Failing(model.parameters(), lr=0.1)
+        server.manage_model(model, optimizer)
+    server.start()
+    group.barrier()
+    seen: dict[str, Any] = {}
+    if group.get_cur_name() == "w2":
+        client, model = accessor(group), one_weight()
+        for _ in range(4):
+            client.push(unit_gradients(model))
+        errors = [("", "")]
+        while not errors[-1][0]:
+            errors.append(told(client.push, unit_gradients(model)))
+        seen["error"] = errors[-1]
+        seen["next"] = told(client.push, unit_gradients(model))
+    group.barrier()
+    seen["watch"] = told(server.watch)
+    seen["dropped"] = server.dropped
+    if group.get_cur_name() == "w0":
+        optimizer.is_failing = False
         server.stop()
-        return seen
-
-    return in_group(body)
+        server.start()
+        server.watch()
+    group.barrier()
+    if group.get_cur_name() == "w2":
+        for _ in range(4):
+            client.push(unit_gradients(model))
+        # Those that were acknowledged before the error are kept, and go on now.
+        steps = (len(errors) - 2 + 4) // 4
+        seen["steps"], seen["weight"] = steps, wait_for_version(client, steps).item()
+    group.barrier()
+    server.stop()
+    return seen
 
 
 class _Failing(torch.optim.SGD):
@@ -314,7 +289,7 @@ class _Failing(torch.optim.SGD):
 
 
 def test_a_step_that_fails_is_told_to_all_and_can_be_gone_on_from() -> None:
-    primary, secondary, client = run_ranks(_failing_step, 3)
+    primary, secondary, client = in_group(_failing_step, 3)
     assert primary["watch"] == ("ArithmeticError", "this step fails")
     assert primary["dropped"] == 4
     assert secondary["watch"] == ("", "")
@@ -338,38 +313,35 @@ class _Refusing(OrderedServerBase):
         return None
 
 
-def _refused_publish() -> Any:
-    def body(group: RpcGroup) -> Any:
-        if group.get_cur_name() != "w0":
-            group.barrier()
-            return None
-        o_server = _Refusing()
-        server = PushPullGradServerImpl(
-            "server", group, secondary_reducers=["w0"], o_server=o_server, reduce_batch_size=2
-        )
-        model, frozen = one_weight(), nn.BatchNorm1d(1)
-        frozen.requires_grad_(False)
-        both = nn.Sequential(model, frozen)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-        server.manage_model(both, optimizer, schedule)
-        server.start()
-        client, mine = accessor(group), copy.deepcopy(both)
-        for _ in range(12):
-            mine[0].weight.grad = torch.ones(1, 1, dtype=torch.float64)
-            client.push(mine)
-        while server.pending:
-            server.watch()
-        server.stop()
+def _refused_publish(world: World, group: RpcGroup) -> Any:
+    if group.get_cur_name() != "w0":
         group.barrier()
-        return o_server.seen, both.pp_version, model.weight.item(), schedule.last_epoch
-
-    return in_group(body)
+        return None
+    o_server = _Refusing()
+    server = PushPullGradServerImpl(
+        "server", group, secondary_reducers=["w0"], o_server=o_server, reduce_batch_size=2
+    )
+    model, frozen = one_weight(), nn.BatchNorm1d(1)
+    frozen.requires_grad_(False)
+    both = nn.Sequential(model, frozen)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    server.manage_model(both, optimizer, schedule)
+    server.start()
+    client, mine = accessor(group), copy.deepcopy(both)
+    for _ in range(12):
+        mine[0].weight.grad = torch.ones(1, 1, dtype=torch.float64)
+        client.push(mine)
+    while server.pending:
+        server.watch()
+    server.stop()
+    group.barrier()
+    return o_server.seen, both.pp_version, model.weight.item(), schedule.last_epoch
 
 
 def test_refused_publish_schedule_and_frozen_parameters() -> None:
     """A refused version is offered again; the rate is halved by each step of the optimizer."""
-    seen, version, weight, steps = run_ranks(_refused_publish, 3)[0]
+    seen, version, weight, steps = in_group(_refused_publish, 3)[0]
     assert seen == [(1, 0), (2, 1), (2, 1)]
     assert version == 2
     assert steps == 3

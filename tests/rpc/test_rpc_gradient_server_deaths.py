@@ -148,13 +148,13 @@ def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) 
 
 
 def be_shut_out(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
-    """Be frozen, and learn afterwards that one is held dead."""
+    """Be frozen, and learn afterwards that it is considered dead."""
 
     def is_told() -> bool:
         try:
             server.watch()
         except RpcError as error:
-            return "has shut out 'w1'" in str(error)
+            return "has excluded 'w1'" in str(error)
         return False
 
     until(is_told)

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from marks import slow
-from ranks import run_ranks
 from torch import Tensor, nn
+from worlds import in_group
 
-from stepwrap.rpc import PushPullGradServerImpl, World
+from stepwrap.rpc import PushPullGradServerImpl, RpcGroup, World
 from stepwrap.rpc.servers.reduction import Level, Push, Receipt, ReduceSettings, Reduction
 
 UPDATES = 8
@@ -46,37 +45,37 @@ def plain_training(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def _train_in_step(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
-    rank = dist.get_rank()
-    with World(f"w{rank}") as world:
-        group = world.create_rpc_group("all", world.get_members())
-        server = PushPullGradServerImpl(
-            "server",
-            group,
-            primary_reducer="w0",
-            secondary_reducers=["w1"],
-            reduce_method="mean",
-            reduce_batch_size=2,
-        )
-        if rank == 0:
-            managed = make_model(dtype)
-            server.manage_model(managed, OPTIMIZERS[optimizer_name](managed.parameters()))
-        server.start()
+def _train_in_step(
+    world: World, group: RpcGroup, optimizer_name: str, dtype: torch.dtype
+) -> list[Tensor]:
+    rank = world.rank
+    server = PushPullGradServerImpl(
+        "server",
+        group,
+        primary_reducer="w0",
+        secondary_reducers=["w1"],
+        reduce_method="mean",
+        reduce_batch_size=2,
+    )
+    if rank == 0:
+        managed = make_model(dtype)
+        server.manage_model(managed, OPTIMIZERS[optimizer_name](managed.parameters()))
+    server.start()
+    group.barrier()
+    client, model = group.get_paired("server").to_here(), make_model(dtype)
+    for update in range(UPDATES):
+        for number in (2 * rank - 2, 2 * rank - 1) if rank else ():
+            model.zero_grad()
+            loss_of(model, number, update).backward()
+            # Pulls as well, but there is nothing newer before all have pushed.
+            client.push(model)
+        # Nobody goes on before the step that all have pushed for.
+        while (client.o_server.pull("model") or (None, 0))[1] <= update:
+            server.watch()
+        assert client.pull(model)
         group.barrier()
-        client, model = group.get_paired("server").to_here(), make_model(dtype)
-        for update in range(UPDATES):
-            for number in (2 * rank - 2, 2 * rank - 1) if rank else ():
-                model.zero_grad()
-                loss_of(model, number, update).backward()
-                # Pulls as well, but there is nothing newer before all have pushed.
-                client.push(model)
-            # Nobody goes on before the step that all have pushed for.
-            while (client.o_server.pull("model") or (None, 0))[1] <= update:
-                server.watch()
-            assert client.pull(model)
-            group.barrier()
-        server.stop()
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    server.stop()
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *slow(torch.float32)])
@@ -84,7 +83,7 @@ def _train_in_step(optimizer_name: str, dtype: torch.dtype) -> list[Tensor]:
 def test_clients_in_step_equal_plain_training(optimizer_name: str, dtype: torch.dtype) -> None:
     expected = plain_training(optimizer_name, dtype)
     limit = 1e-6 if dtype == torch.float32 else 1e-12
-    for parameters in run_ranks(_train_in_step, 3, optimizer_name, dtype):
+    for parameters in in_group(_train_in_step, 3, optimizer_name, dtype):
         for parameter, plain in zip(parameters, expected, strict=True):
             assert (parameter - plain).abs().max() <= limit
 

@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from test_rpc_model_server_traffic import counted
 from torch import nn
+from worlds import in_group
 
-from stepwrap.rpc import OrderedServerSimple, OrderedServerSimpleImpl, PushPullGradServerImpl, World
+from stepwrap.rpc import (
+    OrderedServerSimple,
+    OrderedServerSimpleImpl,
+    PushPullGradServerImpl,
+    RpcGroup,
+    World,
+)
 
 LITTLE = 3000
 
@@ -20,11 +25,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
 
 
-def _traffic(kind: str) -> Any:
-    rank = dist.get_rank()
+def _traffic(world: World, group: RpcGroup, kind: str) -> Any:
+    rank = world.rank
     seen: dict[str, Any] = {}
-    with World(f"w{rank}") as world, counted() as traffic:
-        group = world.create_rpc_group("all", world.get_members())
+    with counted() as traffic:
         o_server = None
         if kind == "plain" and rank == 0:
             OrderedServerSimpleImpl("states", group)
@@ -64,14 +68,13 @@ def _traffic(kind: str) -> Any:
         server.stop()
         if rank == 0:
             seen["weight"] = managed[0].weight.detach().clone()
-        group.barrier()
     return seen
 
 
 @pytest.mark.parametrize("kind", ["own", "apart", "plain"])
 def test_a_pull_of_known_weights_loads_them_and_moves_nothing(kind: str) -> None:
     """`own`: states and reducer in one process; `apart`: in two; `plain`: whole states."""
-    primary, _, client = run_ranks(_traffic, 3, kind)
+    primary, _, client = in_group(_traffic, 3, kind)
     assert client["early"] is False
     assert client["again"] is client["push"] is True
     assert client["weight"].equal(primary["weight"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from marks import slow
 from torch.distributed.rpc import get_worker_info
-from worlds import in_group, remote_traceback, told
+from worlds import in_group, in_world, remote_traceback, told
 
 from stepwrap.rpc import RpcException, RpcGroup, RpcReference, World, get_cur_name
 
@@ -65,7 +65,8 @@ def test_calls_by_name_rank_and_description_with_lambdas_and_tensors(size: int) 
     in_group(_calls, size)
 
 
-def _tensors(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_tensors_of_all_kinds_travel(world: World, group: RpcGroup) -> None:
     base = torch.arange(12.0)
     values = [
         torch.nn.Parameter(torch.ones(3)),
@@ -86,11 +87,10 @@ def _tensors(world: World, group: RpcGroup) -> None:
     assert twice[0] is twice[1]
 
 
-def test_tensors_of_all_kinds_travel() -> None:
-    in_group(_tensors, 2)
-
-
-def _errors(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_remote_errors_keep_their_type_and_bring_their_traceback(
+    world: World, group: RpcGroup
+) -> None:
     if world.rank != 0:
         return
     for call in (
@@ -120,11 +120,8 @@ def _errors(world: World, group: RpcGroup) -> None:
     assert pickle.loads(pickle.dumps(own.value)).code == 7
 
 
-def test_remote_errors_keep_their_type_and_bring_their_traceback() -> None:
-    in_group(_errors, 2)
-
-
-def _bad_calls(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_bad_and_late_calls(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     assert told(group.rpc_sync, "w9", abs)[1].startswith("RPC target is not a member of group.")
@@ -140,13 +137,9 @@ def _bad_calls(world: World, group: RpcGroup) -> None:
     assert told(group.rpc_sync, "w1", time.sleep, 0.1, (0.4,)) == ("RpcError", late)
     assert told(group.rpc_async("w1", time.sleep, 0.1, (0.4,)).wait) == ("RpcError", late)
     slow = group.remote("w1", time.sleep, args=(0.4,))
-    text = "'w1' has not answered _kept_value() within 0.1 s"
+    text = "'w1' has not answered to_here() within 0.1 s"
     assert told(slow.to_here, 0.1) == ("RpcError", text)
     assert slow.to_here(0) is None
-
-
-def test_bad_and_late_calls() -> None:
-    in_group(_bad_calls, 2)
 
 
 def _values(world: World, group: RpcGroup) -> Any:
@@ -218,7 +211,15 @@ def test_no_barrier_is_lost(size: int) -> None:
     assert in_group(_many_barriers, size) == [list(range(100))] * size
 
 
-def _about(world: World, group: RpcGroup) -> None:
+def _use_handle(pair: RpcGroup) -> tuple[list[int], str, str, str]:
+    values = [pair.get_paired(name).to_here() for name in pair.get_group_members()]
+    assert not pair.is_member()
+    name = pair.rpc_sync("w1", get_cur_name)
+    return values, name, told(pair.pair, "k", 1)[0], told(pair.barrier)[0]
+
+
+@in_world(3)
+def test_groups_are_made_sent_destroyed_and_made_again(world: World, group: RpcGroup) -> None:
     assert group.get_group_name() == "all"
     assert group.get_group_members() == ["w0", "w1", "w2"]
     assert group.size() == 3
@@ -254,18 +255,7 @@ def _about(world: World, group: RpcGroup) -> None:
         assert answer == ("RuntimeError", "Creator Process [w2] not in Group [two]")
         kind, text = told(world.create_rpc_group, "x", ["w2", "w11"])
         assert kind == "ValueError"
-        assert "'w11' is no member of the world: 'w0', 'w1', 'w2'; did you mean 'w1'?" in text
-
-
-def _use_handle(pair: RpcGroup) -> tuple[list[int], str, str, str]:
-    values = [pair.get_paired(name).to_here() for name in pair.get_group_members()]
-    assert not pair.is_member()
-    name = pair.rpc_sync("w1", get_cur_name)
-    return values, name, told(pair.pair, "k", 1)[0], told(pair.barrier)[0]
-
-
-def test_groups_are_made_sent_destroyed_and_made_again() -> None:
-    in_group(_about)
+        assert "'w11' is not a member of the world: 'w0', 'w1', 'w2'; did you mean 'w1'?" in text
 
 
 def _disagree(world: World, group: RpcGroup) -> tuple[str, str] | None:
@@ -285,7 +275,14 @@ def test_members_that_disagree_or_do_not_come() -> None:
     assert third == ("RpcError", "group 'alone': 'w0' has not come within 0.2 s")
 
 
-def _references(world: World, group: RpcGroup) -> None:
+def _kept_count() -> int:
+    from stepwrap.rpc.calls import node as _node
+
+    return len(_node.current().kept)
+
+
+@in_world(3)
+def test_a_value_lives_as_long_as_its_references(world: World, group: RpcGroup) -> None:
     if world.rank == 1:
         kept = group.remote("w0", lambda: torch.ones(3))
         assert kept.to_here().sum() == 3
@@ -297,13 +294,3 @@ def _references(world: World, group: RpcGroup) -> None:
         while group.rpc_sync("w0", _kept_count) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert group.rpc_sync("w0", _kept_count) == 0
-
-
-def _kept_count() -> int:
-    from stepwrap.rpc.calls import node as _node
-
-    return len(_node.current().kept)
-
-
-def test_a_value_lives_as_long_as_its_references() -> None:
-    in_group(_references)

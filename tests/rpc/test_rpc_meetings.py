@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from worlds import in_group, told
 
 from stepwrap.rpc import RpcGroup, World
@@ -85,16 +85,13 @@ def test_who_has_come_and_gone_again_is_not_missing() -> None:
     ]
 
 
-def _after_the_end() -> str:
+@on_ranks(2)
+def test_destroying_after_the_end_of_the_world() -> None:
     with World(f"w{dist.get_rank()}") as world:
         group = world.create_rpc_group("all", world.get_members())
     group.destroy()
-    return text_of(group.barrier)
-
-
-def test_destroying_after_the_end_of_the_world() -> None:
-    for answer in run_ranks(_after_the_end, 2):
-        assert answer.startswith("RuntimeError: there is no world with RPC in this process")
+    answer = text_of(group.barrier)
+    assert answer.startswith("RuntimeError: this process must be in a world with RPC")
 
 
 def _one_dies(told: Path) -> str:

@@ -1,14 +1,11 @@
 """The model server: versions of a model, pushed by one and pulled by others."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
+from worlds import in_group, in_world, model_client
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -43,26 +40,10 @@ class Net(nn.Module):
         return values.pop()
 
 
-def in_world(body: Callable[[RpcGroup, int], Any]) -> Any:
-    """Call `body(group, rank)` in a world of all ranks; they end together."""
-    rank = dist.get_rank()
-    with World(f"w{rank}", rpc_timeout=30) as world:
-        group = world.create_rpc_group("all", world.get_members())
-        result = body(group, rank)
-        group.barrier()
-        return result
-
-
-def served(group: RpcGroup, rank: int, **options: Any) -> Any:
-    """Start a server on rank 0 and return an accessor."""
-    if rank == 0:
-        PushPullModelServerImpl("server", group, **options)
-    group.barrier()
-    return group.get_paired("server").to_here()
-
-
-def _push_and_pull(group: RpcGroup, rank: int) -> Any:
-    server = served(group, rank)
+@in_world(3)
+def test_what_is_pushed_is_pulled(world: World, group: RpcGroup) -> None:
+    rank = world.rank
+    server = model_client(group)
     model = Net(rank)
     before = set(vars(model))
     if rank == 1:
@@ -84,19 +65,12 @@ def _push_and_pull(group: RpcGroup, rank: int) -> Any:
     # What is no newer is not loaded.
     model.fill(5)
     assert server.pull(model)
-    return pulled, model.value(), model.pp_version
+    assert (pulled, model.value(), model.pp_version) == ((10.0, 2), 5.0, 2)
 
 
-def _pushed_and_pulled() -> Any:
-    return in_world(_push_and_pull)
-
-
-def test_what_is_pushed_is_pulled() -> None:
-    assert run_ranks(_pushed_and_pulled, 3) == [((10.0, 2), 5.0, 2)] * 3
-
-
-def _refuse(group: RpcGroup, rank: int) -> Any:
-    server = served(group, rank)
+def _refuse(world: World, group: RpcGroup) -> Any:
+    rank = world.rank
+    server = model_client(group)
     model = Net(rank)
     if rank == 1:
         assert server.push(model)
@@ -123,12 +97,8 @@ def _refuse(group: RpcGroup, rank: int) -> Any:
     return told, model.value(), model.pp_version
 
 
-def _refused() -> Any:
-    return in_world(_refuse)
-
-
 def test_a_refused_push_loads_the_newest_if_asked_to() -> None:
-    first, second, third = run_ranks(_refused, 3)
+    first, second, third = in_group(_refuse, 3)
     assert first == second == (None, 7.0, 3)
     assert third == ((2.0, 0), 7.0, 3)
 
@@ -149,12 +119,14 @@ def test_refused_with_nothing_to_pull_is_an_error() -> None:
     assert not server.pull(Net())
     with pytest.raises(RuntimeError, match="version 1 of 'model' was refused"):
         server.push(Net())
-    with pytest.raises(RuntimeError, match="made without o_server"):
+    with pytest.raises(RuntimeError, match="must be created with o_server"):
         PushPullModelServer("model").pull(Net())
 
 
-def _race(group: RpcGroup, rank: int) -> Any:
-    server = served(group, rank)
+@in_world(3)
+def test_clients_that_race_lose_no_accepted_push(world: World, group: RpcGroup) -> None:
+    rank = world.rank
+    server = model_client(group)
     model = Net(0)
     accepted = 0
     while rank and accepted < 20:
@@ -162,18 +134,11 @@ def _race(group: RpcGroup, rank: int) -> Any:
         accepted += server.push(model, pull_on_fail=True)
     group.barrier()
     assert server.pull(model)
-    return model.value(), model.pp_version
+    assert (model.value(), model.pp_version) == (40.0, 40)
 
 
-def _raced() -> Any:
-    return in_world(_race)
-
-
-def test_clients_that_race_lose_no_accepted_push() -> None:
-    assert run_ranks(_raced, 3) == [(40.0, 40)] * 3
-
-
-def _restart(group: RpcGroup, rank: int, *, versions: int, pushes_before_clients: bool) -> Any:
+def _restart(world: World, group: RpcGroup, versions: int, pushes_before_clients: bool) -> Any:
+    rank = world.rank
     if rank == 0:
         first = PushPullModelServerImpl("server", group)
     group.barrier()
@@ -202,26 +167,21 @@ def _restart(group: RpcGroup, rank: int, *, versions: int, pushes_before_clients
     return accepted, model.value(), model.pp_version
 
 
-def _restarted(versions: int, pushes_before_clients: bool) -> Any:
-    return in_world(
-        partial(_restart, versions=versions, pushes_before_clients=pushes_before_clients)
-    )
-
-
 def test_a_server_that_starts_anew_takes_the_next_push_whole() -> None:
-    results = run_ranks(_restarted, 3, 3, False)
+    results = in_group(_restart, 3, 3, False)
     assert results == [(False, 1.0, 4), (True, 1.0, 4), (False, 1.0, 4)]
 
 
 @pytest.mark.parametrize("versions", [1, 3])
 def test_a_server_that_starts_anew_is_followed_whatever_its_versions(versions: int) -> None:
-    assert run_ranks(_restarted, 3, versions, True) == [(False, 8.0, 1)] * 3
+    assert in_group(_restart, 3, versions, True) == [(False, 8.0, 1)] * 3
 
 
-def _use_own(group: RpcGroup, rank: int) -> Any:
+def _use_own(world: World, group: RpcGroup) -> Any:
+    rank = world.rank
     if rank == 0:
         OrderedServerSimpleImpl("mine", group, version_depth=5)
-    server = served(group, rank, model_name="net", o_server=OrderedServerSimple("mine", group))
+    server = model_client(group, model_name="net", o_server=OrderedServerSimple("mine", group))
     assert not group.is_paired("server_o_server")
     model = Net(rank)
     assert not server.pull(model)
@@ -239,19 +199,19 @@ def _use_own(group: RpcGroup, rank: int) -> Any:
     return accepted, model.value(), model.pp_version
 
 
-def _used_own() -> Any:
-    return in_world(_use_own)
-
-
 def test_any_ordered_server_keeps_models() -> None:
-    accepted, values, versions = zip(*run_ranks(_used_own, 3), strict=True)
+    accepted, values, versions = zip(*in_group(_use_own, 3), strict=True)
     assert sorted(accepted) == [False, False, True]
     assert values == (10.0,) * 3
     assert versions == (2,) * 3
 
 
-def _misfit(group: RpcGroup, rank: int) -> Any:
-    server = served(group, rank)
+@in_world(3)
+def test_another_model_is_told_by_its_names_and_stays_as_it_was(
+    world: World, group: RpcGroup
+) -> None:
+    rank = world.rank
+    server = model_client(group)
     if rank == 0:
         server.push(Net(1))
     group.barrier()
@@ -267,20 +227,13 @@ def _misfit(group: RpcGroup, rank: int) -> Any:
         assert not hasattr(other, "pp_version")
         after = other.state_dict()
         assert all(after[name].equal(value) for name, value in before.items())
-    return texts
-
-
-def _misfitting() -> Any:
-    return in_world(_misfit)
-
-
-def test_another_model_is_told_by_its_names_and_stays_as_it_was() -> None:
-    for names, shapes in run_ranks(_misfitting, 3):
-        assert names[0] == "KeyError"
-        assert "has 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
-        assert "and 2 more, which the model lacks" in names[1]
-        assert "lacks '0.bias', '0.weight', which the model has" in names[1]
-        assert shapes == (
-            "ValueError",
-            "another model's state: 'linear.weight' is (2, 3) in it and (2, 4) in the model",
-        )
+    names, shapes = texts
+    assert names[0] == "KeyError"
+    assert "has 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
+    assert "and 2 more, which the model lacks" in names[1]
+    assert "lacks '0.bias', '0.weight', which the model has" in names[1]
+    assert shapes == (
+        "ValueError",
+        "the state must be of the same model, but 'linear.weight' is (2, 3) in it and (2, 4) "
+        "in the model",
+    )

@@ -7,21 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from worlds import Local
 
-from stepwrap.rpc import OrderedServerBase, PushPullModelServer
-
-
-class Local(OrderedServerBase):
-    """Keeps one value in this process."""
-
-    kept: tuple[Any, Any] | None = None
-
-    def push(self, key: Any, value: Any, version: Any, prev_version: Any) -> bool:
-        self.kept = value, version
-        return True
-
-    def pull(self, key: Any, version: Any = None) -> tuple[Any, Any] | None:
-        return self.kept
+from stepwrap.rpc import PushPullModelServer
 
 
 class Shifting(nn.Linear):

@@ -5,31 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from worlds import Local, in_group, model_client
 
-from stepwrap.rpc import OrderedServerBase, PushPullModelServer, PushPullModelServerImpl, World
+from stepwrap.rpc import (
+    PushPullModelServer,
+    RpcGroup,
+    World,
+)
 from stepwrap.wrappers import (
     SingleDevice,
     StepDistributedDataParallel,
     StepFullyShardedDataParallel,
     SupervisedModel,
 )
-
-
-class Local(OrderedServerBase):
-    """Keeps one value in this process."""
-
-    kept: tuple[Any, Any] | None = None
-
-    def push(self, key: Any, value: Any, version: Any, prev_version: Any) -> bool:
-        self.kept = value, version
-        return True
-
-    def pull(self, key: Any, version: Any = None) -> tuple[Any, Any] | None:
-        return self.kept
 
 
 def net() -> nn.Module:
@@ -136,43 +126,37 @@ def test_states_are_kept_on_the_cpu_and_loaded_where_the_model_is() -> None:
     assert values(other) == values(model)
 
 
-def _trained(kind: str) -> Any:
-    rank = dist.get_rank()
-    with World(f"w{rank}") as world:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            PushPullModelServerImpl("server", group)
-        group.barrier()
-        server = group.get_paired("server").to_here()
-        torch.manual_seed(0)
-        model = supervised()
-        wrap = {
-            "torch": DistributedDataParallel,
-            "step": StepDistributedDataParallel,
-            "sharded": StepFullyShardedDataParallel,
-        }[kind]
-        wrapped = wrap(model)
-        # A sharded state is whole again only where all ranks take part.
-        accepted = (kind == "sharded" or rank == 1) and server.push(wrapped)
-        group.barrier()
-        torch.manual_seed(0)
-        bare, pulled = supervised(), supervised()
-        assert server.pull(pulled)
-        is_same = values(pulled) == values(bare)
-        group.barrier()
-        if rank == 0:
-            pulled.net[0].weight.data.fill_(3)
-            assert server.push(pulled)
-        group.barrier()
-        assert server.pull(wrapped)
-        weight = model.net[0].weight
-        whole = weight.full_tensor() if kind == "sharded" else weight
-        group.barrier()
+def _trained(world: World, group: RpcGroup, kind: str) -> Any:
+    rank = world.rank
+    server = model_client(group)
+    torch.manual_seed(0)
+    model = supervised()
+    wrap = {
+        "torch": DistributedDataParallel,
+        "step": StepDistributedDataParallel,
+        "sharded": StepFullyShardedDataParallel,
+    }[kind]
+    wrapped = wrap(model)
+    # A sharded state is whole again only where all ranks take part.
+    accepted = (kind == "sharded" or rank == 1) and server.push(wrapped)
+    group.barrier()
+    torch.manual_seed(0)
+    bare, pulled = supervised(), supervised()
+    assert server.pull(pulled)
+    is_same = values(pulled) == values(bare)
+    group.barrier()
+    if rank == 0:
+        pulled.net[0].weight.data.fill_(3)
+        assert server.push(pulled)
+    group.barrier()
+    assert server.pull(wrapped)
+    weight = model.net[0].weight
+    whole = weight.full_tensor() if kind == "sharded" else weight
     return accepted, is_same, whole.eq(3).all().item(), model.pp_version, wrapped.pp_version
 
 
 @pytest.mark.parametrize("kind", ["torch", "step", "sharded"])
 def test_wrapped_models_are_pushed_and_pulled(kind: str) -> None:
-    accepted, *others = zip(*run_ranks(_trained, 3, kind), strict=True)
+    accepted, *others = zip(*in_group(_trained, 3, kind), strict=True)
     assert sorted(accepted) == [False, False, True]
     assert others == [(True,) * 3, (True,) * 3, (2,) * 3, (2,) * 3]

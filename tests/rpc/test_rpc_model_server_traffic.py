@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
+from worlds import in_group, in_world, model_client
 
-from stepwrap.rpc import PushPullModelServerImpl, World
+from stepwrap.rpc import RpcGroup, World
 from stepwrap.rpc.calls import calls as _calls
 
 MEGABYTE = 2**20
@@ -20,7 +19,7 @@ LITTLE = 2000
 
 
 class Traffic:
-    """Counts the bytes of parcels that this process sends and receives."""
+    """Counts the bytes of messages that this process sends and receives."""
 
     def __init__(self) -> None:
         self.sent = self.received = 0
@@ -74,45 +73,41 @@ def is_equal(one: nn.Module, other: nn.Module) -> bool:
     return all(value.equal(others[name]) for name, value in one.state_dict().items())
 
 
-def _frozen() -> list[tuple[int, int]]:
-    rank = dist.get_rank()
+def _frozen(world: World, group: RpcGroup) -> list[tuple[int, int]]:
+    server = model_client(group)
     counts = []
-    with World(f"w{rank}") as world, counted() as traffic:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            PushPullModelServerImpl("server", group)
-        group.barrier()
-        if rank == 1:
-            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
+    if world.rank != 1:
+        return []
+    with counted() as traffic:
+        model, other = Tuned(), Tuned()
 
-            def count(is_done: bool) -> None:
-                assert is_done
-                counts.append(traffic.take())
+        def count(is_done: bool) -> None:
+            assert is_done
+            counts.append(traffic.take())
 
-            traffic.take()
-            count(server.push(model))
-            count(server.pull(other))
+        traffic.take()
+        count(server.push(model))
+        count(server.pull(other))
+        model.tune()
+        count(server.push(model))
+        count(server.pull(other))
+        assert is_equal(model, other)
+        count(server.push(model))
+        count(server.pull(other))
+        count(server.pull(other))
+        # Several versions behind, and changed here, too.
+        for _ in range(3):
             model.tune()
-            count(server.push(model))
-            count(server.pull(other))
-            assert is_equal(model, other)
-            count(server.push(model))
-            count(server.pull(other))
-            count(server.pull(other))
-            # Several versions behind, and changed here, too.
-            for _ in range(3):
-                model.tune()
-                assert server.push(model)
-            other.backbone.weight.data.fill_(3)
-            traffic.take()
-            count(server.pull(other))
-            assert is_equal(model, other)
-        group.barrier()
+            assert server.push(model)
+        other.backbone.weight.data.fill_(3)
+        traffic.take()
+        count(server.pull(other))
+        assert is_equal(model, other)
     return counts
 
 
 def test_a_frozen_backbone_travels_once() -> None:
-    _, counts, _ = run_ranks(_frozen, 3)
+    _, counts, _ = in_group(_frozen, 3)
     for sent, received in (counts[0][::-1], counts[1]):
         assert sent < LITTLE
         assert received > MEGABYTE
@@ -120,148 +115,127 @@ def test_a_frozen_backbone_travels_once() -> None:
         assert sent + received < LITTLE
 
 
-def _trained() -> list[tuple[int, int]]:
-    rank = dist.get_rank()
+def _trained(world: World, group: RpcGroup) -> list[tuple[int, int]]:
+    server = model_client(group)
     counts = []
-    with World(f"w{rank}") as world, counted() as traffic:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            PushPullModelServerImpl("server", group)
-        group.barrier()
-        if rank == 1:
-            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
-            for _ in range(4):
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter.add_(1)
-                assert server.push(model)
-            assert server.pull(other)
-            assert is_equal(model, other)
-            other.tune()
-            assert server.push(other)
-            # Refused, and changed here: what has no copy here is pulled as well.
-            model.backbone.weight.data.fill_(3)
-            assert not server.push(model)
-            assert is_equal(model, other)
-            for _ in range(20):
-                traffic.take()
-                assert server.push(model)
-                counts.append(traffic.take())
-            assert server.pull(other)
-            assert is_equal(model, other)
-        group.barrier()
+    if world.rank != 1:
+        return []
+    with counted() as traffic:
+        model, other = Tuned(), Tuned()
+        for _ in range(4):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            assert server.push(model)
+        assert server.pull(other)
+        assert is_equal(model, other)
+        other.tune()
+        assert server.push(other)
+        # Refused, and changed here: what has no copy here is pulled as well.
+        model.backbone.weight.data.fill_(3)
+        assert not server.push(model)
+        assert is_equal(model, other)
+        for _ in range(20):
+            traffic.take()
+            assert server.push(model)
+            counts.append(traffic.take())
+        assert server.pull(other)
+        assert is_equal(model, other)
     return counts
 
 
 def test_what_changes_at_each_push_is_compared_again_now_and_then() -> None:
     """A model that is trained no more soon stops travelling."""
-    _, counts, _ = run_ranks(_trained, 3)
+    _, counts, _ = in_group(_trained, 3)
     sizes = [sent + received for sent, received in counts]
     assert max(sizes[16:]) < LITTLE
 
 
-def _refused() -> list[tuple[int, int]]:
-    rank = dist.get_rank()
+def _refused(world: World, group: RpcGroup) -> list[tuple[int, int]]:
+    server = model_client(group)
     counts = []
-    with World(f"w{rank}") as world, counted() as traffic:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            PushPullModelServerImpl("server", group)
-        group.barrier()
-        if rank == 1:
-            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
+    if world.rank != 1:
+        return []
+    with counted() as traffic:
+        model, other = Tuned(), Tuned()
+        assert server.push(model)
+        assert server.pull(other)
+        for pull_on_fail in (True, False):
+            model.tune()
             assert server.push(model)
+            other.head.bias.data.fill_(7)
+            traffic.take()
+            assert not server.push(other, pull_on_fail=pull_on_fail)
             assert server.pull(other)
-            for pull_on_fail in (True, False):
-                model.tune()
-                assert server.push(model)
-                other.head.bias.data.fill_(7)
-                traffic.take()
-                assert not server.push(other, pull_on_fail=pull_on_fail)
-                assert server.pull(other)
-                counts.append(traffic.take())
-                assert is_equal(model, other)
-        group.barrier()
+            counts.append(traffic.take())
+            assert is_equal(model, other)
     return counts
 
 
 def test_what_a_refused_push_has_sent_is_loaded_again() -> None:
-    _, counts, _ = run_ranks(_refused, 3)
+    _, counts, _ = in_group(_refused, 3)
     for sent, received in counts:
         assert sent + received < 2 * LITTLE
 
 
-def _other_server() -> Any:
-    rank = dist.get_rank()
-    with World(f"w{rank}") as world:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            PushPullModelServerImpl("server", group)
-        group.barrier()
-        server = group.get_paired("server").to_here()
-        whole = group.get_paired("server_o_server").to_here()
+@in_world(3)
+def test_states_pushed_past_the_model_server_are_pulled(world: World, group: RpcGroup) -> None:
+    server = model_client(group)
+    whole = group.get_paired("server_o_server").to_here()
+    model, other = Tuned(), Tuned()
+    if world.rank == 1:
+        assert server.push(model)
+        assert server.pull(other)
+        model.tune()
+        # Behind the accessor's back, as whole states.
+        assert whole.push("model", model.state_dict(), 2, 1)
+        assert server.pull(other)
+        assert other.pp_version == 2
+        assert is_equal(model, other)
+        # What has no names of tensors is refused.
+        with pytest.raises(TypeError, match="a state must be a mapping"):
+            whole.push("model", 5, 3, 2)
+        # Other names: all of it travels, and what is gone is gone.
+        del model.head, other.head
+        assert whole.push("model", model.state_dict(), 3, 2)
+        assert server.pull(other)
+        assert other.pp_version == 3
+        assert server.push(other)
+        small = nn.Linear(2, 2)
+        assert whole.push("model", small.state_dict(), 5, 4)
+        newest = nn.Linear(2, 2)
+        assert server.pull(newest)
+        assert is_equal(small, newest)
+    group.barrier()
+    found = whole.pull("model")
+    assert found is not None
+    assert (sorted(found[0]), found[1]) == (["bias", "weight"], 5)
+
+
+def _special(world: World, group: RpcGroup) -> bool:
+    server = model_client(group)
+    if world.rank != 1:
+        return True
+    with counted() as traffic:
         model, other = Tuned(), Tuned()
-        if rank == 1:
-            assert server.push(model)
-            assert server.pull(other)
-            model.tune()
-            # Behind the accessor's back, as whole states.
-            assert whole.push("model", model.state_dict(), 2, 1)
-            assert server.pull(other)
-            assert other.pp_version == 2
-            assert is_equal(model, other)
-            # What has no names of tensors is refused.
-            with pytest.raises(TypeError, match="a state is a mapping"):
-                whole.push("model", 5, 3, 2)
-            # Other names: all of it travels, and what is gone is gone.
-            del model.head, other.head
-            assert whole.push("model", model.state_dict(), 3, 2)
-            assert server.pull(other)
-            assert other.pp_version == 3
-            assert server.push(other)
-            small = nn.Linear(2, 2)
-            assert whole.push("model", small.state_dict(), 5, 4)
-            newest = nn.Linear(2, 2)
-            assert server.pull(newest)
-            assert is_equal(small, newest)
-        group.barrier()
-        found = whole.pull("model")
-        assert found is not None
-        return sorted(found[0]), found[1]
-
-
-def test_states_pushed_past_the_model_server_are_pulled_right() -> None:
-    assert run_ranks(_other_server, 3) == [(["bias", "weight"], 5)] * 3
-
-
-def _special() -> bool:
-    rank = dist.get_rank()
-    with World(f"w{rank}") as world, counted() as traffic:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            PushPullModelServerImpl("server", group)
-        group.barrier()
-        if rank == 1:
-            server, model, other = group.get_paired("server").to_here(), Tuned(), Tuned()
-            model.backbone.weight.data.fill_(torch.nan)
-            model.head.bias.data.fill_(0.0)
-            assert server.push(model)
-            assert server.pull(other)
-            traffic.take()
-            model.head.bias.data.neg_()
-            assert server.push(model)
-            # NaN has not changed; the sign of zero has.
-            assert traffic.take()[0] < LITTLE
-            assert server.pull(other)
-            assert other.head.bias.signbit().all()
-            # Copies are kept only as long as the model lives.
-            reference = weakref.ref(model)
-            del model
-            gc.collect()
-            assert reference() is None
-        group.barrier()
+        model.backbone.weight.data.fill_(torch.nan)
+        model.head.bias.data.fill_(0.0)
+        assert server.push(model)
+        assert server.pull(other)
+        traffic.take()
+        model.head.bias.data.neg_()
+        assert server.push(model)
+        # NaN has not changed; the sign of zero has.
+        assert traffic.take()[0] < LITTLE
+        assert server.pull(other)
+        assert other.head.bias.signbit().all()
+        # Copies are kept only as long as the model lives.
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None
     return True
 
 
 def test_changes_are_found_bit_by_bit_and_models_may_go() -> None:
-    assert run_ranks(_special, 3) == [True] * 3
+    assert in_group(_special, 3) == [True] * 3

@@ -2,14 +2,13 @@
 
 import threading
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import on_ranks
+from worlds import in_group, in_world, ordered_server
 
 from stepwrap.rpc import (
     OrderedServerBase,
@@ -20,19 +19,8 @@ from stepwrap.rpc import (
 )
 
 
-def alone(version_depth: Any = 1, *, is_member: bool = True, **ignored: Any) -> Any:
-    """Return a server in a group that offers no more than what is documented to be used."""
-    group = SimpleNamespace(
-        pair=lambda key, value, /: None,
-        register=lambda key, service, /: None,
-        destroy=lambda: None,
-        is_member=lambda: is_member,
-    )
-    return OrderedServerSimpleImpl("server", group, version_depth, **ignored)  # type: ignore[arg-type]
-
-
 def test_a_new_key_takes_any_push() -> None:
-    server = alone(ignored=1)
+    server = ordered_server(ignored=1)
     assert server._pull_service("key") is None
     assert server._push_service("key", "one", 1, "of nothing")
     assert server._pull_service("key") == ("one", 1)
@@ -40,7 +28,7 @@ def test_a_new_key_takes_any_push() -> None:
 
 
 def test_only_successors_of_the_newest_are_taken() -> None:
-    server = alone()
+    server = ordered_server()
     assert server._push_service("key", "one", 1, None)
     assert not server._push_service("key", "other", 2, None)
     assert server._push_service("key", "two", 2, 1)
@@ -51,7 +39,7 @@ def test_only_successors_of_the_newest_are_taken() -> None:
 
 
 def test_versions_are_opaque() -> None:
-    server = alone()
+    server = ordered_server()
     for version, previous in [(2, None), (-1, 2), ("a", -1), ((1, 2), "a")]:
         assert server._push_service("key", version, version, previous)
     assert server._pull_service("key") == ((1, 2), (1, 2))
@@ -59,7 +47,7 @@ def test_versions_are_opaque() -> None:
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_depth_versions_are_kept_behind_the_newest(depth: int) -> None:
-    server = alone(depth)
+    server = ordered_server(depth)
     for version in range(10):
         server._push_service("key", str(version), version, version - 1)
     kept = [version for version in range(10) if server._pull_service("key", version)]
@@ -68,7 +56,7 @@ def test_depth_versions_are_kept_behind_the_newest(depth: int) -> None:
 
 
 def test_the_same_version_is_replaced_in_place() -> None:
-    server = alone()
+    server = ordered_server()
     for version, previous, value in [(1, None, "a"), (2, 1, "b"), (2, 2, "c")]:
         assert server._push_service("key", value, version, previous)
     assert server._pull_service("key") == ("c", 2)
@@ -76,7 +64,7 @@ def test_the_same_version_is_replaced_in_place() -> None:
 
 
 def test_an_older_version_that_is_kept_cannot_come_again() -> None:
-    server = alone()
+    server = ordered_server()
     server._push_service("key", "a", 1, None)
     server._push_service("key", "b", 2, 1)
     assert not server._push_service("key", "other", 1, 2)
@@ -86,12 +74,12 @@ def test_an_older_version_that_is_kept_cannot_come_again() -> None:
 
 def test_what_a_server_needs() -> None:
     with pytest.raises(AssertionError, match="belongs to"):
-        alone(is_member=False)
+        ordered_server(is_member=False)
     for depth in (0, -1, 1.5):
         with pytest.raises(AssertionError, match="version_depth"):
-            alone(depth)
+            ordered_server(depth)
     with pytest.raises(TypeError):
-        alone("1")
+        ordered_server("1")
 
 
 def test_the_interface_is_abstract() -> None:
@@ -100,17 +88,8 @@ def test_the_interface_is_abstract() -> None:
     assert issubclass(OrderedServerSimple, OrderedServerBase)
 
 
-def in_world(body: Callable[[RpcGroup, int], Any], timeout: float = 30) -> Any:
-    """Call `body(group, rank)` in a world of all ranks; they end together."""
-    rank = dist.get_rank()
-    with World(f"w{rank}", rpc_timeout=timeout) as world:
-        group = world.create_rpc_group("all", world.get_members())
-        result = body(group, rank)
-        group.barrier()
-        return result
-
-
-def _share(group: RpcGroup, rank: int) -> Any:
+def _share(world: World, group: RpcGroup) -> Any:
+    rank = world.rank
     if rank == 0:
         OrderedServerSimpleImpl("server", group)
     group.barrier()
@@ -132,12 +111,8 @@ def _share(group: RpcGroup, rank: int) -> Any:
     return accepted, first, (again[0]["weight"].tolist(), again[0]["list"], again[1])
 
 
-def _shared() -> Any:
-    return in_world(_share)
-
-
 def test_values_are_shared_and_are_nobodys_to_change() -> None:
-    results = run_ranks(_shared, 3)
+    results = in_group(_share, 3)
     accepted, firsts, agains = zip(*results, strict=True)
     assert sorted(accepted) == [False, False, True]
     winner = accepted.index(True)
@@ -145,7 +120,9 @@ def test_values_are_shared_and_are_nobodys_to_change() -> None:
     assert firsts == agains
 
 
-def _names(group: RpcGroup, rank: int) -> Any:
+@in_world(3)
+def test_a_name_is_taken_until_the_server_is_closed(world: World, group: RpcGroup) -> None:
+    rank = world.rank
     if rank == 0:
         first = OrderedServerSimpleImpl("server", group)
         group.register("other/_pull_service", len)
@@ -176,35 +153,21 @@ def _names(group: RpcGroup, rank: int) -> Any:
     group.barrier()
     # The accessor of before finds the new server, which starts with nothing.
     accessor.push(rank, "of the second", 1, None)
-    return accessor.pull("key"), accessor.pull(rank)
+    assert (accessor.pull("key"), accessor.pull(rank)) == (None, ("of the second", 1))
 
 
-def _named() -> Any:
-    return in_world(_names)
-
-
-def test_a_name_is_taken_until_the_server_is_closed() -> None:
-    assert run_ranks(_named, 3) == [(None, ("of the second", 1))] * 3
-
-
-def _close_late(group: RpcGroup, rank: int) -> bool:
-    server = OrderedServerSimpleImpl(f"server of {rank}", group)
-    group.barrier()
-    group.destroy()
-    server.close()
-    return True
-
-
-def _closed_late() -> bool:
-    with World(f"w{dist.get_rank()}") as world:
-        return _close_late(world.create_rpc_group("all", world.get_members()), world.rank)
-
-
+@on_ranks(3)
 def test_a_server_may_be_closed_after_its_group() -> None:
-    assert run_ranks(_closed_late, 3) == [True] * 3
+    with World(f"w{dist.get_rank()}") as world:
+        group = world.create_rpc_group("all", world.get_members())
+        server = OrderedServerSimpleImpl(f"server of {world.rank}", group)
+        group.barrier()
+        group.destroy()
+        server.close()
 
 
-def _count(group: RpcGroup, rank: int) -> Any:
+def _count(world: World, group: RpcGroup) -> Any:
+    rank = world.rank
     if rank == 0:
         OrderedServerSimpleImpl("server", group)
     group.barrier()
@@ -228,12 +191,8 @@ def _count(group: RpcGroup, rank: int) -> Any:
     return accepted, server.pull("count")
 
 
-def _counted() -> Any:
-    return in_world(_count)
-
-
 def test_no_push_is_lost_between_threads_and_processes() -> None:
-    results = run_ranks(_counted, 3)
+    results = in_group(_count, 3)
     assert [newest for _, newest in results] == [(90, 90)] * 3
     assert sorted(sum((accepted for accepted, _ in results), [])) == list(range(90))
 
@@ -255,7 +214,9 @@ def _living() -> int:
     return len(Counted.living)
 
 
-def _fill(group: RpcGroup, rank: int) -> int:
+@in_world(3)
+def test_dropped_and_refused_values_are_freed(world: World, group: RpcGroup) -> None:
+    rank = world.rank
     if rank == 0:
         OrderedServerSimpleImpl("server", group, version_depth=2)
     group.barrier()
@@ -265,12 +226,4 @@ def _fill(group: RpcGroup, rank: int) -> int:
         server.push(rank, Counted(), "refused", "never")
     group.barrier()
     living: int = group.rpc_sync("w0", _living)
-    return living
-
-
-def _filled() -> int:
-    return in_world(_fill)
-
-
-def test_dropped_and_refused_values_are_freed() -> None:
-    assert run_ranks(_filled, 3) == [3 * 3] * 3
+    assert living == 3 * 3

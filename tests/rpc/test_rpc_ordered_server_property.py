@@ -1,15 +1,13 @@
 """The ordered server against models of it: one after the other, and from several processes."""
 
 import time
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from worlds import in_group, ordered_server
 
-from stepwrap.rpc import OrderedServerSimpleImpl, World
+from stepwrap.rpc import OrderedServerSimpleImpl, RpcGroup, World
 
 KEYS = ("a", "b")
 
@@ -20,12 +18,7 @@ pushes = st.tuples(st.sampled_from(KEYS), versions, versions)
 @settings(deadline=None)
 @given(st.lists(pushes, max_size=30), st.integers(1, 3))
 def test_alone_it_is_a_list_of_versions(script: list[tuple[str, int, int]], depth: int) -> None:
-    group = SimpleNamespace(
-        pair=lambda key, value, /: None,
-        register=lambda key, service, /: None,
-        is_member=lambda: True,
-    )
-    server = OrderedServerSimpleImpl("server", group, depth)  # type: ignore[arg-type]
+    server = ordered_server(depth)
     chains: dict[str, list[tuple[int, int]]] = {key: [] for key in KEYS}
     for value, (key, version, previous) in enumerate(script):
         chain = chains[key]
@@ -61,33 +54,32 @@ steps = st.tuples(st.sampled_from(["push", "push", "stale", "look", "back"]), st
 scripts = st.lists(st.lists(steps, max_size=25), min_size=3, max_size=3)
 
 
-def _play(all_scripts: list[list[tuple[str, str]]], depth: int) -> list[Event]:
-    rank = dist.get_rank()
-    with World(f"w{rank}") as world:
-        group = world.create_rpc_group("all", world.get_members())
-        if rank == 0:
-            OrderedServerSimpleImpl("server", group, depth)
-        group.barrier()
-        server = group.get_paired("server").to_here()
-        seen: dict[str, list[Any]] = {key: [None, None] for key in KEYS}
-        events = []
-        group.barrier()
-        for number, (what, key) in enumerate(all_scripts[rank]):
-            version: Any = (rank, number)
-            previous = seen[key][-2 if what in ("stale", "back") else -1]
-            started = time.monotonic()
-            if what in ("push", "stale"):
-                result = server.push(key, f"value of {version}", version, previous)
-                news = version if result else None
-            else:
-                version = previous if what == "back" else None
-                result = server.pull(key, version)
-                news = result[1] if result and what == "look" else None
-            ended = time.monotonic()
-            events.append(Event(what, key, version, previous, result, started, ended))
-            if news is not None and news != seen[key][-1]:
-                seen[key].append(news)
-        group.barrier()
+def _play(
+    world: World, group: RpcGroup, all_scripts: list[list[tuple[str, str]]], depth: int
+) -> list[Event]:
+    rank = world.rank
+    if rank == 0:
+        OrderedServerSimpleImpl("server", group, depth)
+    group.barrier()
+    server = group.get_paired("server").to_here()
+    seen: dict[str, list[Any]] = {key: [None, None] for key in KEYS}
+    events = []
+    group.barrier()
+    for number, (what, key) in enumerate(all_scripts[rank]):
+        version: Any = (rank, number)
+        previous = seen[key][-2 if what in ("stale", "back") else -1]
+        started = time.monotonic()
+        if what in ("push", "stale"):
+            result = server.push(key, f"value of {version}", version, previous)
+            news = version if result else None
+        else:
+            version = previous if what == "back" else None
+            result = server.pull(key, version)
+            news = result[1] if result and what == "look" else None
+        ended = time.monotonic()
+        events.append(Event(what, key, version, previous, result, started, ended))
+        if news is not None and news != seen[key][-1]:
+            seen[key].append(news)
     return events
 
 
@@ -98,7 +90,7 @@ def _play(all_scripts: list[list[tuple[str, str]]], depth: int) -> list[Event]:
 def test_from_several_processes_it_is_one_chain(
     all_scripts: list[list[tuple[str, str]]], depth: int
 ) -> None:
-    events = sum(run_ranks(_play, 3, all_scripts, depth), [])
+    events = sum(in_group(_play, 3, all_scripts, depth), [])
     for key in KEYS:
         Judge([one for one in events if one.key == key], depth).judge()
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_rpc_calls import in_group, own_group, told
-from worlds import remote_traceback
+from ranks import on_ranks
+from test_rpc_calls import own_group, told
+from worlds import in_world, remote_traceback
 
 from stepwrap.parallel import RemoteError, ThreadPool
 from stepwrap.rpc import RpcException, RpcGroup, World
 from stepwrap.rpc.calls.calls import transport_error
-from stepwrap.rpc.calls.payload import pack_error, take_back
+from stepwrap.rpc.calls.payload import pack_error, release_unsent
 
 
 def _num_kept() -> int:
@@ -38,7 +38,9 @@ def ragged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
-def _layouts(world: World, group: RpcGroup) -> None:
+@pytest.mark.filterwarnings("ignore")
+@in_world(2)
+def test_tensors_that_torch_does_not_move_travel_too(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     assert [len(one) for one in group.rpc_sync("w1", ragged).unbind()] == [2, 3]
@@ -51,11 +53,6 @@ def _layouts(world: World, group: RpcGroup) -> None:
     kind, text = told(group.rpc_sync, "w1", len, args=((csr, threading.Lock()),))
     assert kind == "TypeError"
     assert "cannot be sent to another process" in text
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tensors_that_torch_does_not_move_travel_too() -> None:
-    in_group(_layouts)
 
 
 class Unloadable:
@@ -71,7 +68,10 @@ def leave() -> None:
     raise SystemExit(3)
 
 
-def _never_begun(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_a_call_that_does_not_begin_ends_the_wait_for_its_value(
+    world: World, group: RpcGroup
+) -> None:
     if world.rank == 0:
         with pytest.raises(ValueError, match="cannot be loaded here"):
             group.remote("w1", abs, args=(Unloadable(),)).to_here()
@@ -85,11 +85,8 @@ def _never_begun(world: World, group: RpcGroup) -> None:
         assert kept_in_the_end(group, "w1") == 0
 
 
-def test_a_call_that_does_not_begin_ends_the_wait_for_its_value() -> None:
-    in_group(_never_begun)
-
-
-def _dropped(world: World, group: RpcGroup) -> None:
+@in_world(3)
+def test_no_value_outlives_its_references(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for _ in range(200):
             group.remote("w1", abs, args=(1,))
@@ -104,14 +101,10 @@ def _dropped(world: World, group: RpcGroup) -> None:
         del kept
         assert pickle.loads(data).to_here() == 1
         assert kept_in_the_end(group, "w1") == 0
-        assert "has forgotten the value" in told(pickle.loads(data).to_here)[1]
+        assert "has deleted the value" in told(pickle.loads(data).to_here)[1]
         with pytest.raises(ZeroDivisionError):
             group.remote("w1", lambda: 1 / 0).to_here()
         assert kept_in_the_end(group, "w1") == 0
-
-
-def test_no_value_outlives_its_references() -> None:
-    in_group(_dropped, 3)
 
 
 class ByFunction(Exception):
@@ -141,7 +134,8 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def _errors(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_errors_of_all_makes_bring_their_traceback(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     for error in (ByFunction("a"), OwnArguments(3), NoText(), UnicodeError("u"), OSError(2, "x")):
@@ -155,10 +149,6 @@ def _errors(world: World, group: RpcGroup) -> None:
     assert raised.value.errno == 2
 
 
-def test_errors_of_all_makes_bring_their_traceback() -> None:
-    in_group(_errors)
-
-
 def fail_with_a_reference() -> None:
     raise LookupError(own_group().remote("w1", abs, args=(-41,)))
 
@@ -167,7 +157,8 @@ def fail_with_a_large_value() -> None:
     raise LookupError(bytes(17 << 20))
 
 
-def _errors_that_hold_values(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_errors_bring_references_and_large_values(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for _ in range(10):
             with pytest.raises(LookupError) as raised:
@@ -179,13 +170,9 @@ def _errors_that_hold_values(world: World, group: RpcGroup) -> None:
             group.rpc_sync("w1", fail_with_a_large_value)
         assert len(raised.value.args[0]) == 17 << 20
         kept = group.remote("w1", abs, args=(-41,))
-        take_back(pack_error(LookupError(kept), "w0"))
+        release_unsent(pack_error(LookupError(kept), "w0"))
         del raised, kept
         assert kept_in_the_end(group, "w1") == 0
-
-
-def test_errors_bring_references_and_large_values() -> None:
-    in_group(_errors_that_hold_values)
 
 
 def test_tensors_in_errors_are_not_copied() -> None:
@@ -203,7 +190,8 @@ def fail_as_a_pool_does() -> None:
     raise RemoteError("Hidden", "secret", "of the worker")
 
 
-def _errors_of_pools(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_errors_of_pools_in_the_callee(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     for call in (group.rpc_sync, lambda *args: group.remote(*args).to_here()):
@@ -218,11 +206,8 @@ def _errors_of_pools(world: World, group: RpcGroup) -> None:
             assert place in told_here
 
 
-def test_errors_of_pools_in_the_callee() -> None:
-    in_group(_errors_of_pools)
-
-
-def _times(world: World, group: RpcGroup) -> None:
+@in_world(2)
+def test_odd_timeouts(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for timeout in (1e-9, 0.0004):
             text = told(group.rpc_sync, "w1", time.sleep, timeout, (0.3,))[1]
@@ -234,20 +219,13 @@ def _times(world: World, group: RpcGroup) -> None:
         assert group.rpc_sync("w1", abs, 1e300, (1,)) == 1
 
 
-def test_odd_timeouts() -> None:
-    in_group(_times)
-
-
-def _after_the_end() -> None:
+@on_ranks(2)
+def test_calls_after_the_end() -> None:
     with World(f"w{dist.get_rank()}") as world:
         group = world.create_rpc_group("all", world.get_members())
     for call in (group.rpc_sync, group.rpc_async):
         text = "abs() cannot be called on 'w1': the world has been stopped"
         assert told(call, "w1", abs, args=(1,)) == ("RpcError", text)
-
-
-def test_calls_after_the_end() -> None:
-    run_ranks(_after_the_end, 2)
 
 
 @pytest.mark.parametrize("what", ["Request", "Response"])

@@ -1,7 +1,6 @@
 """Worlds by every launcher, members that are killed, and what is left of their processes."""
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from marks import slow
 from ports import free_port
+from worlds import run_and_expect
 
 from stepwrap.collectives import get_rank
 from stepwrap.rpc import RpcError, World, get_cur_name
@@ -154,23 +154,10 @@ def _outlive(rank: int, port: int, dead: str, folder: Path) -> None:
 
 def run_and_lose(dead: str, folder: Path) -> list[dict[str, str]]:
     """Run three members of which one is killed; return what the others were told."""
-    spawn, port = multiprocessing.get_context("spawn"), free_port()
-    members = {
-        f"w{rank}": spawn.Process(target=_outlive, args=(rank, port, dead, folder))
-        for rank in range(3)
-    }
-    for process in members.values():
-        process.start()
-    try:
-        for process in members.values():
-            process.join(90)
-        codes = {name: process.exitcode for name, process in members.items()}
-    finally:
-        for process in members.values():
-            process.kill()
-            process.join()
-    assert codes == {name: -signal.SIGKILL if name == dead else 0 for name in members}
-    return [json.loads((folder / name).read_text()) for name in members if name != dead]
+    names = [f"w{rank}" for rank in range(3)]
+    codes = [-signal.SIGKILL if name == dead else 0 for name in names]
+    run_and_expect(codes, _outlive, free_port(), dead, folder)
+    return [json.loads((folder / name).read_text()) for name in names if name != dead]
 
 
 def test_a_killed_member_is_named_and_the_others_go_on(tmp_path: Path) -> None:

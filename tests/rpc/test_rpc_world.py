@@ -76,7 +76,7 @@ def test_without_calls() -> None:
         assert seen["sum"] == 3.0
         assert seen["group"] == (
             "RuntimeError",
-            "this world has no calls: it was made with init_rpc=False",
+            "calls need a world with init_rpc=True, got init_rpc=False",
         )
 
 
@@ -231,7 +231,7 @@ def test_one_rank_twice() -> None:
 def test_settings_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="rank must be in 0..1, got 2"):
         World("a", 2, 2)
-    with pytest.raises(ValueError, match="must be given where no launcher has set RANK"):
+    with pytest.raises(ValueError, match="must be given unless a launcher has set RANK"):
         World("a")
     with pytest.raises(ValueError, match="must be tcp://host:port, env:// or file:///path"):
         World("a", 0, 1, dist_init_method="udp://127.0.0.1:9000")
@@ -317,7 +317,7 @@ def _other_rank(port: int) -> tuple[str, str]:
 def test_a_process_keeps_its_rank() -> None:
     kind, text = run_ranks(_other_rank, 2, free_port())[1]
     assert kind == "ValueError"
-    assert "was rank 1 in its first world and cannot be rank 0 now" in text
+    assert "rank must be 1, as in the first world of this process, got 0" in text
 
 
 def _start_and_stop() -> None:

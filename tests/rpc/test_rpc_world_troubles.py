@@ -1,7 +1,6 @@
 """Worlds in trouble: members that die or differ, settings that cannot be, ends that do not come."""
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ from ports import free_port
 from ranks import run_ranks
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
-from worlds import rank_without_group, told
+from worlds import rank_without_group, run_and_expect, told
 
 from stepwrap.rpc import RpcError, World, get_world
 
@@ -80,23 +79,7 @@ def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path
     run_and_expect([0, 0, -signal.SIGKILL], _die_after_meeting, local_place(), folder)
     for rank in range(2):
         text = (folder / str(rank)).read_text()
-        assert text.startswith(f"RpcError: the world cannot begin its {step}: 'w2' not come; ")
-
-
-def run_and_expect(codes: list[int], fn: Any, *args: Any) -> None:
-    """Run processes of which some are killed."""
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=fn, args=(rank, *args)) for rank in range(len(codes))]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(60)
-        assert [process.exitcode for process in processes] == codes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        assert text.startswith(f"RpcError: the world cannot begin its {step}: 'w2' has not come; ")
 
 
 def _no_limit() -> timedelta:
@@ -258,7 +241,7 @@ def _stop_in_handler(url: str) -> tuple[str, str]:
 
 def test_stop_in_a_handler_while_the_world_is_made() -> None:
     answer = run_ranks(_stop_in_handler, 2, local_place(), timeout_s=30)[0]
-    assert answer == ("RuntimeError", "the world of 'w0' was stopped while it was made")
+    assert answer == ("RuntimeError", "the world of 'w0' was stopped while it was created")
 
 
 def _ends_the_group(url: str) -> bool:

@@ -1,13 +1,23 @@
 """A world for the length of a test, and what is raised in it."""
 
+import functools
+import multiprocessing
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from ranks import run_ranks
 
 from stepwrap.parallel import RemoteTraceback
-from stepwrap.rpc import RpcGroup, World
+from stepwrap.rpc import (
+    OrderedServerBase,
+    OrderedServerSimpleImpl,
+    PushPullModelServer,
+    PushPullModelServerImpl,
+    RpcGroup,
+    World,
+)
 
 Body = Callable[..., Any]
 
@@ -38,14 +48,80 @@ def rank_without_group() -> int:
     return rank
 
 
-def in_group(body: Body, size: int = 3, *args: Any) -> list[Any]:
+def in_group(body: Body, size: int = 3, *args: Any, **options: Any) -> list[Any]:
     """Run `body(world, group, *args)` on every rank, in a group of all, and meet at the end."""
-    return run_ranks(_in_group, size, body, *args)
+    return run_ranks(_in_group, size, body, options, *args)
 
 
-def _in_group(body: Body, *args: Any) -> Any:
-    with World(f"w{dist.get_rank()}", rpc_timeout=20) as world:
+def _in_group(body: Body, options: dict[str, Any], *args: Any) -> Any:
+    with World(f"w{dist.get_rank()}", **{"rpc_timeout": 30} | options) as world:
         group: RpcGroup = world.create_rpc_group("all", world.get_members())
         result = body(world, group, *args)
         group.barrier()
     return result
+
+
+def model_client(group: RpcGroup, **options: Any) -> PushPullModelServer:
+    """Start a model server on w0, and return its client; all members must call this."""
+    if group.get_cur_name() == "w0":
+        PushPullModelServerImpl("server", group, **options)
+    group.barrier()
+    found: PushPullModelServer = group.get_paired("server").to_here()
+    return found
+
+
+class Local(OrderedServerBase):
+    """An ordered server that keeps one value in this process."""
+
+    kept: tuple[Any, Any] | None = None
+
+    def push(self, key: Any, value: Any, version: Any, prev_version: Any) -> bool:
+        self.kept = value, version
+        return True
+
+    def pull(self, key: Any, version: Any = None) -> tuple[Any, Any] | None:
+        return self.kept
+
+
+def ordered_server(depth: Any = 1, *, is_member: bool = True, **options: Any) -> Any:
+    """Return a server in a group that has no more than the documented methods."""
+    group: Any = SimpleNamespace(
+        pair=lambda key, value, /: None,
+        register=lambda key, service, /: None,
+        is_member=lambda: is_member,
+    )
+    return OrderedServerSimpleImpl("server", group, depth, **options)
+
+
+def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
+    """Run the body of a test on every rank of `in_group`."""
+
+    def decorate(test: Body) -> Callable[[], None]:
+        @functools.wraps(test)
+        def run(*given: Any) -> None:
+            if given:
+                test(*given)
+            else:
+                in_group(run, size)
+
+        # Else pytest would take the world and the group for fixtures.
+        del run.__wrapped__  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def run_and_expect(codes: list[int], fn: Any, *args: Any) -> None:
+    """Run `fn(rank, *args)` in one process for each exit code that is expected."""
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=fn, args=(rank, *args)) for rank in range(len(codes))]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(90)
+        assert [process.exitcode for process in processes] == codes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,4 +1,4 @@
-"""The first message of a collective: equal in size on every rank, whatever they call or pass."""
+"""The first message of a collective, which has the same size on every rank and in every call."""
 
 from __future__ import annotations
 
@@ -10,19 +10,29 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import Call, CollectiveError, Group, Place, tell, text_of
+from ..errors import Call, CollectiveError, Group, Place, describe_places, text_of
 from ..process.ranks import comm_device, members
 
-# One packet on any network; most objects that ranks exchange fit into it.
+# One network packet, into which most objects fit.
 _BYTES = 1024
-# Digests of the call and of what must be equal, the sender's host, the size below two flags.
+# Digests of the call and of the compared text, the sender's host, the size below two flag bits.
 _FIELDS = struct.Struct("<8s8s8sQ")
 INLINE_BYTES = _BYTES - _FIELDS.size
 _FAILED, _FOREIGN = 1 << 63, 1 << 62
 
 
 class Header(NamedTuple):
-    """What a rank says first: digests of the call and of what must agree, and what it sends."""
+    """The first message of a rank.
+
+    Attributes:
+        call: digest of the call.
+        agreed: digest of the text that must be equal on all ranks.
+        host: equal on two ranks if one can map the other's memory.
+        size: the number of bytes that the rank sends.
+        has_failed: whether the rank cannot take part.
+        is_foreign: whether another rank may lack classes for unpickling.
+        inline: the bytes themselves if they fit, otherwise empty.
+    """
 
     call: bytes
     agreed: bytes
@@ -33,7 +43,7 @@ class Header(NamedTuple):
     inline: memoryview
 
 
-def meet(
+def exchange_headers(
     call: Call,
     *,
     agreed: str = "",
@@ -43,10 +53,16 @@ def meet(
     problem: Exception | None = None,
     failed_to: str = "pickle its object",
 ) -> list[Header]:
-    """Exchange headers, by group rank; raise on every rank when some rank is in another call.
+    """Exchange headers, by group rank; raise on every rank if one is in another call or failed.
 
-    What the `pieces` hold is in the message itself where it fits. `problem` is why this rank cannot
-    take part.
+    Args:
+        call: this rank's call.
+        agreed: a text whose digest is sent.
+        pieces: the bytes to send; small ones are part of the message.
+        is_foreign: whether another rank may fail to unpickle the pieces.
+        host: see ``Header``.
+        problem: the error that keeps this rank from taking part.
+        failed_to: what this rank could not do, for the error text.
     """
     own_call = digest(f"{call.name} {call.detail}")
     size = sum(map(len, pieces))
@@ -64,7 +80,7 @@ def meet(
 def raise_disagreement(
     call: Call, problem: Exception | None = None, failed_to: str = "take part"
 ) -> None:
-    """Raise the same CollectiveError everywhere: who is where, with what; all ranks call this."""
+    """Raise the same CollectiveError on all ranks, which says how they differ; all call this."""
     own = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
     sizes = gather_numbers([len(own)], call.group)
     padded = bytearray(own.ljust(max(sizes)[0]))
@@ -72,21 +88,21 @@ def raise_disagreement(
     places = [Place.decode(bytes(row)) for row in rows]
     problems = [f"rank {place.rank} {place.problem}" for place in places if place.problem]
     if problems:
-        where = tell(places, compare=False)
+        where = describe_places(places, compare=False)
         raise CollectiveError(f"{call.name}(): {'; '.join(problems)} ({where})") from problem
     raise CollectiveError(
         f"the ranks {members(call.group)} must make the same call with the same structure, but "
-        f"{tell(places)}"
+        f"{describe_places(places)}"
     )
 
 
 def digest(text: str) -> bytes:
-    """Return 8 bytes that stand for the text."""
+    """Return a hash of the text with 8 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 def gather_rows(message: torch.Tensor, group: Group) -> list[memoryview]:
-    """Return all ranks' messages, bytes on the communication device, which are equal in size."""
+    """Return all ranks' messages: bytes of equal size, given on the communication device."""
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, message, group)
     if message.device.type != "cpu":
@@ -97,7 +113,10 @@ def gather_rows(message: torch.Tensor, group: Group) -> list[memoryview]:
 def gather_numbers(
     numbers: Sequence[float], group: Group, kind: str = "q"
 ) -> list[tuple[int, ...]]:
-    """Return all ranks' numbers, equally many, each in 64 bits: "q" integers, "d" floats."""
+    """Return all ranks' numbers in 64 bits, "q" for integers or "d" for floats.
+
+    Every rank must call this with equally many numbers.
+    """
     layout = struct.Struct(f"<{len(numbers)}{kind}")
     rows = gather_rows(_to_tensor(bytearray(layout.pack(*numbers)), group), group)
     return [layout.unpack(row) for row in rows]
