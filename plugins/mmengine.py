@@ -1,7 +1,7 @@
-"""Our optimizer wrappers in mmengine's `Runner` and under its schedulers.
+"""Use our optimizer wrappers in mmengine's ``Runner`` and with its schedulers.
 
-Those take instances of mmengine's own classes alone. Once this module is imported, ours count as
-such (`abc.ABCMeta.register`): they are handed over as they are, or named in a config::
+mmengine accepts only instances of mmengine's classes. Importing this module registers ours as
+virtual subclasses (``abc.ABCMeta.register``). Pass them as objects, or name them in a config::
 
     optim_wrapper = dict(type="stepwrap.plugins.mmengine.OptimWrapper", optimizer=dict(...))
 """

@@ -19,7 +19,7 @@ from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.launcher import lonely_group
+from stepwrap.runner.launcher import single_process_group
 from stepwrap.wrappers import SingleDevice
 
 # Two optimizers, a closure, and a state that is carried from batch to batch.
@@ -102,7 +102,7 @@ def command(name: str, run: str, updates: int, *words: str) -> None:
 
 def run_alone(name: str, run: str, updates: int) -> None:
     words = [*changes(name, updates), f"run_dir={run}"]
-    with doubles(), lonely_group():
+    with doubles(), single_process_group():
         Runner.from_config(load_config(FOLDER / f"{name}.yaml", words)).train()
 
 

@@ -80,7 +80,7 @@ def test_fabric_refuses_a_step_that_it_does_not_call() -> None:
         def train_step(self, data: Any, optim_wrapper: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(TypeError, match="Unused has a train_step of its own"):
+    with pytest.raises(TypeError, match="Unused has a custom train_step"):
         StepFabricStrategy(Unused)
 
 

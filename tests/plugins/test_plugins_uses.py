@@ -24,7 +24,7 @@ from ranks import run_ranks
 from torch import nn
 
 from stepwrap.plugins.lightning import StepStrategy
-from stepwrap.plugins.lightning.strategy import has_own_step
+from stepwrap.plugins.lightning.strategy import has_custom_step
 from stepwrap.registry import MODEL_WRAPPERS
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
@@ -173,7 +173,9 @@ def _one_device() -> dict[str, float]:
         optimizer.step()
     found = {}
     # Those of other tests that run in this process have a step of their own.
-    ours = [name for name in MODEL_WRAPPERS.names() if not has_own_step(MODEL_WRAPPERS.get(name))]
+    ours = [
+        name for name in MODEL_WRAPPERS.names() if not has_custom_step(MODEL_WRAPPERS.get(name))
+    ]
     for name in ours:
         module = Automatic(sgd=True)
         options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}

@@ -179,8 +179,8 @@ def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
             ["wrapper={type: ddp, uneven_inputs: true, sync_batchnorm: true}"],
             "wrapper.uneven_inputs: excludes sync_batchnorm",
         ),
-        ([UNEVEN, ZERO], "wrapper.uneven_inputs: does not go together with an optimizer that"),
-        ([UNEVEN, LOCAL], "wrapper.uneven_inputs: does not go together with an optimizer that"),
+        ([UNEVEN, ZERO], "wrapper.uneven_inputs: does not work with an optimizer that"),
+        ([UNEVEN, LOCAL], "wrapper.uneven_inputs: does not work with an optimizer that"),
         ([UNEVEN, "optim_wrapper.accumulative_counts=2"], "needs accumulative_counts=1"),
         ([UNEVEN, "train={type: IterTrainLoop, max_steps: 2}"], "needs an EpochTrainLoop"),
         (

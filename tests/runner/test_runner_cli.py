@@ -37,7 +37,7 @@ Capture = pytest.CaptureFixture[str]
             "there is no option --nprc; did you mean --nproc",
         ),
         (["train"], "CONFIG is missing"),
-        (["train", "points.yaml", "--nproc", "0"], "must be a whole number from 1, got '0'"),
+        (["train", "points.yaml", "--nproc", "0"], "must be a positive integer, got '0'"),
         (["train", "points.yaml", "--nproc"], "argument --nproc: requires an argument"),
         (["train", "points.yaml", "--fresh=1"], "argument --fresh: does not take a value"),
         (["train", "points.yaml", "--run-dir", "--fresh"], "requires a path, got the option --fr"),
@@ -187,7 +187,7 @@ def test_results_are_never_overwritten_unasked(run: Path, capsys: Capture) -> No
 
 def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) -> None:
     assert main(["test", "points.yaml"]) == 1
-    assert "there is no checkpoint in runs/points" in capsys.readouterr().err
+    assert "runs/points has no checkpoint" in capsys.readouterr().err
     assert main(["train", "points.yaml"]) == 0
     trained = capsys.readouterr().out
     best = next(line for line in trained.splitlines() if line.startswith("best checkpoint: "))
@@ -450,7 +450,7 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
     code, lines = stepwrap("--help")
     assert code == 0
     assert all(len(line) <= 80 for line in lines)
-    for shown in ("  greet ", "  lost ", "  plain ", "  train          train, validate"):
+    for shown in ("  greet ", "  lost ", "  plain ", "  train          train and validate"):
         assert any(line.startswith(shown) for line in lines)
     assert stepwrap("greet", "you", "--debug") == (7, ["hello you"])
     assert stepwrap("greet") == (2, ["stepwrap greet: Missing argument 'NAME'."])

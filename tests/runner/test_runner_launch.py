@@ -29,7 +29,7 @@ from stepwrap.runner import guard as _guard
 from stepwrap.runner import launcher as _launcher
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.jobs import _console_log
-from stepwrap.runner.launcher import lonely_group, process_group, started_outside
+from stepwrap.runner.launcher import process_group, single_process_group, started_outside
 
 
 def rank_and_sum(start: float) -> tuple[int, float, str]:
@@ -362,7 +362,7 @@ def test_who_has_started_this_process(
 
 
 def test_a_group_that_exists_is_left_alone() -> None:
-    with lonely_group():
+    with single_process_group():
         with process_group():
             assert get_world_size() == 1
         assert dist.is_initialized()

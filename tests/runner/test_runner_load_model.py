@@ -27,7 +27,7 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 31}"
     assert main(["train", "points.yaml", EMA, stop]) == 128 + signal.SIGTERM
     out = capsys.readouterr().out
-    assert "in state.pt of the checkpoint, under stateful / hooks.ema / model; model.pt" in out
+    assert "in state.pt of the checkpoint, under stateful / hooks.ema / model (model.pt" in out
     assert "load_model('runs/points')" in out
     for which in ("best", "latest"):
         checkpoint = load_checkpoint(find_checkpoint("runs/points", which))
@@ -45,9 +45,9 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     assert main(["train", "points.yaml", "--resume", "optimizer.lr=0.5", EMA,
                  "data.train.batch_size=8", "train.max_epochs=3"]) == 0  # fmt: skip
     told = capsys.readouterr().err
-    assert "  optimizer.lr: 0.01 -> 0.5 (has no effect: the state in the checkpoint goes" in told
+    assert "  optimizer.lr: 0.01 -> 0.5 (no effect: the state in the checkpoint is" in told
     assert (
-        "  data.train.batch_size: 4 -> 8 (the most that a rank gets at once; an update keeps"
+        "  data.train.batch_size: 4 -> 8 (limits a rank's micro-batch only; each update keeps"
         in told
     )
     assert "an update has 4 samples, as when the run began: accumulative_counts is 1" in told
@@ -61,13 +61,13 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
 
     assert main(["train", "runs/points/config.yaml", "--resume"]) == 0
     told = capsys.readouterr().err
-    assert "nothing was left to train: the run has come to its end (max_epochs is 3" in told
+    assert "nothing is left to train: max_epochs is 3" in told
     assert "differ" not in told
 
 
 @pytest.mark.slow
 def test_a_folder_without_its_config(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint in runs/points"):
+    with pytest.raises(CheckpointError, match="runs/points has no checkpoint"):
         load_model("runs/points")
     assert main(["train", "points.yaml", "train.max_epochs=1"]) == 0
     plain = load_checkpoint(find_checkpoint("runs/points", "best")).read("model.pt")

@@ -28,7 +28,11 @@ def problems(ranks: int, **sections: Any) -> str:
         (2, {"mesh": {"data": 2, "tensor": 2}, **TP}, "mesh: data 2 x tensor 2 = 4 ranks, but lau"),
         (2, {"mesh": {"dat": 2}}, "mesh: a mesh has no axis 'dat'"),
         (2, TP, "tensor_parallel: needs a tensor axis in mesh"),
-        (2, {"mesh": {"tensor": 2}}, "mesh.tensor: is more than one rank, but no tensor_parallel"),
+        (
+            2,
+            {"mesh": {"tensor": 2}},
+            "mesh.tensor: has several ranks, but there is no tensor_parallel",
+        ),
         (2, {"init_device": "meta"}, "init_device: the model has parameters on the meta device"),
         (1, {"init_device": "metta"}, "init_device: must be auto or meta, got 'metta'; did you"),
         (2, {"wrapper": {"type": "single"}}, "SingleDevice steps in one process, but 2 are to run"),

@@ -45,14 +45,14 @@ def test_a_run_goes_back_to_before_the_step(run: Path, capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--without-step", "0"], "must be the number of a step, or a range such as 1200-1210"),
+        (["--without-step", "0"], "must be a step number or a range such as 1200-1210"),
         (["--without-step", "9-7"], "skip_steps must hold numbers of steps from 1"),
         (["train.skip_steps=[1.5]"], "train.skip_steps: cannot be built: ValueError: skip_steps"),
         (["train.skip_steps=-7"], "train.skip_steps: cannot be built: ValueError: skip_steps must"),
-        (["--resume", "--without-step", "2"], "no checkpoint in runs is from before it; --fresh"),
+        (["--resume", "--without-step", "2"], "runs has no earlier checkpoint; --fresh"),
         (
             ["--resume", "latest", "--without-step", "5"],
-            "--without-step 5: runs/checkpoints/step_00000012-5 has trained on it already",
+            "--without-step 5: runs/checkpoints/step_00000012-5 includes this step already",
         ),
     ],
 )
