@@ -11,7 +11,7 @@ from __future__ import annotations
 from ..wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
 try:
-    from mmengine import optim as _theirs
+    from mmengine import optim as _mmengine
 except ImportError as error:
     raise ImportError(
         f"stepwrap.plugins.mmengine needs mmengine ({error}): pip install 'stepwrap[mmengine]'"
@@ -19,5 +19,5 @@ except ImportError as error:
 
 __all__ = ["AmpOptimWrapper", "OptimWrapper", "OptimWrapperDict"]
 
-_theirs.OptimWrapper.register(OptimWrapper)
-_theirs.OptimWrapperDict.register(OptimWrapperDict)
+_mmengine.OptimWrapper.register(OptimWrapper)
+_mmengine.OptimWrapperDict.register(OptimWrapperDict)

@@ -1,4 +1,4 @@
-"""Run the `stepwrap` command with `python -m stepwrap.runner` or `torchrun -m stepwrap.runner`."""
+"""Run the command with ``python -m stepwrap.runner`` or ``torchrun -m stepwrap.runner``."""
 
 import sys
 

@@ -34,7 +34,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
-        """Describe `error`, with the line of the user's own files that led to it."""
+        """Describe ``error``, with the line of the user's own files that led to it."""
         kind, message = type(error).__name__, str(error).strip()
         all_notes = (note for one in causes(error) for note in getattr(one, "__notes__", []))
         notes = [note for note in all_notes if note not in message]
@@ -96,7 +96,7 @@ class OversubscribedError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Raised if training failed but can be resumed; `__cause__` is the error.
+    """Raised if training failed but can be resumed; ``__cause__`` is the error.
 
     Attributes:
         config: the config that the run wrote.
@@ -114,7 +114,7 @@ class TrainingFailed(RuntimeError):
 class Terminated(BaseException):
     """Raised if a signal such as SIGTERM ends a command before it could save a checkpoint.
 
-    `saved` is the last checkpoint of the run, or an empty string.
+    ``saved`` is the last checkpoint of the run, or an empty string.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -150,7 +150,7 @@ class BuildError(RuntimeError):
 
 @contextmanager
 def as_mistakes_in(config: Config) -> Iterator[None]:
-    """Turn a `BuildError` into a `ConfigError` that gives the line of each section in `config`."""
+    """Turn a ``BuildError`` into a ``ConfigError`` with the line of each section in ``config``."""
     try:
         yield
     except BuildError as error:
@@ -169,7 +169,7 @@ class Attempts:
         self._errors: list[BuildError] = []
 
     def make(self, section: str, build: Callable[[], T]) -> T | None:
-        """Call `build` for a section and return the result, or None if it raises."""
+        """Call ``build`` for a section and return the result, or None if it raises."""
         try:
             with building(section):
                 return build()
@@ -187,10 +187,10 @@ class Attempts:
 
 @contextmanager
 def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
-    """Turn errors into a `BuildError` that names the config section and the key, if known.
+    """Turn errors into a ``BuildError`` that names the config section and the key, if known.
 
-    The key is the one that `build_tree` noted on the error, otherwise the first of `options` that
-    the error text mentions.
+    The key is the one that ``build_tree`` noted on the error, otherwise the first of ``options``
+    that the error text mentions.
     """
     try:
         yield

@@ -108,15 +108,15 @@ class Ranks:
     """The processes of a launch.
 
     When a rank is ready for signals it sends its memory (int, in bytes) through a pipe, and later
-    its pickled result or its `Failure`. A rank that ends without either has failed, whatever its
+    its pickled result or its ``Failure``. A rank that ends without either has failed, whatever its
     exit code. After a failure the other ranks have a few seconds to end and are then killed, or 10
-    minutes while `folder` has a file `saving_*`.
+    minutes while ``folder`` has a file ``saving_*``.
 
     Attributes:
         results: the pickled result of each rank, by rank.
         failures: the errors of ranks, including those that ended without reporting one.
         received: the stop signals that this process received, in order, with SIGTERM for each of
-            `COUNT_AS_SIGTERM`. Ranks get the first one. A second Ctrl-C kills them.
+            ``COUNT_AS_SIGTERM``. Ranks get the first one. A second Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -137,16 +137,16 @@ class Ranks:
             one.process.join()
 
     def start(self, rank: int, main: Callable[..., None], *args: Any) -> None:
-        """Start a process that calls `main(pipe, *args)` and dies with this one."""
+        """Start a process that calls ``main(pipe, *args)`` and dies with this one."""
         context = get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        with theirs, with_parent_watched():
-            process = context.Process(target=main, args=(theirs, *args))
+        receiver, sender = context.Pipe(duplex=False)
+        with sender, with_parent_watched():
+            process = context.Process(target=main, args=(sender, *args))
             process.start()
-        self._running[rank] = _Rank(process, ours)
+        self._running[rank] = _Rank(process, receiver)
 
     def wait(self) -> None:
-        """Wait until all ranks ended, and fill `results` and `failures`."""
+        """Wait until all ranks ended, and fill ``results`` and ``failures``."""
         while self._running:
             self._poll()
 
@@ -235,7 +235,7 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 
 @contextmanager
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
-    """Record this process's stop signals in `ranks.received`."""
+    """Record this process's stop signals in ``ranks.received``."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
     with with_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
         # The tracker removes the semaphores of killed ranks, without a warning to the user. It must
@@ -265,7 +265,7 @@ def blocking_signals() -> Iterator[None]:
 
 @contextmanager
 def raising_stops() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM and KeyboardInterrupt on Ctrl-C, unless they are ignored."""
+    """Raise ``Terminated`` on SIGTERM and KeyboardInterrupt on Ctrl-C, unless they are ignored."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

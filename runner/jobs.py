@@ -52,7 +52,7 @@ LOOPS_OF = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("t
 
 @dataclass(frozen=True)
 class Job:
-    """One command as it is sent to every rank; `run` holds the checked sections of `config`."""
+    """One command as it is sent to every rank; ``run`` holds the checked sections of ``config``."""
 
     command: str
     config: Config
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def run_job(job: Job) -> Outcome:
-    """Run `job` and return its outcome; every rank must call this."""
+    """Run ``job`` and return its outcome; every rank must call this."""
     with prepared(job):
         return _run_here(job)
 
@@ -106,7 +106,7 @@ def prepared(job: Job) -> Iterator[None]:
 def on_ranks(
     run: RunSections, fn: Callable[..., T], args: Sequence[Any], **options: Any
 ) -> dict[int, T]:
-    """Call `fn(*args)` on the ranks of a run and return the results by rank, as `launch` does."""
+    """Call ``fn(*args)`` on the ranks of a run, and return the results by rank."""
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
     options |= {"timeout_s": settings.timeout_s, "oversubscribe": settings.oversubscribe}
@@ -125,7 +125,7 @@ def run_dir_error(config: Config, what: str) -> ConfigError:
 def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
     """Raise if another run uses the folder of a training, or left results that must be kept.
 
-    Every rank must call this: rank 0 checks, and all raise the same ConfigError. Pass `is_locked`
+    Every rank must call this: rank 0 checks, and all raise the same ConfigError. Pass ``is_locked``
     if this run has locked the folder, so that only results are checked.
     """
     if job.command != "train" or job.dry_run:
@@ -161,7 +161,7 @@ def _continued(job: Job) -> Job:
 
 
 def next_attempt(job: Job, *, has_saved: bool) -> Job:
-    """Return the job that continues a failed one; `has_saved` says if it left a checkpoint."""
+    """Return the job that continues a failed one; ``has_saved`` says if it left a checkpoint."""
     if has_saved:
         return replace(job, resume=True, fresh=False)
     # `fresh` removes the records of the failed attempt.
@@ -215,7 +215,7 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
 
 
 def _log_changes(job: Job, folder: Path) -> None:
-    """Log the settings that differ from those of the run that is resumed."""
+    """Log the settings that differ from the resumed run's config."""
     if isinstance(job.resume, str) and job.resume not in ("best", "latest"):
         path = Path(job.resume)
         folder = path if (path / "checkpoints").is_dir() else path.parent.parent
@@ -277,17 +277,17 @@ def _folder(job: Job) -> Iterator[Path]:
 
 @contextmanager
 def _console_log(debug: bool) -> Iterator[None]:
-    """Print rank 0's warnings as plain lines or, with `debug`, the log messages of every rank."""
-    ours = logging.getLogger("stepwrap")
-    level = ours.level
+    """Print rank 0's warnings as plain lines or, with ``debug``, the log messages of every rank."""
+    package_logger = logging.getLogger("stepwrap")
+    level = package_logger.level
     is_shown = debug or get_rank() == 0
     # Without any handler Python would print logged warnings itself.
     handler = logging.StreamHandler() if is_shown else logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s" if debug else "%(message)s"))
-    ours.addHandler(handler)
+    package_logger.addHandler(handler)
     with warnings.catch_warnings():
         if is_shown:
-            ours.setLevel(logging.INFO if debug else logging.WARNING)
+            package_logger.setLevel(logging.INFO if debug else logging.WARNING)
             # Always shown: the resumed checkpoint, the chosen wrapper, the result of compiling.
             for name in (f"{__package__}.runner", auto.__module__, "stepwrap.wrappers.compiled"):
                 logging.getLogger(name).setLevel(logging.INFO)
@@ -297,5 +297,5 @@ def _console_log(debug: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            ours.removeHandler(handler)
-            ours.setLevel(level)
+            package_logger.removeHandler(handler)
+            package_logger.setLevel(level)

@@ -142,7 +142,7 @@ def _require_memory(nproc: int, each: int) -> None:
 
 
 def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., T], Sequence[Any]]:
-    """Return a call of `fn(*args)` that started processes can load."""
+    """Return a call of ``fn(*args)`` that started processes can load."""
     main = get_preparation_data("")
     path = main.get("init_main_from_path")
     if path is not None and not os.path.isfile(path):
@@ -175,7 +175,7 @@ def started_outside() -> bool:
 
 
 def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
-    """Call `fn`; if it fails because other ranks of this host died, report those ranks."""
+    """Call ``fn``; if it fails because other ranks of this host died, report those ranks."""
     processes = all_gather_object((host_identity(), os.getpid()))
     try:
         return fn(*args)
@@ -200,8 +200,8 @@ def process_group(
 ) -> Iterator[None]:
     """Create the default process group of the environment's ranks; every rank must enter.
 
-    An existing group is used and not destroyed. The ranks meet through `store_file` if it is given,
-    otherwise at MASTER_ADDR.
+    An existing group is used and not destroyed. The ranks meet through ``store_file`` if it is
+    given, otherwise at MASTER_ADDR.
     """
     if dist.is_initialized():
         yield
@@ -229,7 +229,7 @@ def process_group(
 
 @contextmanager
 def single_process_group(needed: bool = True) -> Iterator[None]:
-    """Create a process group of this process alone if `needed` and if no group exists."""
+    """Create a process group of this process alone if ``needed`` and if no group exists."""
     if not needed or dist.is_initialized():
         yield
         return
@@ -329,7 +329,7 @@ def _rank_main(
     backend: str,
     timeout_s: float,
 ) -> None:
-    """Run `fn` on a started rank and send the messages that `Ranks` describes."""
+    """Run ``fn`` on a started rank and send the messages that ``Ranks`` describes."""
     pipe.send(own_memory())
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
     try:

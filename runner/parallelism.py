@@ -91,7 +91,7 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Call `init_weights` of modules with an `init_cfg`, which do not call it themselves."""
+    """Call ``init_weights`` of modules with an ``init_cfg``, which do not call it themselves."""
     init_weights: Any = getattr(model, "init_weights", None)
     if (
         isinstance(model, BaseModule)
@@ -180,7 +180,7 @@ def preparation_problems(run: RunSections) -> Iterator[Problem]:
 
 
 def tables_with(name: str) -> list[str]:
-    """Return the key paths at which `auto` takes an option of one of its wrappers."""
+    """Return the key paths at which ``auto`` takes an option of one of its wrappers."""
     return [
         f"wrapper.{table}.{name}"
         for table in AUTO_TABLES
@@ -189,7 +189,7 @@ def tables_with(name: str) -> list[str]:
 
 
 def wrapper_class(run: RunSections) -> Any:
-    """Return the class or function of the wrapper's `type`; None for the default wrapper."""
+    """Return the class or function of the wrapper's ``type``; None for the default wrapper."""
     return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
 
 
@@ -224,7 +224,7 @@ def _preparation(run: RunSections) -> Preparation:
 
 
 def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
-    """Return the wrapper; if one process stands for several `ranks`, the wrapper they would use."""
+    """Return the wrapper that ``ranks`` processes would use, if this one stands for them."""
     wrapper = wrapper_class(run)
     if wrapper is not None or ranks is None:
         return wrapper

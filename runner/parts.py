@@ -63,13 +63,13 @@ def build_parts(
     one_batch: bool = False,
     ranks: int | None = None,
 ) -> dict[str, Any]:
-    """Build the arguments of `Runner` on this rank; every rank must call this.
+    """Build the arguments of ``Runner`` on this rank; every rank must call this.
 
     Args:
         run: the checked settings.
         only: the loops to build: "train", "val", "test".
         one_batch: give each loop a single batch, for a dry run.
-        ranks: the number of ranks for which this process stands; see `rehearse`.
+        ranks: the number of ranks for which this process stands; see ``rehearse``.
 
     Raises:
         BuildError: some parts cannot be built; it lists all of them.
@@ -108,7 +108,7 @@ def default_hooks() -> dict[str, Any]:
 
 
 def rehearse(run: RunSections) -> dict[str, Any]:
-    """Build the parts of a run of `launch.nproc` ranks in this process, on the CPU.
+    """Build the parts of a run of ``launch.nproc`` ranks in this process, on the CPU.
 
     The wrapper is the one that the ranks will use, in a process group of this process alone.
     """
@@ -161,7 +161,7 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
 
 
 def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
-    """Build the loader of one shard; `shard` is its index and the number of shards."""
+    """Build the loader of one shard; ``shard`` is its index and the number of shards."""
     section: LoaderSection | dict[str, Any] = getattr(run.data, name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
@@ -202,7 +202,7 @@ class FirstBatch:
 
 
 def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:
-    """Return the optimizer wrapper of `model`, and the hook that steps its schedules, if any."""
+    """Return the optimizer wrapper of ``model``, and the hook that steps its schedules, if any."""
     several = named_optimizers(run.optimizer or {})
     group = getattr(model, "data_group", None)
     with building("optimizer"):
@@ -278,7 +278,7 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
 def _evaluation_precision(
     run: RunSections, model: nn.Module
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Return the precision context in which the training would evaluate `model`.
+    """Return the precision context in which the training would evaluate ``model``.
 
     The optimizer wrappers define it. A run that only evaluates builds no optimizer, so they are
     built around one that is never used.

@@ -28,9 +28,9 @@ _TRIES, _PAUSE_S = 5, 0.05
 
 @contextmanager
 def locked_run_dir(run_dir: Path) -> Iterator[None]:
-    """Create `run_dir` and keep other runs out of it; every rank must enter.
+    """Create ``run_dir`` and keep other runs out of it; every rank must enter.
 
-    Rank 0 holds a lock of the operating system on the file `run.lock`, which names its owner. The
+    Rank 0 holds a lock of the operating system on the file ``run.lock``, which names its owner. The
     lock ends with the process.
 
     Raises:
@@ -77,7 +77,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one at `path`, not one that was deleted."""
+    """Whether an open file is still the one at ``path``, not one that was deleted."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def _owner(path: Path) -> str:
 
 
 class ConfigWriter(Hook):
-    """Writes the run's settings to `config.yaml` when training starts.
+    """Writes the run's settings to ``config.yaml`` when training starts.
 
     A resume that fails earlier leaves the existing file unchanged.
     """
@@ -128,7 +128,7 @@ class ConfigWriter(Hook):
 
 
 def in_use(run_dir: Path) -> str:
-    """Return a message if another run is using `run_dir`, otherwise ""."""
+    """Return a message if another run is using ``run_dir``, otherwise ""."""
     try:
         with (run_dir / _LOCK).open() as file:
             if _lock(file.fileno(), fcntl.LOCK_SH):
@@ -142,7 +142,7 @@ def in_use(run_dir: Path) -> str:
 
 
 def occupied(run_dir: Path) -> str:
-    """Return a message if an earlier run left results in `run_dir`, otherwise ""."""
+    """Return a message if an earlier run left results in ``run_dir``, otherwise ""."""
     checkpoints = saved_checkpoints(run_dir)
     records = run_dir / "metrics.jsonl"
     if checkpoints:
@@ -158,7 +158,7 @@ def occupied(run_dir: Path) -> str:
 
 
 def checkpoint_times(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
-    """Map checkpoints in `run_dir` whose names start with `prefix` to their times, oldest first."""
+    """Map the checkpoints whose names start with ``prefix`` to their times, oldest first."""
     times: dict[Path, int] = {}
     for path in (run_dir / "checkpoints").glob(f"{prefix}*"):
         # A run may be deleting it.
@@ -168,12 +168,12 @@ def checkpoint_times(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
 
 
 def saved_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the complete checkpoints in `run_dir`, oldest first."""
+    """Return the complete checkpoints in ``run_dir``, oldest first."""
     return list(checkpoint_times(run_dir))
 
 
 def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
-    """Return the path of the checkpoint that `which` names; every rank must call this.
+    """Return the path of the checkpoint that ``which`` names; every rank must call this.
 
     Args:
         run_dir: the run's folder.
@@ -181,7 +181,7 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
             folder. Default: the best one if there is one, otherwise the latest.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: the checkpoint does not exist.
     """
     path = Path(which)
     if which in ("", "best", "latest"):
@@ -203,7 +203,7 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
 
 
 def clear_results(run_dir: Path) -> None:
-    """Delete the results of a run in `run_dir`, and nothing else."""
+    """Delete only the files that a run writes to ``run_dir``."""
     for name in ("checkpoints", "ledger"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in _RECORDS:

@@ -1,4 +1,4 @@
-"""`Runner`, which holds the parts of one run and trains, validates and tests with them."""
+"""``Runner``, which holds the parts of one run and trains, validates and tests with them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def traced(on: bool) -> Iterator[None]:
-    """Trace collectives if `on` is true or if they are traced already; every rank must enter."""
+    """Trace collectives if ``on`` is true or if they are traced already; every rank must enter."""
     before = is_tracing()
     trace_collectives(on or before)
     try:
@@ -62,10 +62,10 @@ def traced(on: bool) -> Iterator[None]:
 
 
 class Loop(Protocol):
-    """The interface of a loop for `Runner`."""
+    """The interface of a loop for ``Runner``."""
 
     def run(self, state: LoopState, hooks: HookList) -> Any:
-        """Continue from `state`; return it after training, or the metrics after an evaluation."""
+        """Continue from ``state``; return it after training, or the metrics after an evaluation."""
 
 
 class Runner:
@@ -169,7 +169,7 @@ class Runner:
 
         Raises:
             ValueError: the runner has no training loop or no optimizer wrapper.
-            CheckpointError: there is no such checkpoint, or it is damaged.
+            CheckpointError: the checkpoint does not exist or is damaged.
             FileExistsError: ``run_dir`` holds checkpoints of another run and ``resume`` is False.
             BlockingIOError: another run uses ``run_dir``; the text names its process and host.
         """
@@ -227,7 +227,7 @@ class Runner:
 
         Raises:
             ValueError: the runner has no test loop.
-            CheckpointError: there is no such checkpoint, or it is damaged.
+            CheckpointError: the checkpoint does not exist or is damaged.
         """
         return self._evaluate(_required("test", "test_loop", self._test_loop), checkpoint)
 
@@ -296,7 +296,7 @@ def load_model(
         device: the device of the returned model.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or it is of another model.
+        CheckpointError: the checkpoint does not exist, is damaged, or is of another model.
         FileNotFoundError: the folder has no ``config.yaml``, for instance because the ``Runner``
             was built from objects; the text shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.

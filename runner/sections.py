@@ -34,9 +34,9 @@ def read_sections(
     """Check all settings of a run and return them.
 
     Args:
-        config: a `Config`, a dict, a file, the name of a shipped config, or an `Examination` of a
-            config whose classes have not been imported yet.
-        world_size: the number of ranks. Default: `launch.nproc` of the config.
+        config: a ``Config``, a dict, a file, the name of a shipped config, or an ``Examination`` of
+            a config whose classes have not been imported yet.
+        world_size: the number of ranks. Default: ``launch.nproc`` of the config.
 
     Raises:
         ConfigError: the config has mistakes; the error lists all of them.
@@ -60,7 +60,7 @@ def read_sections(
 def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[Problem]:
     """Yield contradictions between sections that are valid on their own.
 
-    Sections in `faulty` have mistakes already and are not checked again.
+    Sections in ``faulty`` have mistakes already and are not checked again.
     """
     if run.device == "cuda" and not torch.cuda.is_available():
         yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
@@ -74,7 +74,7 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield settings that contradict `uneven_inputs`: ranks with different numbers of batches."""
+    """Yield settings that contradict ``uneven_inputs``: ranks with different numbers of batches."""
     options = run.wrapper or {}
     if not options.get("uneven_inputs") or run.train is None:
         return
@@ -99,7 +99,7 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
 
 
 def _weight_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield values of `loss_weight` that cannot be used."""
+    """Yield values of ``loss_weight`` that cannot be used."""
     for name, one in optim_wrapper_sections(run.optim_wrapper, run.optimizer).items():
         if one.get("loss_weight") is None:
             continue
@@ -112,7 +112,7 @@ def _weight_problems(run: RunSections) -> Iterator[Problem]:
 
 
 def _with_table_hint(problem: Problem, config: Config) -> Problem:
-    """Add a hint to an unknown option of `auto`: the table where that option belongs."""
+    """Add a hint to an unknown option of ``auto``: the table where that option belongs."""
     section, _, name = problem.key.partition(".")
     if section != "wrapper" or config.select("wrapper.type") != "auto" or "." in name:
         return problem

@@ -1,6 +1,6 @@
 """End a process when its parent dies.
 
-`guard.with_parent_watched` runs this file by its path as the first code of a new process, so it
+``guard.with_parent_watched`` runs this file by its path as the first code of a new process, so it
 must import only the standard library.
 """
 
@@ -18,10 +18,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def die_with_parent(parent: int) -> None:
-    """End this process when process `parent`, its launcher, dies; also leave its process group.
+    """End this process when process ``parent``, its launcher, dies; also leave its process group.
 
     A terminal sends Ctrl-C to the whole process group. Outside the group a rank gets it once, from
-    the launcher. Stop signals stay blocked until `unblock_signals`.
+    the launcher. Stop signals stay blocked until ``unblock_signals``.
     """
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:

@@ -153,8 +153,8 @@ def check_equal_batches(trainer: Trainer) -> None:
         "test": trainer.testing and trainer.num_test_batches,
         "validate": trainer.validating and trainer.num_val_batches,
     }
-    stage, mine = next(((name, one) for name, one in found.items() if one), ("", None))
-    counts = all_gather_object(mine)
+    stage, count = next(((name, one) for name, one in found.items() if one), ("", None))
+    counts = all_gather_object(count)
     if any(one != counts[0] for one in counts):
         raise ValueError(
             f"with fsdp all ranks need the same number of batches to {stage}, got {counts}: choose "

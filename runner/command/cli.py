@@ -1,4 +1,4 @@
-"""The `stepwrap` command: find a command, run it and turn its outcome into an exit code."""
+"""The ``stepwrap`` command: find a command, run it and turn its outcome into an exit code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class CommandGroup(click.Group):
             return super().parse_args(ctx, [name])
         name = "version" if name == "--version" else name
         if name not in known:
-            raise mistake(f"stepwrap: {_unknown('command', name, known)}")
+            near = nearest(name, known, limit=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise mistake(f"stepwrap: there is no command {name}; {hint}")
         return super().parse_args(ctx, [name, *rest])
 
 
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0 means success, 1 an error during the run, and 2 a mistake in the command line or the config.
-    3 means that `convert` could not convert a setting or that `bisect` found a difference. 130
+    3 means that ``convert`` could not convert a setting or that ``bisect`` found a difference. 130
     means that Ctrl-C stopped the command; 143 means SIGTERM, SIGUSR1 or a closed terminal.
     """
     args = list(sys.argv[1:] if argv is None else argv)
@@ -115,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # --help raises this.
         return end.exit_code
     except click.ClickException as error:
-        wrong = mistake(_usage_text(error, name))
+        failed = error.ctx if isinstance(error, click.UsageError) else None
+        where = failed.command_path if failed else f"stepwrap {name}"
+        wrong = mistake(f"{where}: {error.format_message()}")
         wrong.__cause__ = error
         _print_error(wrong, debug)
         return error.exit_code
@@ -170,7 +174,7 @@ def _signals_end_at_once() -> Iterator[None]:
     """End the process on Ctrl-C and SIGTERM; SIGHUP and SIGUSR1 count as SIGTERM.
 
     An exception raised in the middle of an import might be replaced by another error, so these
-    handlers do not raise. Commands use `raising_stops` once their imports are done.
+    handlers do not raise. Commands use ``raising_stops`` once their imports are done.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -191,28 +195,3 @@ def _stop_text(stop: Terminated) -> str:
     name = "Ctrl-C" if stop.number == signal.SIGINT else str(stop)
     saved = f"the last checkpoint is {stop.saved}" if stop.saved else "nothing was saved"
     return f"stopped by {name}; {saved}"
-
-
-def _usage_text(error: click.ClickException, command: str) -> str:
-    """Return one line for a mistake that click found in the arguments of `command`."""
-    text = error.format_message()
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    if isinstance(error, click.NoSuchOption) and context is not None:
-        params = context.command.get_params(context)
-        known = [name for one in params for name in one.opts if name.startswith("--")]
-        text = _unknown("option", error.option_name, known)
-    elif isinstance(error, click.BadOptionUsage):
-        what = error.message.removeprefix(f"Option {error.option_name!r} ")
-        text = f"argument {error.option_name}: {what}"
-    elif isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
-        name = error.param.opts[0]
-        text = f"argument {name}: {error.message}"
-        if isinstance(error, click.MissingParameter):
-            text = f"the following arguments are required: {name}"
-    return f"{context.command_path if context else f'stepwrap {command}'}: {text}"
-
-
-def _unknown(kind: str, word: str, known: Sequence[str]) -> str:
-    near = nearest(word, known, limit=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    return f"there is no {kind} {word}; {hint}"

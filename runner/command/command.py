@@ -33,10 +33,10 @@ class Command(click.Command):
     """A command whose body is imported when it is called, and returns the exit code.
 
     Args:
-        name: the word after `stepwrap`.
-        body: "module:function", called with `Options`.
+        name: the word after ``stepwrap``.
+        body: "module:function", called with ``Options``.
         help: one line, without a leading capital or a full stop.
-        options: in the order of the help text; `--debug` is added to every command.
+        options: in the order of the help text; ``--debug`` is added to every command.
         usage: the positional arguments, as shown in the help text.
         least: the smallest number of positional arguments.
         most: the largest number of positional arguments; None for any number.
@@ -123,7 +123,7 @@ class Command(click.Command):
 
 
 def _split_optional_values(options: Options) -> None:
-    """Read `--resume a.b=1` and `--resume cfg.yaml` as a bare `--resume` and one more word."""
+    """Read ``--resume a.b=1`` and ``--resume cfg.yaml`` as ``--resume`` and another argument."""
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
         if not isinstance(value, str) or not value or os.path.isdir(value):

@@ -59,7 +59,10 @@ def run_list(options: Options) -> int:
 
 
 def _long_listing(entries: Sequence[Registration]) -> Iterator[str]:
-    rows = [row for entry in entries for row in _rows(entry)]
+    rows: list[tuple[str, str]] = []
+    for entry in entries:
+        rows.append((" = ".join((entry.name, *entry.aliases)), entry.summary or entry.source))
+        rows += [(f"  {declaration}", meaning) for declaration, meaning in entry.arguments]
     width = min(max((len(name) for name, _ in rows), default=0), 40)
     room = max(shutil.get_terminal_size().columns - width - 4, 30)
     for name, text in rows:
@@ -69,12 +72,6 @@ def _long_listing(entries: Sequence[Registration]) -> Iterator[str]:
         for line in textwrap.wrap(text, room) or [""]:
             yield f"{name:<{width}}  {line}".rstrip()
             name = ""
-
-
-def _rows(entry: Registration) -> Iterator[tuple[str, str]]:
-    yield " = ".join((entry.name, *entry.aliases)), entry.summary or entry.source
-    for declaration, meaning in entry.arguments:
-        yield f"  {declaration}", meaning
 
 
 def _short_listing(entries: Sequence[Registration]) -> list[str]:
@@ -92,14 +89,14 @@ def run_plot(options: Options) -> int:
 
 
 def plots_available() -> bool:
-    """Whether the extra `plots` is installed."""
+    """Whether the extra ``plots`` is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Plot every logged value except `steps_per_s` against the step, and return the image's path.
+    """Plot every logged value except ``steps_per_s`` against the step, and return the image's path.
 
-    The image is `run_dir/curves.png`. The training and validation curves of one value share a
+    The image is ``run_dir/curves.png``. The training and validation curves of one value share a
     panel, and so do the learning rates of all parameter groups.
 
     Raises:
@@ -128,10 +125,10 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read the records in `run_dir` as {value: {phase: [(step, number), ...]}}.
+    """Read the records in ``run_dir`` as {value: {phase: [(step, number), ...]}}.
 
-    Points are sorted by step, because `validate` and `test` append records of earlier checkpoints.
-    If a step has several records, the last one counts.
+    Points are sorted by step, because ``validate`` and ``test`` append records of earlier
+    checkpoints. If a step has several records, the last one counts.
     """
     path = run_dir / "metrics.jsonl"
     curves: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
@@ -151,7 +148,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def _charts(curves: Curves) -> Curves:
-    """Return the curves of each panel by label: a phase, or a parameter group for `lr`."""
+    """Return the curves of each panel by label: a phase, or a parameter group for ``lr``."""
     charts: Curves = {}
     for name, phases in curves.items():
         title, _, group = name.partition("/")

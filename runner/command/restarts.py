@@ -18,10 +18,10 @@ _MAX_EQUAL_FAILURES = 3
 
 
 def run_with_restarts(job: Job) -> dict[int, Outcome]:
-    """Run a training on its ranks; restart it up to `launch.max_restarts` times.
+    """Run a training on its ranks; restart it up to ``launch.max_restarts`` times.
 
     Raises:
-        LaunchError: The last failure, if no restart is left, if the same error occurred at the
+        LaunchError: the last failure, if no restart is left, if the same error occurred at the
             same step for the third time, or if the command had been asked to stop.
     """
     max_restarts, folder = job.run.launch.max_restarts, Path(job.run.run_dir)

@@ -54,7 +54,7 @@ def run_train(options: Options) -> int:
 
 
 def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | str:
-    """Return the checkpoint to resume from so that `step` has not been trained yet.
+    """Return the checkpoint to resume from so that ``step`` has not been trained yet.
 
     This is the latest such checkpoint, unless the user named one.
     """
@@ -91,7 +91,7 @@ def _new_folder(config: Config, run_dir: Path) -> Iterator[None]:
 
 
 def run_validate(options: Options) -> int:
-    """Evaluate a checkpoint on the validation data or, for `test`, on the test data."""
+    """Evaluate a checkpoint on the validation data or, for ``test``, on the test data."""
     config, run = _read_run(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
     switches = {name: getattr(options, name) for name in ("dry_run", "debug")}

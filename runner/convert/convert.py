@@ -71,7 +71,7 @@ def convert_config(
 
     Args:
         path: the .py file, which is executed.
-        epoch_length: batches per epoch, for schedules with `convert_to_iter_based`.
+        epoch_length: batches per epoch, for schedules with ``convert_to_iter_based``.
         keep_order: read the data with mmengine's loaders, in the same order.
 
     Raises:
@@ -226,8 +226,8 @@ def _optimization(given: Section) -> Any:
     made: dict[str, Any] = {"optimizer": {}}
     for name in names:
         one = given.below(name)
-        for ours, settings in _single(one).items() if one is not None else ():
-            made.setdefault(ours, {})[name] = settings
+        for section, settings in _single(one).items() if one is not None else ():
+            made.setdefault(section, {})[name] = settings
     return made
 
 
@@ -365,7 +365,7 @@ _ORDER = (
 
 
 def _metrics(section: Section, key: str) -> Any:
-    """Return the metrics of `val_evaluator` and `test_evaluator`, which become one section."""
+    """Return the metrics of ``val_evaluator`` and ``test_evaluator``, which become one section."""
     draft, above, other = section.draft, section, section.get("test_evaluator")
     if section.get(key) is None:
         key = "test_evaluator"

@@ -89,24 +89,24 @@ class Draft:
             return wanted
         if not (wanted and isinstance(wanted, str) and find_spec("mmengine")):
             return None
-        theirs = getattr(import_module("mmengine.registry"), kind)
+        table = getattr(import_module("mmengine.registry"), kind)
         scope = scope or self.scope
-        switched = theirs.switch_scope_and_registry(scope) if scope else nullcontext(theirs)
-        with switched as table:
-            return table.get(wanted)
+        switched = table.switch_scope_and_registry(scope) if scope else nullcontext(table)
+        with switched as scoped:
+            return scoped.get(wanted)
 
     def name_of(self, wanted: Any, kind: str, key: str, scope: str | None = None) -> str:
         """Return the name or import path under which our config finds a type."""
         found = self.look_up(wanted, kind, scope)
-        ours = getattr(registry, kind, registry.DATASETS)
+        registered = getattr(registry, kind, registry.DATASETS)
         if found is not None:
             bare = getattr(found, "__name__", "")
-            return bare if bare and ours.get(bare) is found else _path(found)
+            return bare if bare and registered.get(bare) is found else _path(found)
         text = str(wanted or "")
         if not text:
             self.miss(key, NO_TYPE)
         # A bare name is safe only for torch's optimizers. Others, such as Accuracy, may differ.
-        elif "." not in text and not (kind == "OPTIMIZERS" and ours.get(text)):
+        elif "." not in text and not (kind == "OPTIMIZERS" and registered.get(text)):
             remedy = "write its import path"
             if not find_spec("mmengine"):
                 remedy = f"{remedy}, or install mmengine for the conversion"
@@ -169,7 +169,7 @@ class Section(dict[str, Any]):
                 yield one
 
     def kind(self, table: str, default: str = "") -> str:
-        """Take the type and return its name; see `Draft.known_as`."""
+        """Take the type and return its name; see ``Draft.known_as``."""
         wanted = self.pop("type", default)
         if not wanted:
             self.miss("type", NO_TYPE)
@@ -214,9 +214,9 @@ class Row(NamedTuple):
 
 
 def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Take:
-    """Return the function of a row whose setting is a dict that `make` converts.
+    """Return the function of a row whose setting is a dict that ``make`` converts.
 
-    Settings that `make` does not take are listed as misses with the refusal.
+    Settings that ``make`` does not take are listed as misses with the refusal.
     """
 
     def take(section: Section, key: str) -> Any:
@@ -231,12 +231,12 @@ def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Tak
 
 
 def by_rows(*rows: Row, refusal: str = NO_COUNTERPART) -> Take:
-    """Return the function of a row whose setting is a dict that is converted by `rows`."""
+    """Return the function of a row whose setting is a dict that is converted by ``rows``."""
     return inside(lambda below: walk(below, rows) or NOTHING, refusal)
 
 
 def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
-    """Return rows of settings that are copied; `defaults` are mmengine's defaults."""
+    """Return rows of settings that are copied; ``defaults`` are mmengine's defaults."""
     with_default = (Row(key, key, default=one) for key, one in defaults.items())
     return (*(Row(key, key) for key in keys), *with_default)
 
@@ -254,7 +254,7 @@ def dropped(*keys: str) -> tuple[Row, ...]:
 def walk(
     section: Section, rows: Iterable[Row], made: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Convert the settings of a section by rows, and add the results to `made`."""
+    """Convert the settings of a section by rows, and add the results to ``made``."""
     made = {} if made is None else made
     for row in rows:
         given = section.get(row.source, row.default)

@@ -57,7 +57,7 @@ def _by_mmengine(path: Path) -> dict[str, Any]:
 
 
 def _by_python(path: Path) -> dict[str, Any]:
-    """Execute a file without mmengine's syntax, and the files that it names in `_base_`."""
+    """Execute a file without mmengine's syntax, and the files that it names in ``_base_``."""
     used = _MMENGINE_SYNTAX.search(path.read_text("utf-8"))
     if used is not None:
         raise _error(f"it uses {used.group()}: install mmengine to convert it", path)
@@ -75,7 +75,7 @@ def _by_python(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `top` over `base`, dict by dict."""
+    """Merge ``top`` over ``base``, dict by dict."""
     keeps = isinstance(base, Mapping) and not top.get(_DELETE)
     result = dict(base) if keeps else {}
     for key, value in top.items():
@@ -119,7 +119,7 @@ class Lines:
             self._add_statement(statement, path)
 
     def _add_statement(self, statement: ast.stmt, file: Path) -> None:
-        """Record the lines that a statement sets: `a = b`, `a.b["c"] += d`, `a.update(b=c)`."""
+        """Record the lines set by ``a = b``, ``a.b["c"] += d`` or ``a.update(b=c)``."""
         match statement:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
@@ -169,7 +169,7 @@ def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
 
 
 def _variable(node: ast.AST) -> str | None:
-    """Return the variable of the expression `a`, `_base_.a` or `{{_base_.a}}`, otherwise None."""
+    """Return the variable of ``a``, ``_base_.a`` or ``{{_base_.a}}``; None for other code."""
     match node:
         case ast.Set(elts=[inner]):
             return _variable(inner)
@@ -190,7 +190,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _path_of(target: ast.expr) -> str:
-    """Return the key path of the assignment target `a`, `a.b` or `a["b"]`, otherwise ""."""
+    """Return the key path of the assignment target ``a``, ``a.b`` or ``a["b"]``, otherwise ""."""
     match target:
         case ast.Name(id=name):
             return name
@@ -219,7 +219,7 @@ def _bases(tree: ast.Module, path: Path) -> Iterator[Path]:
 
 
 def _imported(names: list[str], level: int, path: Path) -> Iterator[Path]:
-    """Yield the file of a module that is relative to `path` or installed."""
+    """Yield the file of a module that is relative to ``path`` or installed."""
     places = [str(path.parents[level - 1])] if level else None
     if not level:
         spec = find_spec(names[0])

@@ -215,7 +215,7 @@ def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsy
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["runs"], 2, "the following arguments are required: --step"),
+        (["runs"], 2, "stepwrap replay: Missing option '--step'."),
         (["runs", "--step", "0"], 2, "must be a positive integer, got '0'"),
         (["elsewhere", "--step", "3"], 2, "elsewhere is not the folder of a run: no config.yaml"),
         (

@@ -10,10 +10,11 @@ import gan
 import pytest
 import tbptt
 import torch
-from custom_step_runs import FOLDER, STEPS, TOLERANCE, apart, doubles, expected
+from custom_step_runs import FOLDER, STEPS, TOLERANCE, doubles, expected
 from marks import slow
 from ranks import run_ranks
 from torch import Tensor
+from weights import apart
 
 from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
 from stepwrap.registry import load_config

@@ -171,7 +171,7 @@ def test_what_it_translates_runs(here: Path) -> None:
     ("init_cfg", "weight"),
     [(None, 7.0), ({"type": "Constant", "val": 0.5, "layer": "Linear"}, 0.0)],
 )
-def test_models_of_ours_initialise_themselves_where_they_are_told_to(
+def test_models_of_ours_initialise_themselves_if_they_have_init_cfg(
     here: Path, init_cfg: Any, weight: float
 ) -> None:
     """By mmengine's rules then: what has a method for it does it after the model's settings."""
