@@ -1,8 +1,8 @@
-# Each target sets up .venv by itself; only python3, make and a C compiler are needed.
+# Each target creates .venv if necessary; only python3, make and a C compiler are required.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Stamps in the one environment: what the demo needs is there, and what tests and checks need too.
+# Stamp files in the environment: the demo's packages, and those of the tests and checks.
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 DEMO_EXTRAS := examples,plots
@@ -16,8 +16,8 @@ export PYTHONUNBUFFERED := 1
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
-# `test` leaves out what is marked slow. Files in their order, the many short ones last: no long one
-# is left to one process alone.
+# `test` skips tests marked slow. Files run in alphabetical order, which puts many short ones last, so
+# that both processes end at about the same time.
 test test-torch: SELECTED := -m "not slow"
 test test-all: $(READY) types-link
 	$(BIN)/ruff check -q .
@@ -25,8 +25,8 @@ test test-all: $(READY) types-link
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SELECTED)
 
-# The tests of `test` with another release of torch, in a fresh environment; slow tests too with
-# `SELECTED=`. The other versions are pinned, except setuptools, which some releases of torch limit.
+# Run the tests of `test` with another release of torch in a fresh environment; `SELECTED=` adds the
+# slow tests. Other versions are pinned, except setuptools, which some releases of torch limit.
 TORCH ?= 2.15.0
 TORCH_ENV := build/torch/$(TORCH)
 test-torch: INSTALL = $(TORCH_ENV)/bin/python -m pip install -q --disable-pip-version-check \
@@ -45,25 +45,25 @@ check: $(READY) types-link
 	$(BIN)/mypy
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
 
-# How many of 50 changed operators in the core the quick tests find; about an hour. MUTATE passes options
-# such as "--only loops/data".
+# Count how many of 50 changed operators in the core the quick tests catch; takes about an hour. MUTATE
+# passes options such as "--only loops/data".
 mutate: $(READY)
 	$(BIN)/python tests/mutate.py $(MUTATE)
 
-# Every wrapper against plain PyTorch, into docs/parity.md; about ten minutes.
+# Compare every wrapper with plain PyTorch and write docs/parity.md; takes about ten minutes.
 parity: $(READY)
 	$(BIN)/python tests/wrappers/parity_report.py
 
-# All benchmarks: under five minutes on two cores. BENCH=full measures long enough for figures that can
-# be published; BENCH_OPTIONS passes more on, such as "--only step_overhead" or "--device cuda".
+# Run all benchmarks in under five minutes on two cores. BENCH=full measures long enough for published
+# figures; BENCH_OPTIONS passes options such as "--only step_overhead" or "--device cuda".
 BENCH ?= quick
 PEERS := build/bench-peers
 BENCH_PYTHON = $(if $(wildcard $(PEERS)/.ready),$(PEERS),$(VENV))/bin/python
 bench: $(READY)
 	$(BENCH_PYTHON) benchmarks/run.py $(if $(filter quick,$(BENCH)),--quick) $(BENCH_OPTIONS)
 
-# An environment of its own with the frameworks that we are compared with, which `make bench` then
-# uses. One of them wants an older setuptools; all other versions are those of the tests.
+# Create a separate environment with the frameworks for comparison, which `make bench` then uses. One
+# of them needs an older setuptools; all other versions are the same as for the tests.
 bench-peers: INSTALL = $(PEERS)/bin/python -m pip install -q --disable-pip-version-check \
 	-c $(PEERS)/constraints.txt
 bench-peers:
@@ -74,9 +74,9 @@ bench-peers:
 	$(INSTALL) -e ".[examples,plots,tensorboard]" -r benchmarks/peers.txt
 	touch $(PEERS)/.ready
 
-# The plugins' tests with the last release of each minor version of Lightning, and where `lightning`
-# is installed in its place: each in a fresh environment, some minutes each. Only the versions that
-# it must agree with are pinned: older releases want older packages than ours.
+# Run the plugins' tests with the last release of each minor version of Lightning, and with `lightning`
+# instead of `pytorch-lightning`, each in a fresh environment, for some minutes each. Only a few
+# packages are pinned, because older releases of Lightning need older versions of the others.
 LIGHTNING ?= pytorch-lightning==2.4.0 pytorch-lightning==2.5.6 pytorch-lightning==2.6.6 lightning==2.6.6
 test-lightning-versions:
 	@mkdir -p build/lightning
@@ -93,13 +93,13 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# mypy and import-linter see the namespace through links, one per source folder.
+# Link each source folder into one namespace for mypy and import-linter.
 types-link:
 	@mkdir -p build/types/stepwrap
 	@for folder in $(filter-out version,$(patsubst %/py.typed,%,$(wildcard */py.typed))); do \
 		ln -sfn ../../../$$folder build/types/stepwrap/$$folder; done
 
-# torch first: its CPU build must be there before a dependency asks for any build of it.
+# Install torch first, so that a dependency does not pull in another build than the CPU build.
 $(DEMO_READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) pip

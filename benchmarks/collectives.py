@@ -1,27 +1,24 @@
-"""What object collectives cost between ranks of one host, in milliseconds and as ratios.
+"""The cost of object collectives between ranks of one host, in milliseconds and as ratios.
 
-Each payload is gathered on all ranks by stepwrap, by `torch.distributed.all_gather_object` and,
-where it is a plain array, by the bare tensor collective, in a shuffled order within every round;
-ratios are taken within a round, and the median over the rounds is printed. "and read" adds one
-pass over all that was received: memory that is only mapped costs nothing before it is read. The
-last lines compare the scalars of a log interval: one reduction for all, and one reduction each.
+Each payload is gathered on all ranks by stepwrap, by `torch.distributed.all_gather_object` and, if
+it is a plain array, by the tensor collective, in a shuffled order within every round. Ratios are
+taken within a round. "and read" adds one pass over the received data, because mapped memory costs
+nothing until it is read. The last lines compare the scalars of a log interval: one reduction for
+all of them, and one reduction each.
 
     python benchmarks/collectives.py [--ranks 2] [--rounds 15] [--mb 64] [--backend gloo]
 """
 
 import argparse
-import random
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from report import Report, parse_options
+from turns import in_turns, process_group, spawn
 
 from stepwrap.collectives import all_gather_object, all_reduce_dict, mean_scalars
 
@@ -42,7 +39,7 @@ def bare_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def read(value: object) -> float:
-    """Touch every byte of what was received."""
+    """Touch every byte of a received value."""
     if isinstance(value, torch.Tensor):
         return float(value.double().sum()) if value.numel() < 1000 else float(value.sum())
     if isinstance(value, np.ndarray):
@@ -116,8 +113,15 @@ def scalar_contestants(count: int) -> dict[str, Contestant]:
 
 def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, list[float]]:
     """Return each contestant's milliseconds by round; small calls are repeated within a round."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    repeats = {}
+
+    def milliseconds(run: Contestant, repeats: int) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        return (time.perf_counter() - start) / repeats * 1e3
+
+    timed = {}
     for name, run in contestants.items():
         run()
         dist.barrier()
@@ -126,36 +130,15 @@ def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, lis
         # All ranks must make the same number of calls.
         elapsed = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-        repeats[name] = max(1, min(50, int(0.02 / elapsed.item())))
-    order = list(contestants)
-    shuffler = random.Random(0)
-    for _ in range(rounds):
-        # So that nobody always pays for the garbage of the same predecessor.
-        shuffler.shuffle(order)
-        for name in order:
-            run = contestants[name]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                run()
-            times[name].append((time.perf_counter() - start) / repeats[name] * 1e3)
-    return times
+        timed[name] = partial(milliseconds, run, max(1, min(50, int(0.02 / elapsed.item()))))
+    return in_turns(timed, rounds)
 
 
-def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    ranks, backend = options.ranks, options.backend
+def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
     report = Report(options.json)
-    if backend == "nccl":
+    if options.backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=120),
-    )
-    try:
+    with process_group(rank, options.ranks, store, options.backend):
         for title, payload in make_payloads(options.mb).items():
             times = measure(make_contestants(payload, options.mb), options.rounds)
             pairs = {"stepwrap": "torch", "stepwrap and read": "torch and read"}
@@ -164,9 +147,6 @@ def run_rank(rank: int, options: argparse.Namespace, store: str) -> None:
         times = measure(scalar_contestants(20), options.rounds)
         if rank == 0:
             report.add("20 scalars of a log interval", "ms", times, "one all_reduce each")
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -176,9 +156,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=64, help="size of the large arrays")
     parser.add_argument("--backend", default="gloo")
     options = parse_options(parser, {"rounds": 5, "mb": 8})
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder, "store"))
-        mp.spawn(run_rank, (options, store), nprocs=options.ranks)
+    spawn(run_rank, options.ranks, options)
 
 
 if __name__ == "__main__":

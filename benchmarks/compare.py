@@ -1,12 +1,12 @@
-"""Compare two runs of all benchmarks: what became slower, and what is only noise.
+"""Compare two runs of all benchmarks, and separate real changes from noise.
 
-Compared are the ratios of figures that have one, as both sides of a ratio were measured at the same
-time and a slower machine slows down both; of the others, the medians. A figure has changed if the
-two differ by more than the threshold, and by more than the spreads of both runs together: the sum
-of their interquartile ranges, each times 1 + 4/rounds, as few rounds show little of the spread.
-Nothing is said of a figure of a single round. A change for the worse is a regression if the figure
-is ours: a peer may change as it likes. The times of what others are compared with, which tell how
-fast the machine was, are shown by --all alone. Exits with 1 if there is a regression.
+If a figure has a ratio, the ratios are compared, because a slower machine slows down both sides of
+a ratio; otherwise the medians. A figure has changed if the two values differ by more than the
+threshold and by more than the noise. The noise is the sum of the interquartile ranges of both runs,
+each times 1 + 4/rounds, because few rounds underestimate the spread. A figure of a single round
+never counts as changed. If one of our figures became worse, this is a regression; a peer's is not.
+The times of the contestants in the denominators, which show how fast the machine was, are printed
+with --all only. Exits with 1 if there is a regression.
 
     python benchmarks/compare.py OLD.json NEW.json [--threshold 0.05] [--all]
 """
@@ -27,7 +27,7 @@ def by_key(results: dict[str, Any]) -> dict[Key, report.Figure]:
 
 
 def verdict(old: report.Figure, new: report.Figure, threshold: float) -> tuple[float, str]:
-    """Return new/old, and "slower", "faster" or "noise"; a ratio above 1 is for the worse."""
+    """Return new/old as a ratio of costs, and "slower", "faster" or "noise"."""
     prefix = "ratio_" if old["ratio_to"] and old["ratio_to"] == new["ratio_to"] else ""
     before, after = old[f"{prefix}median"], new[f"{prefix}median"]
     # Ratios are ratios of costs; only medians may be rates.
@@ -41,7 +41,7 @@ def verdict(old: report.Figure, new: report.Figure, threshold: float) -> tuple[f
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """Yield what else differs between the two runs, as that may be the reason."""
+    """Yield other differences between the two runs, which may explain a change."""
     for key in ("mode", "commit"):
         if old[key] != new[key]:
             yield f"{key}: {old[key]} -> {new[key]}"
@@ -53,7 +53,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespace) -> int:
-    """Print the comparison; returns the number of regressions."""
+    """Print the comparison and return the number of regressions."""
     before, after = by_key(old), by_key(new)
     regressions = 0
     for key in [key for key in before if key in after]:
@@ -62,8 +62,8 @@ def compare(old: dict[str, Any], new: dict[str, Any], options: argparse.Namespac
         if word == "slower" and is_ours:
             word = "REGRESSION"
             regressions += 1
-        is_told = word != "noise" and (is_ours or before[key]["ratio_to"])
-        if is_told or options.all:
+        is_shown = word != "noise" and (is_ours or before[key]["ratio_to"])
+        if is_shown or options.all:
             print(f"{change:7.3f}  {word:10}  {': '.join(key)}")
     for one, other, side in ((before, after, "old"), (after, before, "new")):
         for key in sorted(one.keys() - other.keys()):
@@ -76,10 +76,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--threshold", type=float, default=0.05, help="0.05: 5%% never count")
-    parser.add_argument(
-        "--all", action="store_true", help="print what is only noise too, and the machine's speed"
-    )
+    parser.add_argument("--threshold", type=float, default=0.05, help="0.05: ignore up to 5%%")
+    parser.add_argument("--all", action="store_true", help="print all figures, also noise")
     options = parser.parse_args()
     old, new = report.read(options.old), report.read(options.new)
     print("\n".join(differences(old, new)))

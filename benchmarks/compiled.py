@@ -1,18 +1,18 @@
-"""What `compile: step` makes of a training step, beside the eager loop written by hand.
+"""A training step with `compile: step`, compared with a hand-written eager loop.
 
 A perceptron (64-128-10, SGD, batches of 32), the digits CNN (AdamW, 64) and the transformer of
 source_lm (AdamW, clipped, 32 x 64 characters), with batches in memory and one thread. Blocks of
-steps take turns within every round, in another order each time; ratios are taken to the loop by
-hand of the same round. On the CPU the processor's time counts. Compiling is not in the figures: it
-is told apart, first with an empty cache and then from the cache, as a fresh process would. JAX
-takes part where it is installed (`make bench-peers`), with its jitted step of the perceptron.
+steps take turns within every round, in a shuffled order; ratios are relative to the hand-written
+loop in the same round. On the CPU, processor time is measured. Compiling is reported separately:
+with an empty cache, and from the cache as in a fresh process. JAX takes part if it is installed
+(`make bench-peers`), with a jitted step of the perceptron.
 
 With --device cuda: the perceptron, a ResNet-18 (SGD, 32 images of 224 x 224) and a GPT of 124
 million parameters (AdamW, clipped, bfloat16, 8 x 1,024 tokens), also by hand with the model in
-`torch.compile`; then what counts is time on the clock.
+`torch.compile`, in wall-clock time.
 
-The last table is of whole epochs of the perceptron: our training loop with the default hooks of a
-config, and a loop by hand over the same loader of data in memory.
+The last table shows whole epochs of the perceptron: our training loop with the default hooks of a
+config, and a hand-written loop over the same loader of data in memory.
 
     python benchmarks/compiled.py [--rounds 21] [--device cuda] [--only perceptron cnn transformer]
 """
@@ -22,10 +22,10 @@ import contextlib
 import importlib.util
 import io
 import os
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from report import Report, parse_options
 from step_overhead import HOOKS_BY_DEFAULT, WARM_UP, jitted_step
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from turns import in_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.configs.source_lm import CharTransformer, NextCharLoss, SourceText
@@ -85,7 +86,7 @@ def transformer() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
 
 
 class Residual(nn.Module):
-    """Two convolutions around which the input goes, as in He et al., 2015, figure 2."""
+    """Two convolutions with a shortcut, as in He et al., 2015, figure 2."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ def resnet18() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
 
 def gpt() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
     net = CharTransformer(width=768, depth=12, heads=12, max_length=1024)
-    # The size of GPT-2, and its shared weight.
+    # The vocabulary of GPT-2, with input and output embeddings tied.
     net.characters, net.head = nn.Embedding(50257, 768), nn.Linear(768, 50257, bias=False)
     net.head.weight = nn.init.normal_(net.characters.weight, std=0.02)
     codes = torch.randint(50257, (4, 8, 1025))
@@ -201,7 +202,7 @@ def by_jax(model: Any) -> Train:
 
 
 def make(name: str, kind: str, device: str) -> tuple[Train, list[Batch], float]:
-    """A way to train, 32 batches, and the seconds that the first four steps take."""
+    """Return a training function, 32 batches, and the seconds of the first four steps."""
     torch.manual_seed(0)
     model, optimizer_class, batches, options = MODELS[device][name]()
     batches = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
@@ -226,7 +227,7 @@ def clock(device: str) -> float:
 
 
 def us_per_step(train: Train, batches: list[Batch], device: str) -> float:
-    """Processor time on a CPU, time on the clock on a GPU."""
+    """Return microseconds per step: processor time on a CPU, wall-clock time on a GPU."""
     count, begin, start = 0, clock(device), time.process_time()
     while time.perf_counter() - begin < SECONDS:
         train(batches)
@@ -236,7 +237,7 @@ def us_per_step(train: Train, batches: list[Batch], device: str) -> float:
 
 
 class ClockedLoader:
-    """Gives the batches of a loader, and clocks them between the warm-up and the last one."""
+    """Yields the batches of a loader, and times those between the warm-up and the last one."""
 
     def __init__(self, steps: int) -> None:
         torch.manual_seed(0)
@@ -290,21 +291,22 @@ def compare_epochs(report: Report, rounds: int, steps: int) -> None:
             loader, compiled=True, steps_per_call=BLOCK
         ),
     }
-    took: dict[str, list[float]] = {kind: [] for kind in runs}
+
+    def us_of_epoch(run: Callable[[], object]) -> float:
+        with contextlib.redirect_stdout(io.StringIO()):
+            run()
+        return loader.us_per_step
+
+    timed = {kind: partial(us_of_epoch, run) for kind, run in runs.items()}
     # The first round compiles.
-    for index in range(rounds + 1):
-        for kind in random.sample(list(runs), len(runs)):
-            with contextlib.redirect_stdout(io.StringIO()):
-                runs[kind]()
-            if index:
-                took[kind].append(loader.us_per_step)
+    took = in_turns(timed, rounds, warm_up=1)
     report.add("a step of the perceptron in the loop, default hooks", "us", took, BY_HAND)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--steps", type=int, default=1000, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=1000, help="steps of an epoch")
     parser.add_argument("--device", choices=list(MODELS), default="cpu")
     parser.add_argument("--only", nargs="*", metavar="MODEL")
     options = parse_options(parser, {"rounds": 5, "steps": 200, "only": ["perceptron"]})
@@ -323,11 +325,11 @@ def main() -> None:
             made = {
                 kind: make(name, kind, device) for kind in (*kinds, *([JAX] if has_jax else []))
             }
-            took: dict[str, list[float]] = {kind: [] for kind in made}
-            for _ in range(options.rounds):
-                for kind in random.sample(list(made), len(made)):
-                    took[kind].append(us_per_step(*made[kind][:2], device))
-            report.add(f"a step of the {name}", "us", took, BY_HAND)
+            runs = {
+                kind: partial(us_per_step, train, batches, device)
+                for kind, (train, batches, _) in made.items()
+            }
+            report.add(f"a step of the {name}", "us", in_turns(runs, options.rounds), BY_HAND)
             seconds = {"eager": [made[EAGER][2]], COMPILED: [cold]}
             seconds[f"{COMPILED}, from the cache"] = [made[COMPILED][2]]
             report.add(f"the first four steps of the {name}", "s", seconds, ratio_to={})

@@ -1,24 +1,21 @@
-"""What `compile: step` makes of a step under ddp, beside torch's DistributedDataParallel by hand.
+"""A step under ddp with `compile: step`, compared with torch's DistributedDataParallel by hand.
 
 Perceptrons of 10^4, 10^6 and 10^7 parameters, SGD, 32 samples for each rank, on gloo ranks with one
-thread each. The contestants of `measure` in wrappers.py: blocks of steps take turns in the same
-processes, and ratios are taken to the loop by hand of the same round. Where there are more ranks
-than cores, they share them. Compiling is not in the figures.
+thread each. As in wrappers.py, blocks of steps take turns in the same processes, and ratios are
+relative to the hand-written loop in the same round. With more ranks than cores, they share the
+cores. The figures do not include compiling.
 
     python benchmarks/compiled_ddp.py [--ranks 2 4] [--rounds 21] [--sizes 10^4 10^6 10^7]
 """
 
 import argparse
-import tempfile
-from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from report import Report, parse_options
+from turns import process_group, spawn
 
 from stepwrap.wrappers import StepDistributedDataParallel, SupervisedModel, compile_step
-from wrappers import SIZES, by_wrapper, end_rank, make_batch, make_ddp, make_net, measure
-from wrappers import start_rank as start
+from wrappers import SIZES, by_wrapper, make_batch, make_ddp, make_net, measure
 
 
 def compiled(size: str, device: torch.device) -> object:
@@ -27,9 +24,9 @@ def compiled(size: str, device: torch.device) -> object:
     return by_wrapper(wrapper, make_batch(size, device))
 
 
-def run(rank: int, settings: argparse.Namespace, ranks: int, store: str) -> None:
-    device = start(rank, argparse.Namespace(device="cpu", ranks=ranks), "ddp", store)
-    try:
+def run(rank: int, store: str, settings: argparse.Namespace, ranks: int) -> None:
+    device = torch.device("cpu")
+    with process_group(rank, ranks, store):
         for size in settings.sizes:
             steps = {
                 "by hand": make_ddp("by hand", size, device),
@@ -41,8 +38,6 @@ def run(rank: int, settings: argparse.Namespace, ranks: int, store: str) -> None
                 title = f"{ranks} ranks, {size} parameters: a step"
                 Report(settings.json).add(title, "ms", times, "by hand")
             del steps
-    finally:
-        end_rank()
 
 
 def main() -> None:
@@ -54,8 +49,7 @@ def main() -> None:
     quick = {"ranks": [2], "rounds": 5, "seconds": 0.1, "sizes": ["10^4"]}
     settings = parse_options(parser, quick)
     for ranks in settings.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(run, (settings, ranks, str(Path(folder, "store"))), nprocs=ranks)
+        spawn(run, ranks, settings, ranks)
 
 
 if __name__ == "__main__":

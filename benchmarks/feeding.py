@@ -1,23 +1,24 @@
-"""How many samples per second loaders give, one thread, CPU time.
+"""Samples per second of data loaders, in the CPU time of one thread.
 
 Batches of 64, shuffled: the digits (1,197 images of 8x8 with labels), and rows of 64 floats with
-labels. Every contestant goes on from pass to pass; the order in which they take turns is shuffled
-in every round. The hand-written loop indexes with parts of a permutation. The second table is the
-time from asking for a new pass to its first batch, shuffling included.
+labels. Every contestant continues from pass to pass; they take turns in a shuffled order. The
+hand-written loop indexes with parts of a permutation. The second table is the time from the request
+for a new pass to its first batch, including shuffling.
 
     python benchmarks/feeding.py [--rounds 30] [--batches 200] [--most 1000000]
 """
 
 import argparse
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from report import Report, parse_options
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from turns import in_turns
 
 from stepwrap.configs.digits import Digits
 from stepwrap.loops import build_loader
@@ -25,14 +26,14 @@ from stepwrap.loops import build_loader
 BATCH = 64
 FLOATS = 64
 PLAIN = "DataLoader over single samples"
-# Passes of which the first batch is taken in a round.
+# The number of passes per round of which the first batch is read.
 PASSES = 3
 
-# Gives the batches of a pass, by its number.
+# Returns the batches of the pass with a given number.
 Passes = Callable[[int], Iterable[Any]]
 
 
-def ours(data: TensorDataset, in_memory: bool) -> Passes:
+def by_stepwrap(data: TensorDataset, in_memory: bool) -> Passes:
     loader = build_loader(data, batch_size=BATCH, shuffle=True, train=True, in_memory=in_memory)
 
     def of_pass(number: int) -> Iterable[Any]:
@@ -58,8 +59,8 @@ def contestants(data: TensorDataset) -> dict[str, Passes]:
         PLAIN: lambda _: plain,
         "DataLoader that indexes with lists": lambda _: indexed,
         "hand-written loop": by_hand(data),
-        "stepwrap, in_memory: false": ours(data, in_memory=False),
-        "stepwrap, in_memory: true": ours(data, in_memory=True),
+        "stepwrap, in_memory: false": by_stepwrap(data, in_memory=False),
+        "stepwrap, in_memory: true": by_stepwrap(data, in_memory=True),
     }
 
 
@@ -74,24 +75,11 @@ def batches_per_s(batches: Iterator[Any], count: int) -> float:
     return count / (time.process_time() - start)
 
 
-def first_batch_ms(of_pass: Passes, number: int) -> float:
+def first_batch_ms(of_pass: Passes, numbers: Iterator[int]) -> float:
     start = time.process_time()
-    for index in range(PASSES):
-        next(iter(of_pass(PASSES * number + index)))
+    for number in itertools.islice(numbers, PASSES):
+        next(iter(of_pass(number)))
     return (time.process_time() - start) / PASSES * 1e3
-
-
-def measure(
-    makers: dict[str, Callable[[int], float]], rounds: int, warm_up: int = 2
-) -> dict[str, list[float]]:
-    """Return what each measures in each round, which it is given."""
-    values: dict[str, list[float]] = {name: [] for name in makers}
-    for number in range(warm_up + rounds):
-        for name in random.sample(list(makers), len(makers)):
-            value = makers[name](number)
-            if number >= warm_up:
-                values[name].append(value)
-    return values
 
 
 def main() -> None:
@@ -112,17 +100,18 @@ def main() -> None:
         # The last batch of a pass is smaller.
         size = len(data) / -(-len(data) // BATCH)
         bursts = {
-            name: lambda _, run=run, size=size: size * batches_per_s(run, options.batches)
+            name: lambda run=run, size=size: size * batches_per_s(run, options.batches)
             for name, run in runs.items()
         }
-        rates = measure(bursts, options.rounds)
+        rates = in_turns(bursts, options.rounds, warm_up=2)
         report.add(f"samples, {title}", "samples/s", rates, PLAIN, higher_is_better=True)
     for title, data in sets.items():
         starts = {
-            name: lambda number, of_pass=of_pass: first_batch_ms(of_pass, number)
+            name: partial(first_batch_ms, of_pass, itertools.count())
             for name, of_pass in contestants(data).items()
         }
-        report.add(f"a new pass, {title}", "ms", measure(starts, min(options.rounds, 10)), PLAIN)
+        times = in_turns(starts, min(options.rounds, 10), warm_up=2)
+        report.add(f"a new pass, {title}", "ms", times, PLAIN)
 
 
 if __name__ == "__main__":

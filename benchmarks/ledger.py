@@ -1,21 +1,22 @@
-"""What a ledger costs of a training step of the digits CNN, in microseconds and as a ratio.
+"""The cost of a ledger in a training step of the digits CNN, in microseconds and as a ratio.
 
-Batches of 64 in memory, AdamW. The runs take turns within every round, in another order each time;
-ratios are taken to the run without a ledger. On the CPU one thread computes, and its processor time
-counts; on a GPU the clock.
+Batches of 64 in memory, AdamW. The runs take turns within every round, in a shuffled order; ratios
+are relative to the run without a ledger. On the CPU the processor time of one thread is measured,
+on a GPU the wall-clock time.
 
     python benchmarks/ledger.py [--device cuda] [--steps 200] [--rounds 15]
 """
 
 import argparse
-import random
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from report import Report, parse_options
 from torch import nn
+from turns import in_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.diagnostics import LedgerHook
@@ -32,7 +33,7 @@ LEDGERS = {
 
 
 class Clock(Hook):
-    """Notes when a run begins and ends, without its own start and end."""
+    """Records the start and the end of the steps, without the start and end of the run."""
 
     order = 1
 
@@ -46,7 +47,7 @@ class Clock(Hook):
         if next(state.model.parameters()).is_cuda:
             torch.cuda.synchronize()
             return time.perf_counter()
-        # One thread computes and nothing waits, so that other programs do not count.
+        # One thread computes and nothing waits, so processor time excludes other programs.
         return time.process_time()
 
 
@@ -79,11 +80,8 @@ def main() -> None:
     batches = [pool[i % count] for i in range(options.steps)]
     for settings in LEDGERS.values():
         us_per_step(batches[:20], settings)
-    took: dict[str, list[float]] = {name: [] for name in LEDGERS}
-    for _ in range(options.rounds):
-        for name in random.sample(list(LEDGERS), len(LEDGERS)):
-            took[name].append(us_per_step(batches, LEDGERS[name]))
-    Report(options.json).add("a training step", "us", took, "no ledger")
+    runs = {name: partial(us_per_step, batches, settings) for name, settings in LEDGERS.items()}
+    Report(options.json).add("a training step", "us", in_turns(runs, options.rounds), "no ledger")
 
 
 if __name__ == "__main__":

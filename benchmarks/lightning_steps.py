@@ -1,7 +1,7 @@
-"""Time per step under Lightning's own ddp strategy and under ours, on one device.
+"""Time per step under Lightning's ddp strategy and under ours, on one device.
 
-Both train the same network on the same batch, one thread, in turns, several times. The time of a
-turn is the median of its steps'; ratios are taken within a turn.
+Both train the same network on the same batch with one thread, in turns. The time of a turn is the
+median of its steps; ratios are taken within a turn.
 
     python benchmarks/lightning_steps.py [--device cuda] [--precision bf16-mixed] [--steps 300]
 """
@@ -17,6 +17,7 @@ import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from report import Report, parse_options
 from torch import Tensor, nn
+from turns import in_turns
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.plugins.lightning import StepStrategy
@@ -36,11 +37,11 @@ class Module(LightningModule):
 
 
 class Batches(UserList):
-    """A list that Lightning takes for one loader; a plain list would be one loader per item."""
+    """A list that Lightning treats as one loader; a plain list would be one loader per item."""
 
 
 class Clock(Callback):
-    """The time from the end of one step to that of the next, on the device."""
+    """Records the end of each step, after waiting for the device."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -85,12 +86,9 @@ def main() -> None:
     args = parse_options(parser, {"steps": 60, "width": 16, "turns": 5})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    times: dict[str, list[float]] = {"Lightning ddp": [], "stepwrap": []}
-    for turn in range(args.turns):
-        # Who comes first changes, as what warms up with time would favour the second.
-        order = [("Lightning ddp", "ddp"), ("stepwrap", StepStrategy())][:: -1 if turn % 2 else 1]
-        for name, strategy in order:
-            times[name].append(run(strategy, args))
+    strategies = {"Lightning ddp": lambda: "ddp", "stepwrap": StepStrategy}
+    runs = {name: lambda make=make: run(make(), args) for name, make in strategies.items()}
+    times = in_turns(runs, args.turns)
     Report(args.json).add("a training step", "ms", times, "Lightning ddp")
 
 

@@ -1,9 +1,8 @@
-"""Pools beside those of others: tasks per second, round trips, tensors, lambdas, start and end.
+"""Our pools compared with others: tasks per second, round trips, tensors, lambdas, start and end.
 
-All contestants stand ready while a measurement runs, take turns in a shuffled order within every
-round; ratios are taken to the standard library's Pool.
-Slow contestants get fewer tasks. machin and loky take part where they are installed (loky comes
-with joblib).
+All pools are open while a measurement runs, and take turns in a shuffled order within every round.
+Ratios are relative to the standard library's Pool. Slow contestants get fewer tasks. machin and
+loky take part if they are installed (loky comes with joblib).
 
     python benchmarks/pools.py [--rounds 7] [--only tasks latency tensors lambdas start]
 """
@@ -13,7 +12,6 @@ import concurrent.futures
 import importlib
 import math
 import multiprocessing
-import random
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +22,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from report import Report, parse_options
+from turns import in_turns
 
 from stepwrap.parallel import P2PPool, Pool
 
@@ -44,18 +43,18 @@ def first_element(tensor: torch.Tensor) -> float:
 
 
 def make_tensor(size: int) -> torch.Tensor:
-    # Also in workers, whose threads would wait for each other.
+    # Workers call this as well; with several threads each they would compete for cores.
     torch.set_num_threads(1)
     return torch.ones(size // 4)
 
 
 class Contestant:
-    """One library's pool behind the calls that are measured.
+    """The pool of one library behind a common interface.
 
     Attributes:
         map: called with a function, its arguments, and the chunk size or None.
-        apply: called with a function and its argument; waits.
-        share: of how many tasks it gets, the slow ones a part.
+        apply: called with a function and its argument; waits for the result.
+        share: the fraction of the tasks to run, below 1 for slow pools.
     """
 
     def __init__(self, map: Map, apply: Map, share: float = 1.0) -> None:
@@ -93,7 +92,7 @@ def joblib_like(joblib: Any, workers: int) -> Iterator[Contestant]:
 
 
 def openers(workers: int) -> dict[str, Callable[[], Any]]:
-    """Return how each contestant's pool is opened; those that are not installed are left out."""
+    """Return a function that opens a pool for each contestant that is installed."""
     spawn = multiprocessing.get_context("spawn")
     found: dict[str, Callable[[], Any]] = {
         "stepwrap Pool": lambda: pool_like(Pool(workers)),
@@ -125,17 +124,8 @@ def openers(workers: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def measure(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return what each run returned, round by round; the first round does not count."""
-    values: dict[str, list[float]] = {name: [] for name in runs}
-    order, shuffler = list(runs), random.Random(0)
-    for number in range(rounds + 1):
-        shuffler.shuffle(order)
-        for name in order:
-            value = runs[name]()
-            if number:
-                values[name].append(value)
-    return values
+# The first round does not count.
+measure = partial(in_turns, warm_up=1)
 
 
 @contextmanager
@@ -217,7 +207,7 @@ def compare_lambdas(options: argparse.Namespace, report: Report) -> None:
             )
             for name, pool in pools.items()
         }
-        # The standard library cannot do this.
+        # The standard library's pool cannot pickle lambdas, so loky is the reference.
         values = measure(runs, options.rounds)
         report.add("calls of a lambda, chunk size 1", "/s", values, "loky", higher_is_better=True)
 
@@ -254,11 +244,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tasks", type=int, default=20_000)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8], help="of empty tasks")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8], help="for empty tasks")
     parser.add_argument("--only", nargs="+", choices=sorted(KINDS), default=list(KINDS))
     names = list(openers(1))
     parser.add_argument("--contestants", nargs="+", choices=names, default=names)
-    # A short run starts few processes: each imports torch.
+    # A quick run starts few processes, because each one imports torch.
     quick = {
         "rounds": 3,
         "tasks": 4000,

@@ -1,9 +1,9 @@
-"""Pools whose workers are killed at random: no task may be lost, and nothing may be left.
+"""Kill workers of pools at random, and check that no task is lost and no resource leaks.
 
 Rounds of tasks run through Pool and P2PPool in turn while a thread sends SIGKILL to workers. With
-`retries` every task must give its value; without, each one gives its value or a WorkerDiedError,
-and the errors must not be more than the kills. At the end open files, processes, threads and
-shared memory are counted again.
+`retries` every task must return its value. Without, each task returns its value or raises
+WorkerDiedError, and there must not be more errors than kills. At the end, open files, processes,
+threads and shared memory must be as at the start.
 
     python benchmarks/pools_soak.py [--tasks 100000] [--workers 2] [--pause 0.1]
 """
@@ -28,7 +28,7 @@ START_S = 0.2
 
 
 def work(number: int) -> int:
-    """Now and then a task that takes a while, so that kills meet tasks that run."""
+    """Return three times the number; every tenth task is slow, so that kills hit running tasks."""
     if number % 10 == 0:
         time.sleep(0.002)
     return 3 * number
@@ -39,7 +39,7 @@ def halve(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_workers(min_age_s: float = 0.0) -> list[int]:
-    """Return the processes that this one has started, by what the system says."""
+    """Return the ids of the processes that this one started, as found in /proc."""
     found = []
     now = float(Path("/proc/uptime").read_text().split()[0])
     for entry in Path("/proc").iterdir():
@@ -77,7 +77,7 @@ class Killer(threading.Thread):
     def run(self) -> None:
         chance = random.Random(0)
         while not self._over.wait(chance.uniform(0.5, 1.5) * self._pause_s):
-            # Those that are just starting are left alone: three in a row would break the pool.
+            # Spare workers that are just starting: three dead ones in a row break the pool.
             workers = own_workers(START_S)
             if workers:
                 try:
@@ -96,18 +96,17 @@ def run_round(pool: Pool, start: int, count: int, counts: Counter[str]) -> None:
     tensors = {n: torch.full((20_000,), float(n)) for n in numbers[::500]}
     halves = {n: pool.apply_async(halve, (tensor,)) for n, tensor in tensors.items()}
     answers = {n: pool.apply_async(work, (n,)) for n in numbers}
-    for n, answer in answers.items():
+    for answer, expected in [
+        *((answer, 3 * n) for n, answer in answers.items()),
+        *((answer, tensors[n] / 2) for n, answer in halves.items()),
+    ]:
         try:
-            assert answer.get(timeout=120) == 3 * n
-            counts["values"] += 1
+            value = answer.get(timeout=120)
         except WorkerDiedError:
-            counts["told as lost"] += 1
-    for n, answer in halves.items():
-        try:
-            assert torch.equal(answer.get(timeout=120), tensors[n] / 2)
+            counts["reported as lost"] += 1
+        else:
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected))
             counts["values"] += 1
-        except WorkerDiedError:
-            counts["told as lost"] += 1
 
 
 def run_half(tasks: int, workers: int, pause_s: float, retries: int) -> Counter[str]:
@@ -116,7 +115,7 @@ def run_half(tasks: int, workers: int, pause_s: float, retries: int) -> Counter[
     while done < tasks:
         for kind in (Pool, P2PPool):
             killer = Killer(pause_s)
-            # Forked ones are ready soon enough to be killed often.
+            # Forked workers start quickly, so that many of them can be killed.
             with kind(workers, retries=retries, start_method="fork") as pool:
                 pool.apply(work, (0,))
                 killer.start()
@@ -137,7 +136,7 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=0.1, help="seconds between kills")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # Helpers that live as long as this process are there before the first count.
+    # Start helper processes that live as long as this one before the first count.
     with Pool(1) as pool:
         pool.apply(halve, (torch.zeros(20_000),))
     multiprocessing.active_children()
@@ -146,13 +145,13 @@ def main() -> int:
     for retries in (50, 0):
         counts = run_half(options.tasks // 2, options.workers, options.pause, retries)
         print(f"retries={retries}: {dict(counts)}", flush=True)
-        is_right &= counts["values"] + counts["told as lost"] == counts["tasks"]
+        is_right &= counts["values"] + counts["reported as lost"] == counts["tasks"]
         is_right &= counts["kills"] > 0
-        is_right &= counts["told as lost"] <= (0 if retries else counts["kills"])
+        is_right &= counts["reported as lost"] <= (0 if retries else counts["kills"])
     after = count_all()
     print(f"before {before}\nafter  {after}\n{time.perf_counter() - start:.0f} s")
     is_right &= after == before
-    print("nothing lost, nothing left" if is_right else "WRONG")
+    print("nothing lost, nothing leaked" if is_right else "WRONG")
     return 0 if is_right else 1
 
 

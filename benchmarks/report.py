@@ -1,13 +1,13 @@
-"""The figures of benchmarks: printed as a table, kept as JSON, drawn as a chart.
+"""Print the figures of benchmarks as a table, write them as JSON, and draw them as a chart.
 
-A benchmark hands what it measured to a `Report`, one value for each round and contestant, and takes
-the options that all benchmarks share from `parse_options`. A contestant whose name begins with
-"stepwrap" is ours. A ratio is taken to another contestant of the same round, and is always a ratio
-of costs: 0.5 is half the time, or twice the rate. Printed are the medians over the rounds, with the
-interquartile range behind a `±`.
+A benchmark passes one value per round and contestant to a `Report`, and gets the options that all
+benchmarks share from `parse_options`. A contestant whose name begins with "stepwrap" is ours. A
+ratio compares two contestants in the same round and is always a ratio of costs: 0.5 is half the
+time, or twice the rate. The table shows the medians over the rounds, with the interquartile range
+after `±`.
 
-    python benchmarks/report.py RESULTS.json                              the table once more
-    python benchmarks/report.py RESULTS.json --update docs/performance.md   into that page
+    python benchmarks/report.py RESULTS.json                                print the table again
+    python benchmarks/report.py RESULTS.json --update docs/performance.md   write it into that page
 """
 
 import argparse
@@ -27,11 +27,11 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 def parse_options(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> argparse.Namespace:
-    """Parse the command line with the options of every benchmark added.
+    """Add the options that all benchmarks share, and parse the command line.
 
     Args:
-        parser: The parser of one benchmark, with its own options.
-        quick: Values that `--quick` gives to options that are not on the command line.
+        parser: the parser of one benchmark, with its specific options.
+        quick: the defaults of options under `--quick`.
     """
     settings = ", ".join(f"{name} {value}" for name, value in quick.items())
     parser.add_argument("--quick", action="store_true", help=f"a short run ({settings})")
@@ -42,10 +42,10 @@ def parse_options(parser: argparse.ArgumentParser, quick: Mapping[str, Any]) -> 
 
 
 class Report:
-    """Prints the figures of one benchmark as they come, and adds them to a file.
+    """Prints the figures of one benchmark, and appends them to a file.
 
     Args:
-        path: One line of JSON is added for each figure; None for no file.
+        path: a file that gets one line of JSON per figure; None for no file.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -65,15 +65,15 @@ class Report:
         """Add contestants that were measured in the same rounds.
 
         Args:
-            title: What was measured; no two of a benchmark are the same.
-            unit: The unit of the values.
-            values: By contestant, one positive value for each round.
-            ratio_to: The contestant that the others are compared with, or a peer for some of them;
-                there is no ratio to one that was not measured.
-            higher_is_better: Whether the values are rates; their ratios are turned around.
-            notes: By contestant, what must be known to compare it with the others.
-            summary: Contestants that have a place in the chart and in docs/performance.md; ours
-                always have one.
+            title: the measured quantity, unique within a benchmark.
+            unit: the unit of the values.
+            values: one positive value per round, by contestant.
+            ratio_to: the contestant with which all are compared, or a mapping of contestants to
+                the one with which each is compared. Contestants that were not measured are ignored.
+            higher_is_better: whether the values are rates, whose ratios are inverted.
+            notes: remarks by contestant, needed for a fair comparison.
+            summary: contestants to include in the chart and in docs/performance.md, in addition to
+                ours.
         """
         figures = []
         for name, own in values.items():
@@ -102,7 +102,7 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and the distance between the quartiles."""
+    """Return the median and the interquartile range."""
     if len(values) == 1:
         return {"median": values[0], "iqr": 0.0}
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -110,7 +110,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def by_title(figures: Iterable[Figure]) -> Iterator[tuple[str, list[Figure]]]:
-    """Yield the figures that stand together, under "benchmark: title"."""
+    """Group figures by "benchmark: title"."""
 
     def heading(figure: Figure) -> str:
         return ": ".join(figure[key] for key in ("benchmark", "title") if key in figure)
@@ -120,7 +120,7 @@ def by_title(figures: Iterable[Figure]) -> Iterator[tuple[str, list[Figure]]]:
 
 
 def table(figures: Iterable[Figure]) -> Iterator[str]:
-    """Yield the lines of a table: each figure with its spread and its ratio to another."""
+    """Yield the lines of a table: each figure with its spread and its ratio."""
     for title, group in by_title(figures):
         yield title
         for figure in group:
@@ -131,7 +131,7 @@ def table(figures: Iterable[Figure]) -> Iterator[str]:
 
 
 def markdown(results: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a page: where the figures come from, and those of the summary."""
+    """Yield the lines of a page: the origin of the figures, and those of the summary."""
     machine = results["machine"]
     yield (
         f"The {results['mode']} run of {results['date'][:10]}, commit {results['commit']}: "
@@ -157,13 +157,13 @@ def ratio_of(figure: Figure) -> str:
 
 
 def number(value: float, digits: int = 4) -> str:
-    """Return a number with so many digits that count."""
+    """Format a number with `digits` significant digits."""
     places = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{value:,.{min(max(places, 0), 6)}f}"
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Draw the ratios of the summary as horizontal bars, ours in another colour, into a PNG."""
+    """Draw the ratios of the summary as horizontal bars into a PNG; ours are blue."""
     os.environ.setdefault("MPLBACKEND", "agg")
     import matplotlib.pyplot as plt
     from PIL import Image
@@ -173,7 +173,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     ratios = [one["ratio_median"] for one in figures]
     colors = ["tab:blue" if one["name"].startswith(OURS) else "silver" for one in figures]
     canvas, axes = plt.subplots(figsize=(12, 1 + 0.2 * len(figures)))
-    # From 1 on, to the left where less is spent than by the one compared with.
+    # Bars start at 1 and extend to the left if the ratio is below 1.
     bars = axes.barh(range(len(ratios)), [ratio - 1 for ratio in ratios], left=1, color=colors)
     axes.bar_label(bars, [f" {ratio:.2f} " for ratio in ratios], fontsize=7)
     axes.set_xscale("log", base=2)
@@ -186,26 +186,26 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel("ratio of costs, log scale: left of 1 is better (blue: stepwrap)")
     canvas.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(canvas)
-    # About a quarter of the size: results are under version control.
+    # Reduce the file to about a quarter, because results are under version control.
     with Image.open(path) as image:
         image.convert("RGB").quantize(16).save(path, optimize=True)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a run of all benchmarks, as benchmarks/run.py writes it."""
+    """Read a run of all benchmarks, as benchmarks/run.py writes it."""
     results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return results
 
 
 def update(page: Path, path: Path) -> None:
-    """Replace what lies between the two marks in a page by the figures of a file.
+    """Replace the text between the two marks in a page by the figures of a file.
 
     Raises:
-        ValueError: If a mark is missing.
+        ValueError: a mark is missing.
     """
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text or END not in text:
-        raise ValueError(f"{page}: must have the lines {BEGIN!r} and {END!r}")
+        raise ValueError(f"{page} must have the lines {BEGIN!r} and {END!r}")
     before, rest = text.split(BEGIN)
     link = Path(os.path.relpath(path, page.parent)).as_posix()
     chart = f"![Ratios of costs]({link.removesuffix('.json')}.png)"

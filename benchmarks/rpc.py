@@ -1,33 +1,31 @@
-"""What groups and servers cost over plain `torch.distributed.rpc`, in the same processes.
+"""The cost of groups and servers compared with plain `torch.distributed.rpc`.
 
-A server and two clients, one thread each. Contestants take turns in blocks within every round,
-there and back, in a changing order; ratios are taken within a round, and their median is printed.
+A server and two clients, one thread each. Contestants take turns in the same processes in blocks
+within every round, in a shuffled order and in reverse; ratios are taken within a round.
 
-- call: an empty registered service, beside `rpc_sync` of an empty function
-- model: a push and a pull of 40 MB, all of it changed, beside 40 MB sent each way by `rpc_sync`,
-  the same loaded into a model (the least that torch's RPC can do, since it receives into memory of
-  its own), and beside that with a copy taken before; then a pull of what is there already
-- ordered: small pushes by both clients, beside a dictionary that is set by `rpc_sync`
-- gradients: pushes of ready gradients by both clients, four to an update, beside a parameter server
-  by hand: one function under a lock, called by `rpc_sync`, that answers with the weights
+- call: an empty registered service, compared with `rpc_sync` of an empty function
+- model: a push and a pull of 40 MB, all of it changed, compared with 40 MB sent each way by
+  `rpc_sync`; with the same loaded into a model (the least that torch's RPC can do, since it
+  receives into new memory); and with a copy before it is sent. Then a pull of an unchanged version
+- ordered: small pushes by both clients, compared with a dictionary that is set by `rpc_sync`
+- gradients: pushes of ready gradients by both clients, four per update, compared with a
+  hand-written parameter server: one function under a lock, called by `rpc_sync`, that returns the
+  weights
 
     python benchmarks/rpc.py [--rounds 15] [--only call model ordered gradients]
 """
 
 import argparse
-import random
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-import torch.multiprocessing as mp
 from report import Report, parse_options
 from torch import Tensor, nn
+from turns import spawn, there_and_back
 
 from stepwrap.rpc import (
     OrderedServerSimpleImpl,
@@ -46,7 +44,7 @@ Block = Callable[[], None]
 
 
 class Timing:
-    """Milliseconds of one piece of work, by contestant and round."""
+    """Measures milliseconds by contestant and round."""
 
     def __init__(self, group: RpcGroup, options: argparse.Namespace) -> None:
         self.group = group
@@ -54,23 +52,12 @@ class Timing:
         self.rank = dist.get_rank()
 
     def of(self, blocks: dict[str, Block], repeats: int) -> dict[str, list[float]]:
-        """Time blocks of `repeats` pieces; all ranks must call this."""
+        """Time blocks of `repeats` calls each; all ranks must call this."""
         for block in blocks.values():
             block()
             dist.barrier()
-        order = random.Random(0)
-        times: dict[str, list[float]] = {name: [] for name in blocks}
-        for _ in range(self.options.rounds):
-            names, seconds = order.sample(list(blocks), len(blocks)), dict.fromkeys(blocks, 0.0)
-            for name in [*names, *reversed(names)]:
-                dist.barrier()
-                start = time.perf_counter()
-                blocks[name]()
-                dist.barrier()
-                seconds[name] += time.perf_counter() - start
-            for name, value in seconds.items():
-                times[name].append(value / (2 * repeats) * 1000)
-        return times
+        times = there_and_back(blocks, self.options.rounds, dist.barrier)
+        return {name: [value / repeats for value in values] for name, values in times.items()}
 
     def report(
         self,
@@ -78,13 +65,13 @@ class Timing:
         times: dict[str, list[float]],
         ratio_to: Mapping[str, str] | None = None,
     ) -> None:
-        """Report the times, with their ratios to the first contestant's by default."""
+        """Report the times, by default with ratios to the first contestant."""
         if self.rank == 0:
             Report(self.options.json).add(title, "ms", times, ratio_to or next(iter(times)))
 
 
 def repeated(work: Block, repeats: int, *, on: tuple[int, ...]) -> Block:
-    """Return a block that does work so many times on some ranks, and nothing on the others."""
+    """Return a block that repeats some work on the given ranks, and does nothing on others."""
 
     def block() -> None:
         if dist.get_rank() in on:
@@ -95,7 +82,7 @@ def repeated(work: Block, repeats: int, *, on: tuple[int, ...]) -> Block:
 
 
 def nothing() -> None:
-    """Be called."""
+    """Do nothing."""
 
 
 def compare_calls(timing: Timing) -> None:
@@ -185,7 +172,7 @@ def compare_model(timing: Timing, size: str, pushed: nn.Module) -> None:
         "stepwrap push of an unchanged model": lambda: server.push(pushed),
     }
     blocks = {name: repeated(work, 20, on=(1,)) for name, work in contestants.items()}
-    # A push compares all tensors with those that were sent before: it has no peer.
+    # There is no equivalent of a push that compares all tensors with those sent before.
     peers = {"stepwrap pull of an unchanged version": "rpc_sync of nothing"}
     timing.report(f"40 MB that did not change, {size}", timing.of(blocks, 20), peers)
 
@@ -211,7 +198,7 @@ def compare_ordered(timing: Timing) -> None:
 
 
 class ByHand:
-    """A parameter server as one would write it: mean of so many gradients, then a step."""
+    """A hand-written parameter server: the mean of `PER_UPDATE` gradients, then a step."""
 
     def __init__(self, net: nn.Module) -> None:
         self.weights = list(net.parameters())
@@ -238,11 +225,6 @@ def push_by_hand(gradients: list[Tensor]) -> list[Tensor]:
     server = kept["by hand"]
     assert isinstance(server, ByHand)
     return server.push(gradients)
-
-
-def compare_gradients(timing: Timing) -> None:
-    for size in NETS:
-        compare_updates(timing, size)
 
 
 def compare_updates(timing: Timing, size: str) -> None:
@@ -273,7 +255,7 @@ def compare_updates(timing: Timing, size: str) -> None:
         nonlocal expected
         if timing.rank != 0:
             return repeated(lambda: accessor.push(net), count, on=(1, 2))()
-        # A push may return before the step that it belongs to.
+        # A push may return before its gradients are applied.
         expected += 2 * count // PER_UPDATE
         while net.pp_version < expected:
             time.sleep(0.0005)
@@ -291,11 +273,11 @@ PARTS = {
     "call": compare_calls,
     "model": compare_models,
     "ordered": compare_ordered,
-    "gradients": compare_gradients,
+    "gradients": lambda timing: [compare_updates(timing, size) for size in NETS],
 }
 
 
-def run_rank(rank: int, settings: argparse.Namespace, store: str) -> None:
+def run_rank(rank: int, store: str, settings: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with World(NAMES[rank], rank, len(NAMES), dist_init_method=f"file://{store}") as world:
         group = world.create_rpc_group("all", NAMES)
@@ -308,8 +290,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS))
     settings = parse_options(parser, {"rounds": 3})
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (settings, str(Path(folder, "store"))), nprocs=len(NAMES))
+    spawn(run_rank, len(NAMES), settings)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Whether a gradient server loses a push that it has acknowledged, while its processes are killed.
+"""Kill processes of a gradient server, and check that no acknowledged push is lost.
 
-World after world, with new processes: a primary reducer, two secondary ones and several clients.
-In most worlds one secondary reducer is killed at a random time; after that each client is killed at
-a random time. The managed model counts: its parameter has an entry for each client, and each push
-of a client adds one to its entry, by a step of rate 1 in float64. A client logs each push before it
-sends it, and again when it has been acknowledged. In the end there is one push too many of a client
-at most, the one during which it was killed, and none is missing.
+Each world starts new processes: a primary reducer, two secondary reducers and several clients. In
+most worlds one secondary reducer is killed at a random time; then each client is killed at a random
+time. The managed model counts pushes: its parameter has an entry for each client, and each push of
+a client adds one to that entry, by a step with learning rate 1 in float64. A client logs each push
+before it is sent and after it is acknowledged. At the end no acknowledged push may be missing, and
+each client may have one more, during which it was killed.
 
     python benchmarks/rpc_soak.py [--minutes 10] [--clients 4] [--seconds 6] [--seed 0]
 
@@ -38,13 +38,13 @@ from stepwrap.rpc import PushPullGradServer, PushPullGradServerImpl, World
 REDUCERS = 3
 BATCH = 2
 WAIT_S = 120.0
-# A secondary reducer and then a client: the client must have sent again what was lost.
+# The pause between killing a reducer and clients, in which clients resend lost pushes.
 PAUSE_S = 3.0
 
 
 @dataclass
 class Totals:
-    """What all worlds together have come to."""
+    """The results of all worlds."""
 
     worlds: int = 0
     client_kills: int = 0
@@ -57,7 +57,7 @@ class Totals:
 
 
 class Counter(nn.Module):
-    """A parameter with an entry for each client, and one for what fills the last batches."""
+    """A parameter with an entry for each client, and one for pushes that fill the last batches."""
 
     def __init__(self, clients: int) -> None:
         super().__init__()
@@ -74,12 +74,12 @@ def until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} has not come within {WAIT_S:g} s")
+            raise TimeoutError(f"waited {WAIT_S:g} s for {what}")
         time.sleep(0.01)
 
 
 def be_member(rank: int, clients: int, port: int, folder: Path) -> None:
-    """Be a reducer or a client until killed, or told to end."""
+    """Run a reducer or a client until it is killed or the file `end` exists."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     size = REDUCERS + clients
@@ -106,7 +106,7 @@ def be_member(rank: int, clients: int, port: int, folder: Path) -> None:
             fill_up(client, clients)
             torch.save(model.counts.detach(), folder / "counts.new")
             os.replace(folder / "counts.new", folder / "counts")
-        # Members have been killed on purpose: nobody is left to part from.
+        # Skip the orderly end of the world, because members have been killed.
         until((folder / "counts").exists, "the count")
         os._exit(0)
 
@@ -122,9 +122,9 @@ def push_until_killed(client: PushPullGradServer, entry: int, clients: int, fold
 
 
 def fill_up(client: PushPullGradServer, clients: int) -> None:
-    """Push until everything that came before is in a step."""
+    """Push until all earlier pushes have been applied."""
     model = Counter(clients)
-    # Each of two reducers may hold an unfinished batch, the primary some more.
+    # Each of two reducers may hold an incomplete batch, and the primary some more.
     for _ in range(16 * BATCH * BATCH):
         push_one(client, model, clients)
 
@@ -204,11 +204,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=6, help="within which clients are killed")
+    parser.add_argument("--seconds", type=float, default=6, help="time in which clients are killed")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     random.seed(options.seed)
-    # Every broken connection would be told by the transport of each process that had it.
+    # Otherwise every process logs each broken connection.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     totals = Totals()
     end = time.monotonic() + 60 * options.minutes

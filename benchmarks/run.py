@@ -1,10 +1,10 @@
-"""Run all benchmarks, one after the other, and keep their figures.
+"""Run all benchmarks one after the other, and write their figures to a file.
 
-Every file of this folder is a benchmark, except for the soaks and the tools `report.py`,
-`compare.py` and this one. Each is a program that takes `--quick` and `--json` (`report.py`). One
-that has `--device` also runs on CUDA; the others are left out there. Prints one table, and writes
-`benchmarks/results/<date>.json` with a chart beside it. Fails if one of them fails, after the
-others have run.
+Every file in this folder is a benchmark, except for the soak tests and the tools `report.py`,
+`compare.py`, `turns.py` and this one. Each is a program with the options `--quick` and `--json`
+(see `report.py`). Benchmarks with `--device` also run on CUDA; the others are skipped there. Prints
+a table and writes `benchmarks/results/<date>.json` with a chart. A failing benchmark does not stop
+the others, but makes this program fail at the end.
 
     python benchmarks/run.py [--quick] [--device cuda] [--only step_overhead wrappers]
 """
@@ -25,7 +25,7 @@ from typing import Any
 import report
 
 HERE = Path(__file__).resolve().parent
-TOOLS = {"compare", "report", "run"}
+TOOLS = {"compare", "report", "run", "turns"}
 PACKAGES = HERE / "peers.txt"
 QUICK_TIMEOUT_S, TIMEOUT_S = 600, 7200
 
@@ -40,7 +40,7 @@ def has_device(name: str) -> bool:
 
 
 def run_one(name: str, options: argparse.Namespace) -> list[report.Figure] | None:
-    """Return the figures of one benchmark; None, with its output printed, if it failed."""
+    """Return the figures of one benchmark; if it fails, print its output and return None."""
     command = [sys.executable, str(HERE / f"{name}.py")]
     command += ["--quick"] if options.quick else []
     command += ["--device", options.device] if has_device(name) else []
@@ -66,7 +66,7 @@ def run_one(name: str, options: argparse.Namespace) -> list[report.Figure] | Non
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the figures depend on: the commit, the machine, and the packages' versions."""
+    """Return the date, the commit, the machine and the versions of the packages."""
     now = datetime.now().astimezone()
     return {
         "date": now.isoformat(timespec="minutes"),
@@ -84,7 +84,7 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the short hash of the checkout, with a `+` if files differ from it."""
+    """Return the short hash of the commit, with a `+` if there are local changes."""
     git = ["git", "-C", str(HERE), "describe", "--always", "--exclude=*", "--dirty=+"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -128,19 +128,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=benchmarks(), default=benchmarks())
     parser.add_argument("--results", type=Path, default=HERE / "results", metavar="FOLDER")
     options = parser.parse_args()
-    # The date is that of the start, the commit that of what was run.
+    # Read the date and the commit before the benchmarks run.
     results = {**describe(options), "failed": [], "figures": []}
     options.results.mkdir(parents=True, exist_ok=True)
     stem = results["date"][:16].replace(":", "") + ("-quick" if options.quick else "")
     path = options.results / f"{stem}.json"
     for name in options.only:
         if options.device != "cpu" and not has_device(name):
-            print(f"{name}: left out, it measures the CPU only", flush=True)
+            print(f"{name}: skipped, it measures the CPU only", flush=True)
         elif (figures := run_one(name, options)) is None:
             results["failed"].append(name)
         else:
             results["figures"] += figures
-        # After each: a run that is stopped keeps what it has.
+        # Write after each benchmark, so that an interrupted run keeps its figures.
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("\n".join(report.table(results["figures"])))
     report.draw(results, path.with_suffix(".png"))

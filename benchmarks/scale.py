@@ -1,21 +1,21 @@
-"""Cost against size: how each part of a run grows with what it is given.
+"""The growth of costs with the size of the input.
 
-Every curve has sizes from small to large and one cost for each; the least of some repetitions
-counts, by the processor time of this process where nothing is waited for. The exponent of a curve
-is the slope of the line through its upper half on logarithmic axes, where what a call costs at
-least no longer hides what grows: 0 is constant, 1 linear; more than 1.2 is marked.
+Every curve has sizes from small to large and one cost for each: the minimum of some repetitions, in
+processor time unless something is waited for. The exponent of a curve is the slope of a line
+through its upper half on logarithmic axes, where constant costs no longer matter: 0 is constant, 1
+linear; exponents above 1.2 are marked.
 
-- parameters: an update (`plain` is the loop by hand), a checkpoint saved and loaded, of sums of
-  layers of 256 x 256
-- tensors: layers of 2 x 2, all in one list, so that what is done for each tensor counts
-- samples: from the construction of a loader to its first batch, in order, shuffled, and resumed in
+- parameters: an update (`plain` is the hand-written loop), and saving and loading a checkpoint, for
+  sums of layers of 256 x 256
+- tensors: layers of 2 x 2, all in one list, to measure the cost per tensor
+- samples: from the construction of a loader to its first batch: in order, shuffled, and resumed in
   the middle of an epoch
-- registry: entries registered, one found, one missed (the near names are looked for)
-- config: keys read from YAML, checked, written; as overrides; with interpolations; all wrong
-- log values: what a step costs that returns so many, and a record of them
-- ranks: gloo processes on this machine; an update under DDP, beside torch's own, and a checkpoint.
-  More ranks than cores take turns, so that this grows with the ranks per core
-- fake world: wrapping on rank 0 of torch's fake process group, and by how much the process grows
+- registry: registering entries, finding one, and missing one (which searches for similar names)
+- config: reading keys from YAML, checking, writing; overrides; interpolations; only mistakes
+- log values: a step that returns many values, and a record of them
+- ranks: gloo processes on this machine; an update under DDP, compared with torch's, and a
+  checkpoint. More ranks than cores take turns, so this grows with the ranks per core
+- fake world: wrapping on rank 0 of torch's fake process group, in time and memory
 
     python benchmarks/scale.py [--quick] [--only config registry] [--plot scale.png]
 """
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -82,13 +83,12 @@ class Curve(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """The exponent of growth over the upper half of the sizes; 0 of what cannot be told."""
+        """The exponent of growth over the upper half of the sizes; 0 for a single size."""
         upper = self.points[min(len(self.points) // 2, len(self.points) - 2) :]
-        pairs = [(math.log(size), math.log(max(cost, 1e-9))) for size, cost in upper]
-        x_mean = sum(x for x, _ in pairs) / len(pairs)
-        y_mean = sum(y for _, y in pairs) / len(pairs)
-        spread = sum((x - x_mean) ** 2 for x, _ in pairs)
-        return sum((x - x_mean) * (y - y_mean) for x, y in pairs) / spread if spread else 0.0
+        if len(upper) < 2:
+            return 0.0
+        costs = [math.log(max(cost, 1e-9)) for _, cost in upper]
+        return linear_regression([math.log(size) for size, _ in upper], costs).slope
 
 
 def sizes(least: int, most: int, per_decade: int = 1) -> list[int]:
@@ -101,7 +101,7 @@ def cost(
     least_s: float = 0.02,
     clock: Callable[[], float] = time.process_time,
 ) -> float:
-    """Return the least seconds of a call, of up to 5 within the time given to it."""
+    """Return the minimum seconds of up to 5 calls, or fewer if they are slow."""
     found, begun = [], clock()
     while len(found) < 2 or (len(found) < 5 and clock() - begun < 5 * least_s):
         start = clock()
@@ -120,7 +120,7 @@ def curves(costs: dict[str, Callable[[int], float]], at: list[int], unit: str = 
 
 
 class Sum(nn.ModuleList):
-    """The sum of square layers: in a long chain of them numbers would become too small."""
+    """The sum of square layers; the activations of a long chain would become too small."""
 
     def __init__(self, parameters: int, width: int) -> None:
         count = max(1, round(parameters / (width * width)))
@@ -202,7 +202,7 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
         saved, wanted = made(4 * size, 2)[0], LoopState(SingleDevice(Renamed(size)))
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = load_checkpoint(save_checkpoint(Path(folder), saved))
-            return cost(lambda: refused(lambda: checkpoint.load_model(wanted.model)))
+            return cost(lambda: must_raise(lambda: checkpoint.load_model(wanted.model)))
 
     def load(size: int) -> float:
         state, _ = made(4 * size, 2)
@@ -228,7 +228,7 @@ def by_tensors(quick: bool) -> Iterator[Curve]:
 
 
 class Renamed(nn.Module):
-    """A model whose parameters have other names than those of `made`."""
+    """A model whose parameters have other names than in `made`."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -238,19 +238,19 @@ class Renamed(nn.Module):
         return {"loss": nn.functional.mse_loss(self.blocks(inputs), targets)}
 
 
-def refused(call: Callable[[], object]) -> None:
+def must_raise(call: Callable[[], object]) -> None:
     try:
         call()
     except Exception:
         return
-    raise AssertionError("nothing was refused")
+    raise AssertionError("the call did not raise")
 
 
 # Samples.
 
 
 class Numbers:
-    """A data set that is its indices."""
+    """A dataset of its indices."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -297,7 +297,7 @@ def by_entries(quick: bool) -> Iterator[Curve]:
 
     def missed(size: int) -> float:
         registry = filled(size)
-        return cost(lambda: refused(lambda: registry.resolve("Thng1")))
+        return cost(lambda: must_raise(lambda: registry.resolve("Thng1")))
 
     def scopes(size: int) -> float:
         root = Registry("THINGS", scope="root")
@@ -369,7 +369,7 @@ def by_keys(quick: bool) -> Iterator[Curve]:
 
     def wrong(size: int) -> float:
         path = file_of(size, lambda index: f"${{hooks.log.ke{index}}}")
-        return cost(lambda: refused(lambda: load_config(path)))
+        return cost(lambda: must_raise(lambda: load_config(path)))
 
     def unknown(size: int) -> float:
         named = {f"key{index}": {"a": 1} for index in range(size)}
@@ -471,11 +471,11 @@ def by_ranks(quick: bool) -> Iterator[Curve]:
         with tempfile.TemporaryDirectory() as folder:
             if ranks == 1:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-                told = on_rank(1_000_000, folder)
+                costs = on_rank(1_000_000, folder)
                 dist.destroy_process_group()
             else:
-                told = launch(on_rank, (1_000_000, folder), nproc=ranks, backend="gloo")[0]
-        for name, seconds in told.items():
+                costs = launch(on_rank, (1_000_000, folder), nproc=ranks, backend="gloo")[0]
+        for name, seconds in costs.items():
             found.setdefault(name, []).append((ranks, seconds))
     yield from (Curve(f"ranks: {name}", "s", points) for name, points in found.items())
 
@@ -504,28 +504,28 @@ class Block(nn.Module):
 
 
 def in_fake_worlds(kind: str, world_sizes: list[int]) -> None:
-    """Print the seconds of wrapping 16.8 million parameters, and the MB by which we grow."""
-    of_torch = dist.broadcast
-    said: dict[int, Tensor] = {}
+    """Print the seconds and the growth in MB of wrapping 16.8 million parameters."""
+    torch_broadcast = dist.broadcast
+    sent: dict[int, Tensor] = {}
 
     def broadcast(tensor: Tensor, src: int, group: Any = None, **options: Any) -> Any:
-        # Every rank says what rank 0 says.
+        # Pretend that every rank sends the same as rank 0.
         if src == 0:
-            said[tensor.numel()] = tensor.clone()
-        elif tensor.numel() in said:
-            tensor.copy_(said[tensor.numel()])
-        return of_torch(tensor, src, group, **options)
+            sent[tensor.numel()] = tensor.clone()
+        elif tensor.numel() in sent:
+            tensor.copy_(sent[tensor.numel()])
+        return torch_broadcast(tensor, src, group, **options)
 
     dist.broadcast = broadcast
     # One thread, so that the process may fork.
     torch.set_num_threads(1)
-    # What is imported with the first wrapping does not count.
+    # Exclude the imports of the first wrapping.
     in_fake_world(kind, world_sizes[0], width=8)
     for world_size in world_sizes:
-        # Each in a fresh process: memory that another has freed would be used again, and not seen.
+        # Fork for each size: freed memory of an earlier one would be reused, which hides growth.
         child = os.fork()
         if child == 0:
-            said.clear()
+            sent.clear()
             print(json.dumps(in_fake_world(kind, world_size)), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
@@ -538,10 +538,10 @@ def in_fake_world(kind: str, world_size: int, width: int = 1024) -> tuple[float,
     gc.collect()
     before, start = resident_mb(), time.process_time()
     wrapped = wrap_in_fake_world(kind, world_size, width)
-    told = time.process_time() - start, resident_mb() - before
+    costs = time.process_time() - start, resident_mb() - before
     del wrapped
     dist.destroy_process_group()
-    return told
+    return costs
 
 
 def wrap_in_fake_world(kind: str, world_size: int, width: int) -> nn.Module:
@@ -568,8 +568,8 @@ def by_fake_ranks(quick: bool) -> Iterator[Curve]:
     for kind in ("ddp", "fsdp", "ddp + tensor 8"):
         command = [sys.executable, __file__, "--fake-worlds", kind, *map(str, at)]
         ended = subprocess.run(command, capture_output=True, text=True, check=True)
-        told = [json.loads(line) for line in ended.stdout.splitlines()]
-        for unit, values in zip(("s", "MB"), zip(*told, strict=True), strict=True):
+        costs = [json.loads(line) for line in ended.stdout.splitlines()]
+        for unit, values in zip(("s", "MB"), zip(*costs, strict=True), strict=True):
             points = list(zip(at, values, strict=True))
             yield Curve(f"fake world: {kind}, {'time' if unit == 's' else 'memory'}", unit, points)
 

@@ -1,18 +1,19 @@
-"""From the start of a process to its first update: `stepwrap train` and a plain script.
+"""Time from the start of a process to its first update: `stepwrap train` and a plain script.
 
 Both train the small network of configs/digits_single.yaml with AdamW on the digits, read by a
-DataLoader, in fresh processes that end right after the first update. They take turns; of each the
-least of the rounds is printed, by CPU time (user and system: the measure on a busy machine) and by
-the clock. The phases are those of the process with the least CPU time:
+DataLoader, in fresh processes that end right after the first update. They take turns. The tables
+show CPU time (user and system, more reliable on a busy machine), wall-clock time, and the CPU time
+of each phase:
 
-- import: the process starts, imports torch and what else it needs; of `stepwrap` this includes
-  reading and checking the config, of the plain script scikit-learn
+- import: the process starts and imports torch and other packages; `stepwrap` also reads and checks
+  the config, and the plain script imports scikit-learn
 - model: the model is built
-- parts: all else is built: the data, the optimizer (torch imports its compiler with the first one)
+- parts: everything else is built, such as the data and the optimizer (with the first optimizer
+  torch imports its compiler)
 - step: the first batch, forward, backward and update
 
-"plain + torchmetrics" also imports the metrics that the config names, and builds them; "stepwrap,
-no metrics" is the config without them.
+"plain + torchmetrics" also imports and builds the metrics that the config names; "stepwrap, no
+metrics" is the config without them.
 
     python benchmarks/startup.py [--rounds 7] [--quick]
 """
@@ -24,13 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from report import Report, parse_options
+from turns import in_turns
 
 PHASES = ("import", "model", "parts", "step")
 
-# Appended to by each program: the end of a phase, by CPU time and by the clock all processes share.
+# Each program marks the end of a phase, in CPU time and in the clock that all processes share.
 _MARKS = """
 import json, os, resource, time
 marks = []
@@ -79,7 +82,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 MulticlassAccuracy(num_classes=10, average="micro"), MulticlassF1Score(num_classes=10)
 """
 
-# What the config of `stepwrap` names in addition: a model that tells when it is built, and a hook.
+# Parts for the config of `stepwrap`: a model that marks when it is built, and a hook.
 _PARTS = """
 from startup_marks import finish, mark
 from stepwrap.configs.digits import SmallCNN
@@ -111,11 +114,11 @@ Marks = list[list[float]]
 
 
 def start_once(program: list[str], folder: Path) -> Marks:
-    """Run a program to its first update; returns (CPU s, s) at the end of each phase."""
+    """Run a program to its first update and return (CPU s, s) at the end of each phase."""
     file = folder / "marks.json"
     file.unlink(missing_ok=True)
     environment = {**os.environ, "STARTUP_MARKS": str(file), "PYTHONPATH": str(folder)}
-    # An installed package has its byte code.
+    # Let Python cache byte code, as for an installed package.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     begun = time.clock_gettime(time.CLOCK_MONOTONIC)
     subprocess.run(
@@ -126,7 +129,7 @@ def start_once(program: list[str], folder: Path) -> Marks:
 
 
 def contestants(folder: Path) -> dict[str, list[str]]:
-    """Write the programs into `folder`; returns the arguments of python by name."""
+    """Write the programs into `folder` and return the arguments of python by name."""
     sources = {
         "startup_marks": _MARKS,
         "startup_parts": _PARTS,
@@ -146,17 +149,12 @@ def contestants(folder: Path) -> dict[str, list[str]]:
 
 
 def measure(rounds: int) -> dict[str, list[Marks]]:
-    """The marks of every contestant, in every round but the first."""
+    """Return the marks of every contestant by round."""
     with tempfile.TemporaryDirectory() as name:
         programs = contestants(Path(name))
-        runs: dict[str, list[Marks]] = {contestant: [] for contestant in programs}
-        for index in range(1 + rounds):
-            for contestant, program in programs.items():
-                marks = start_once(program, Path(name))
-                # The first round writes and reads the byte code.
-                if index:
-                    runs[contestant].append(marks)
-    return runs
+        runs = {who: partial(start_once, one, Path(name)) for who, one in programs.items()}
+        # The first round writes the byte code.
+        return in_turns(runs, rounds, warm_up=1)
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""What a training step costs beside a hand-written loop, in microseconds and as a ratio.
+"""The cost of a training step compared with a hand-written loop, in microseconds and as a ratio.
 
-A 64-128-10 perceptron, batches of 32, SGD, one thread. All contestants read the very same batches
-from memory: nobody has a DataLoader. Those that log write the mean of the loss every 50 steps to
-where their framework logs; what each one does besides training is printed behind its figures. All
-run in turn within every round. The clock runs from the reading of an early batch to that of the
-last one, so that nobody's start and end count. Peers take part where they are installed (`make
-bench-peers`); JAX reads copies of the batches that were made before.
+A 64-128-10 perceptron, batches of 32, SGD, one thread. All contestants read the same batches from
+memory, without a DataLoader. Contestants that log write the mean loss every 50 steps with their
+framework's logger; the other work of each one is printed after its figures. All take turns in a
+shuffled order within every round. The time starts when an early batch is read and ends when the
+last one is read, which excludes the start and the end of a run. Peers take part if they are
+installed (`make bench-peers`); JAX reads copies of the batches that were made in advance.
 
     python benchmarks/step_overhead.py [--device cuda] [--steps 1000] [--rounds 25]
 """
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from report import Report, parse_options
 from torch import Tensor, nn
+from turns import in_turns
 
 from stepwrap.loops import (
     CheckpointHook,
@@ -49,9 +50,9 @@ LOG_EVERY_STEPS = 50
 
 
 class ClockedBatches(Sequence[Batch]):
-    """Batches in memory that note when the first one after the warm-up and the last are read.
+    """Batches in memory that record when the first one after the warm-up and the last are read.
 
-    Every contestant takes them in place of a data loader.
+    Every contestant uses them as its data loader.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
@@ -60,9 +61,9 @@ class ClockedBatches(Sequence[Batch]):
         targets = torch.randint(10, (64, 32), generator=generator).to(device)
         pool = list(zip(inputs, targets, strict=True))
         self.batches = [pool[i % len(pool)] for i in range(WARM_UP + steps + 1)]
-        # mmengine looks for the description of the data there.
+        # mmengine reads this attribute.
         self.dataset = self.batches
-        # Called before the clock is read: waits for the steps that were only enqueued.
+        # Waits for queued steps before the clock is read.
         self.synchronize: Callable[[], object] = (
             torch.cuda.synchronize if device.type == "cuda" else lambda: None
         )
@@ -94,7 +95,7 @@ CONTESTANTS: dict[str, Contestant] = {}
 
 
 def contestant(name: str, does: str, needs: Sequence[str] = ()) -> Callable[[Maker], Maker]:
-    """Register a maker of contestants, if the packages that it needs are installed."""
+    """Register a function that makes a contestant, if the packages that it needs are installed."""
 
     def register(make: Maker) -> Maker:
         if all(importlib.util.find_spec(package) for package in needs):
@@ -105,7 +106,7 @@ def contestant(name: str, does: str, needs: Sequence[str] = ()) -> Callable[[Mak
 
 
 class MeanLoss:
-    """Hands the mean of the last 50 losses on, for frameworks that leave this to the user."""
+    """Logs the mean of the last 50 losses, for frameworks that leave this to the user."""
 
     def __init__(self, write: Callable[[float, int], object]) -> None:
         self.write = write
@@ -364,8 +365,8 @@ contestant("Lightning Trainer, bare", "nothing is written", needs=("pytorch_ligh
 
 
 def jitted_step(net: nn.Sequential) -> tuple[list[Any], Callable[..., Any]]:
-    """The weights of the perceptron, and `step(weights, inputs, target)` -> (weights, loss)."""
-    # One thread for JAX too; read when it is first used.
+    """Return the perceptron's weights and `step(weights, inputs, target)` -> (weights, loss)."""
+    # Limits JAX to one thread; JAX reads the variable on first use.
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
     import jax
     import jax.numpy as jnp
@@ -414,7 +415,8 @@ def quiet() -> Iterator[None]:
 
 
 def measure(run: Run, batches: ClockedBatches) -> float:
-    """Return microseconds per step; the garbage of earlier contestants is collected before."""
+    """Return microseconds per step."""
+    # Collect the garbage of earlier contestants.
     gc.collect()
     with quiet():
         run()
@@ -432,13 +434,9 @@ def main() -> None:
     device = torch.device(options.device)
     batches = ClockedBatches(options.steps, device)
     with quiet():
-        runs = {name: one.make(batches, device) for name, one in CONTESTANTS.items()}
-    for run in runs.values():
-        measure(run, batches)
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.rounds):
-        for name, run in runs.items():
-            times[name].append(measure(run, batches))
+        made = {name: one.make(batches, device) for name, one in CONTESTANTS.items()}
+    runs = {name: partial(measure, run, batches) for name, run in made.items()}
+    times = in_turns(runs, options.rounds, warm_up=1)
     Report(options.json).add(
         "a training step",
         "us",

@@ -1,32 +1,28 @@
-"""What synchronised BatchNorm costs in forward and backward, in milliseconds and as ratios.
+"""The cost of synchronised BatchNorm in forward and backward, in milliseconds and as ratios.
 
 A small CNN with three BatchNorm layers, and one such layer alone, over two ranks and over two
 replicas in one process: without synchronisation, with stepwrap's layers in fp32 and in fp64, and
 with a straightforward layer that sums twice in each direction (the sum, then the squared
-deviations). The order is shuffled in every round; ratios are taken within a round, and the median
-over the rounds is printed. Gradients are not exchanged between the ranks: that costs all the same.
+deviations). The order is shuffled in every round; ratios are taken within a round. Gradients are
+not exchanged between the ranks, because that costs the same for all.
 
-With --device cuda the replicas share one device, and the ranks become one rank with torch's
-SyncBatchNorm beside stepwrap's and the straightforward layer (NCCL).
+With --device cuda the replicas share one device, and a single rank (NCCL) compares torch's
+SyncBatchNorm with stepwrap's and the straightforward layer.
 
     python benchmarks/sync_batchnorm.py [--device cpu] [--rounds 30] [--batch 64]
 """
 
 import argparse
-import random
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from report import Report, parse_options
 from torch import Tensor, nn
+from turns import in_turns, process_group, spawn
 
 from stepwrap.wrappers import ReplicationCallbackDataParallel, convert_sync_batchnorm
 
@@ -37,7 +33,7 @@ PEERS = ("two sums each way", "torch SyncBatchNorm")
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks; its gradient is summed over them as well."""
+    """Sums a tensor over the ranks, and its gradient as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -57,7 +53,7 @@ def sum_of_copies(parts: list[Tensor]) -> list[Tensor]:
 
 
 class TwoSums(nn.BatchNorm2d):
-    """Synchronised by two differentiable sums: of the values, then of the squared deviations."""
+    """BatchNorm with two differentiable sums: of the values, then of the squared deviations."""
 
     meet: Any = None
 
@@ -99,7 +95,7 @@ def make_cnn(norm: type[nn.Module]) -> nn.Module:
 
 
 def make_step(model: nn.Module, shape: tuple[int, ...], device: str) -> Contestant:
-    """Forward and backward with a random cotangent, as the gradient of a sum would be zero."""
+    """Return a step of forward and backward with a random gradient; a sum's would be zero."""
     x = torch.randn(shape, device=device, requires_grad=len(shape) == 4 and shape[1] == CHANNELS)
     cotangent = torch.randn_like(model(x))
 
@@ -140,42 +136,26 @@ def make_contestants(what: str, arguments: Any, *, replicas: bool) -> dict[str, 
 
 def measure(contestants: Mapping[str, Contestant], rounds: int) -> dict[str, list[float]]:
     """Return each contestant's milliseconds by round."""
-    barrier = dist.barrier if dist.is_initialized() else lambda: None
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    order = list(contestants)
-    shuffler = random.Random(0)
-    for step in contestants.values():
+
+    def milliseconds(step: Contestant) -> float:
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
         for _ in range(3):
             step()
-    for _ in range(rounds):
-        shuffler.shuffle(order)
-        for name in order:
-            barrier()
-            start = time.perf_counter()
-            for _ in range(3):
-                contestants[name]()
-            times[name].append((time.perf_counter() - start) / 3 * 1e3)
-    return times
+        return (time.perf_counter() - start) / 3 * 1e3
+
+    runs = {name: partial(milliseconds, step) for name, step in contestants.items()}
+    return in_turns(runs, rounds, warm_up=1)
 
 
-def run_rank(rank: int, ranks: int, store: str, arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if arguments.device == "cuda" else "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=120),
-    )
-    try:
+def run_rank(rank: int, store: str, ranks: int, arguments: argparse.Namespace) -> None:
+    with process_group(rank, ranks, store, "nccl" if arguments.device == "cuda" else "gloo"):
         for what in ("CNN", "layer"):
             times = measure(make_contestants(what, arguments, replicas=False), arguments.rounds)
             if rank == 0:
                 title = f"{what}, {ranks} rank{'s' if ranks > 1 else ''}"
                 Report(arguments.json).add(title, "ms", times, "not synchronised", summary=PEERS)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -190,8 +170,7 @@ def main() -> None:
         title = f"{what}, {COPIES} replicas on {arguments.device}"
         Report(arguments.json).add(title, "ms", times, "not synchronised", summary=PEERS)
     ranks = 1 if arguments.device == "cuda" else COPIES
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (ranks, str(Path(folder, "store")), arguments), nprocs=ranks)
+    spawn(run_rank, ranks, ranks, arguments)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,26 @@
-"""What the wrappers cost over PyTorch written by hand, in time and in memory.
+"""The cost of the wrappers compared with hand-written PyTorch, in time and in memory.
 
-Perceptrons of 10^4, 10^6 and 10^7 parameters, batches of 32 that lie in memory, SGD, one thread for
-each rank. `ddp` and `fsdp` step beside torch's DistributedDataParallel and fully_shard in the same
-processes: blocks of steps in turn within every round, in a changing order, and the ratio of a round
-is that of its blocks. `dp` runs two replicas in one process. torch's DataParallel without a GPU
-calls the module itself, once, on the whole batch, so that it is no peer there, only printed beside
-it: "by hand" is two replicas in two threads, written out below.
+Perceptrons of 10^4, 10^6 and 10^7 parameters, batches of 32 in memory, SGD, one thread for each
+rank. `ddp` and `fsdp` are compared with torch's DistributedDataParallel and fully_shard in the same
+processes: blocks of steps take turns within every round, in a shuffled order. `dp` runs two
+replicas in one process. Without a GPU torch's DataParallel calls the module once on the whole
+batch, so it is shown but not used for the ratio: "by hand" is two replicas in two threads.
 
-Memory is what a fresh process grows by between the start of the group and the last of its steps:
-its peak resident size on the CPU, what torch has allocated at most on CUDA.
+Memory is the growth of a fresh process between the start of the group and its last step: the peak
+resident size on the CPU, and torch's peak allocation on CUDA.
 
     python benchmarks/wrappers.py [--ranks 2] [--device cuda] [--rounds 21] [--only ddp fsdp dp]
 """
 
 import argparse
 import gc
-import random
 import resource
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ from report import Report, parse_options
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from turns import process_group, spawn, there_and_back
 
 from stepwrap.wrappers import (
     OptimWrapper,
@@ -90,7 +90,7 @@ def by_hand(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Step:
 
 
 class ReplicasByHand(nn.Module):
-    """Two replicas of a module in two threads, as torch's DataParallel has them on GPUs."""
+    """Runs two replicas of a module in two threads, like torch's DataParallel on GPUs."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class ReplicasByHand(nn.Module):
 
 
 def replica_of(module: nn.Module, index: int) -> nn.Module:
-    """Copy the modules; gradients flow back from views, replica 0 has the very buffers."""
+    """Copy the modules with views of the parameters; replica 0 shares the buffers."""
     replica = module._replicate_for_data_parallel()
     views = {k: v if v is None else v.view_as(v) for k, v in module._parameters.items()}
     replica._parameters = views
@@ -164,7 +164,7 @@ def contestants(kind: str) -> list[str]:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for the device, and for the other ranks."""
+    """Wait for the device and the other ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     if dist.is_initialized():
@@ -179,28 +179,21 @@ def measure(
         for _ in range(10):
             step()
     count = repeats(steps["by hand"], settings.seconds, device)
-    order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+
+    def block(step: Step) -> None:
+        for _ in range(count):
+            step()
+
+    blocks = {name: partial(block, step) for name, step in steps.items()}
     gc.collect()
     gc.disable()
-    for _ in range(settings.rounds):
-        # There and back, so that a machine that slows down meets all of them alike.
-        names, seconds = order.sample(list(steps), len(steps)), dict.fromkeys(steps, 0.0)
-        for name in [*names, *reversed(names)]:
-            finish(device)
-            start = time.perf_counter()
-            for _ in range(count):
-                steps[name]()
-            finish(device)
-            seconds[name] += time.perf_counter() - start
-        for name, value in seconds.items():
-            times[name].append(value / (2 * count) * 1000)
+    times = there_and_back(blocks, settings.rounds, lambda: finish(device))
     gc.enable()
-    return times
+    return {name: [value / count for value in values] for name, values in times.items()}
 
 
 def repeats(step: Step, seconds: float, device: torch.device) -> int:
-    """How many steps make a block; the same on all ranks."""
+    """Return the number of steps in a block, which is the same on all ranks."""
     finish(device)
     start = time.perf_counter()
     for _ in range(5):
@@ -214,9 +207,8 @@ def repeats(step: Step, seconds: float, device: torch.device) -> int:
     return count
 
 
-def run_speed(rank: int, settings: argparse.Namespace, kind: str, store: str) -> None:
-    device = start_rank(rank, settings, kind, store)
-    try:
+def run_speed(rank: int, store: str, settings: argparse.Namespace, kind: str) -> None:
+    with device_of_rank(rank, settings, kind, store) as device:
         for size in settings.sizes:
             steps = {who: MAKERS[kind](who, size, device) for who in contestants(kind)}
             times = measure(steps, settings, device)
@@ -224,16 +216,13 @@ def run_speed(rank: int, settings: argparse.Namespace, kind: str, store: str) ->
                 report = Report(settings.json)
                 report.add(f"{kind}, {size} parameters: a step", "ms", times, "by hand")
             del steps
-    finally:
-        end_rank()
 
 
 def run_memory(
     rank: int, settings: argparse.Namespace, kind: str, who: str, size: str, folder: str
 ) -> None:
-    device = start_rank(rank, settings, kind, str(Path(folder, "store")))
-    try:
-        # What the first use of the libraries takes belongs to nobody.
+    with device_of_rank(rank, settings, kind, str(Path(folder, "store"))) as device:
+        # Exclude the memory that the libraries allocate on their first use.
         tiny = make_net("10^4", device)
         by_hand(tiny, make_batch("10^4", device))()
         del tiny
@@ -244,12 +233,10 @@ def run_memory(
             step()
         finish(device)
         Path(folder, f"{rank}").write_text(str(peak(device) - before))
-    finally:
-        end_rank()
 
 
 def reset_peak(device: torch.device) -> int:
-    """Forget the highest use of memory so far; returns the use now, in bytes."""
+    """Reset the peak of used memory and return the current use in bytes."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
@@ -259,7 +246,7 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """Highest use of memory since the last reset, in bytes."""
+    """Return the peak of used memory since the last reset, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -267,32 +254,24 @@ def peak(device: torch.device) -> int:
     return int(found[0]) * 1024 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def start_rank(rank: int, settings: argparse.Namespace, kind: str, store: str) -> torch.device:
+@contextmanager
+def device_of_rank(
+    rank: int, settings: argparse.Namespace, kind: str, store: str
+) -> Iterator[torch.device]:
+    """Join the process group, except for `dp`, and yield the device of this rank."""
     torch.set_num_threads(1)
     device = torch.device(settings.device)
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    if kind != "dp":
-        ranks = settings.ranks
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(store, ranks),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=300),
-        )
-    return device
-
-
-def end_rank() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    is_alone = kind == "dp"
+    with nullcontext() if is_alone else process_group(rank, settings.ranks, store, backend):
+        yield device
 
 
 def memory_of(settings: argparse.Namespace, kind: str, who: str, size: str) -> float:
-    """Return the largest growth of a rank, in bytes."""
+    """Return the largest growth of memory of a rank, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = 1 if kind == "dp" else settings.ranks
         mp.spawn(run_memory, (settings, kind, who, size, folder), nprocs=ranks)
@@ -308,23 +287,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(MAKERS), choices=list(MAKERS))
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--parts", nargs="*", default=["speed", "memory"])
-    parser.add_argument("--processes", type=int, default=3, help="fresh ones for the memory")
+    parser.add_argument("--processes", type=int, default=3, help="processes to measure memory")
     sizes, parts = ["10^4", "10^6"], ["speed"]
     quick = {"rounds": 3, "seconds": 0.1, "sizes": sizes, "parts": parts}
     settings = parse_options(parser, quick)
     if settings.ranks is None:
         settings.ranks = torch.cuda.device_count() if settings.device.startswith("cuda") else 2
-    if "speed" in settings.parts:
-        compare_speed(settings)
+    for kind in settings.only if "speed" in settings.parts else ():
+        spawn(run_speed, 1 if kind == "dp" else settings.ranks, settings, kind)
     if "memory" in settings.parts:
         compare_memory(settings)
-
-
-def compare_speed(settings: argparse.Namespace) -> None:
-    for kind in settings.only:
-        with tempfile.TemporaryDirectory() as folder:
-            ranks = 1 if kind == "dp" else settings.ranks
-            mp.spawn(run_speed, (settings, kind, str(Path(folder, "store"))), nprocs=ranks)
 
 
 def compare_memory(settings: argparse.Namespace) -> None:

@@ -1,9 +1,9 @@
-"""A data pipeline: workers that hold a model each turn images into features for the trainer.
+"""A data pipeline: workers with a model each turn images into features for the trainer.
 
 A small network is trained on one half of the digits and then frozen. Each worker of the pool gets
-a copy of it as its context; batches of the other half go through the workers while the main
-process trains a classifier on the features that have come. At most `lookahead` batches are
-underway, so the data may be larger than the memory.
+a copy of it as its context. Batches of the other half go through the workers while the main process
+trains a classifier on the features. At most `lookahead` batches are in flight, so the data may be
+larger than the memory.
 
     python examples/context_pool.py [--workers 2] [--epochs 10]
 """
@@ -25,14 +25,14 @@ def make_network() -> nn.Sequential:
 
 
 def extract(network: nn.Sequential, batch: Batch) -> Batch:
-    """Run in a worker: all but the last layer of the worker's own network."""
+    """Run all layers but the last of the worker's network."""
     images, labels = batch
     with torch.no_grad():
         return network[:-1](images), labels
 
 
 def use_one_thread() -> None:
-    """Let the workers share the cores, not fight for them."""
+    """Keep the workers from competing for the cores."""
     torch.set_num_threads(1)
 
 
@@ -49,7 +49,7 @@ def train(model: nn.Module, data: Iterator[Batch], optimizer: torch.optim.Optimi
 
 
 def main(workers: int = 2, epochs: int = 10) -> float:
-    """Return the accuracy of the classifier on digits that nobody was trained with."""
+    """Return the accuracy of the classifier on the test digits."""
     torch.manual_seed(0)
     data, test = Digits("train"), Digits("test")
     half = len(data.images) // 2

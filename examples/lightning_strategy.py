@@ -1,4 +1,4 @@
-"""A step of your own under Lightning's Trainer, and the Trainer's steps under our wrappers.
+"""A custom step under Lightning's Trainer, and the Trainer's steps with our wrappers.
 
 Run it on two processes: python examples/lightning_strategy.py
 """
@@ -18,7 +18,7 @@ from stepwrap.wrappers import OptimWrapper, SupervisedModel
 
 
 class DigitsModule(LightningModule):
-    """An ordinary LightningModule: nothing of ours in it."""
+    """An ordinary LightningModule that does not use stepwrap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class DigitsModule(LightningModule):
 
 
 def own_step() -> StepLightningModule:
-    """The same network, trained by `MixupDDP.train_step`."""
+    """Return the same network, trained by `MixupDDP.train_step`."""
     return StepLightningModule(
         SupervisedModel(SmallCNN(), torch.nn.CrossEntropyLoss()),
         optim_wrapper=lambda model: OptimWrapper(torch.optim.AdamW(model.parameters(), lr=3e-3)),

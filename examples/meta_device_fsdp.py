@@ -1,6 +1,7 @@
-"""A model built without memory, sharded over two processes and trained.
+"""A model that is built on the meta device, sharded over two processes and trained.
 
-No process ever holds more than its shards and one whole layer: python examples/meta_device_fsdp.py
+No process ever holds more than its shards and one full layer. Run it on two processes:
+python examples/meta_device_fsdp.py
 """
 
 import torch
@@ -37,15 +38,15 @@ def build(width: int = 128, depth: int = 4) -> nn.Module:
 
 
 def main(epochs: int = 4) -> tuple[float, float]:
-    """Train; the share of the parameters that this process holds, and the test accuracy."""
+    """Train, and return the fraction of the parameters on this rank and the test accuracy."""
     torch.manual_seed(0)
     with meta_parameters():
         net = build()
     model = StepFullyShardedDataParallel(
         SupervisedModel(net, nn.CrossEntropyLoss()), shard=["Block"]
     )
-    held = sum(one.to_local().numel() for one in model.parameters())
-    share = held / sum(one.numel() for one in model.parameters())
+    local = sum(one.to_local().numel() for one in model.parameters())
+    share = local / sum(one.numel() for one in model.parameters())
 
     optim = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=2e-3), clip_grad={"max_norm": 1})
     batch_size = 64 // get_world_size()

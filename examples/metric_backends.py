@@ -1,4 +1,4 @@
-"""A metric of torchmetrics, synchronised over any back-end, also one of your own.
+"""A torchmetrics metric that is synchronised over any back-end, including a custom one.
 
 python examples/metric_backends.py [torch | torch_cpu | counting ...]
 mpirun -n 2 python examples/metric_backends.py mpi4py
@@ -16,7 +16,7 @@ from stepwrap.runner import launch
 
 
 class CountingDist(TorchDist):
-    """Counts what it carries; a back-end over another library derives from BaseDistBackend."""
+    """Counts gathered objects. Back-ends over other libraries derive from BaseDistBackend."""
 
     carried = 0
 
@@ -49,5 +49,5 @@ def main(*names: str) -> None:
 
 if __name__ == "__main__":
     names = tuple(sys.argv[1:]) or ("torch", "torch_cpu", "counting")
-    # MPI's ranks are there already; for torch, two processes are started here.
+    # mpirun has started the MPI ranks already; for torch, start two processes here.
     launch(main, names, nproc=1 if names == ("mpi4py",) else 2)

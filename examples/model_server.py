@@ -1,6 +1,6 @@
-"""A model server: one process trains and pushes, two evaluate what they pull.
+"""A model server: one process trains and pushes a model, two others pull and evaluate it.
 
-Run it as it is, or on three processes started elsewhere:
+Run it with python, or with torchrun on three processes:
 torchrun --nproc-per-node 3 examples/model_server.py
 """
 
@@ -47,7 +47,7 @@ def train(group: RpcGroup, epochs: int) -> list[tuple[int, float]]:
 
 
 def evaluate(group: RpcGroup, split: str, epochs: int) -> list[tuple[int, float]]:
-    """Evaluate each version that comes by; while there is no other, a pull moves a few bytes."""
+    """Evaluate each new version; a pull of an unchanged version transfers a few bytes."""
     data, net, seen = Digits(split), SmallCNN().eval(), []
     group.barrier()
     server = group.get_paired("models").to_here()

@@ -1,6 +1,6 @@
-"""Your own loop: the wrapper steps, everything around the step is yours.
+"""A custom training loop around a wrapper's `train_step`.
 
-Run it as it is, or on two processes: torchrun --nproc-per-node 2 examples/own_loop.py
+Run it with python, or on two processes: torchrun --nproc-per-node 2 examples/own_loop.py
 """
 
 import torch
@@ -39,7 +39,7 @@ def main(epochs: int = 8) -> float:
 
 
 if __name__ == "__main__":
-    # Joins torchrun's processes where there are any, and cleans up behind them.
+    # `launch` joins torchrun's processes, if any, and destroys the process group at the end.
     for rank, accuracy in launch(main).items():
         if rank == 0:
             print(f"test accuracy {accuracy:.4f}")

@@ -1,4 +1,4 @@
-"""Your own optimization step: mixup, as a wrapper that a config picks by name.
+"""A custom optimization step: mixup, as a wrapper that a config names.
 
 Run it: stepwrap train examples/own_train_step.yaml
 """

@@ -1,6 +1,6 @@
-"""Asynchronous SGD: two clients push gradients, a reducer adds them up, one model is trained.
+"""Asynchronous SGD: two clients push gradients, reducers average them, and one model is trained.
 
-Run it as it is, or on four processes started elsewhere:
+Run it with python, or with torchrun on four processes:
 torchrun --nproc-per-node 4 examples/parameter_server.py
 """
 
@@ -25,7 +25,7 @@ def main(epochs: int = 6) -> float | None:
 
 
 def serve(group: RpcGroup) -> float | None:
-    """Two gradients are averaged by the reducer, two of its results by the primary: 4 to a step."""
+    """Run a reducer; it averages 2 gradients and the primary 2 such averages, 4 per step."""
     server = PushPullGradServerImpl(
         "digits",
         group,
@@ -41,7 +41,7 @@ def serve(group: RpcGroup) -> float | None:
         server.manage_model(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
     server.start()
     group.barrier()
-    # The clients train; this process answers them until they come to the next barrier.
+    # This process serves the clients until they reach the next barrier.
     group.barrier(timeout=600)
     server.watch()
     server.close()
@@ -58,7 +58,7 @@ def work(group: RpcGroup, rank: int, epochs: int) -> None:
     for _ in range(epochs):
         for images, labels in loader:
             nn.functional.cross_entropy(net(images), labels).backward()
-            # Gradients go, the newest weights come, whoever made them.
+            # Sends the gradients and receives the newest weights.
             server.push(net)
     group.barrier(timeout=600)
 

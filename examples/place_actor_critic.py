@@ -1,6 +1,6 @@
-"""Place the models of an actor-critic agent on the devices that are there.
+"""Place the models of an actor-critic agent on the available devices.
 
-Where there is no GPU, two small ones are made up, and nothing is moved.
+Without a GPU, the placement is computed for two imaginary small GPUs, and no model is moved.
 """
 
 import copy
@@ -20,7 +20,7 @@ def head(inputs: int, outputs: int, width: int = 1024) -> nn.Sequential:
 
 
 def agent() -> dict[str, nn.Module]:
-    """Return TD3's models, an encoder of images, and a model of what the world does next."""
+    """Return the models of TD3, an image encoder, and a world model."""
     convolutions = [nn.Conv2d(3, 32, 4, 2), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU()]
     encoder = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(64 * 14 * 14, FEATURES))
     critics = {f"critic{i}": head(FEATURES + ACTIONS, 1) for i in (1, 2)}
@@ -30,7 +30,7 @@ def agent() -> dict[str, nn.Module]:
 
 
 def connections(models: dict[str, nn.Module]) -> dict[tuple[str, str], float]:
-    """Return the bytes from model to model in one step, there and, as gradients, back."""
+    """Return the bytes sent between models in one step, including gradients."""
     features, actions = BATCH * FEATURES * 4, BATCH * ACTIONS * 4
     found = {("encoder", name): 2.0 * features for name in ("actor", "critic1", "critic2", "world")}
     for critic in ("critic1", "critic2"):
@@ -39,7 +39,7 @@ def connections(models: dict[str, nn.Module]) -> dict[tuple[str, str], float]:
         found["encoder", f"target_{critic}"] = features
     found["encoder", "target_actor"] = features
     for name in ("actor", "critic1", "critic2"):
-        # Targets follow their models by a hundredth every step: all weights travel.
+        # Each step updates a target with all weights of its model.
         found[name, f"target_{name}"] = sum(4.0 * one.numel() for one in models[name].parameters())
     return found
 
@@ -53,11 +53,11 @@ def main(picture: str | None = None) -> ModelAssigner:
         if name != "encoder"
     }
     inputs["encoder"] = torch.randn(BATCH, 3, 64, 64)
-    made_up = {"cuda:0": 350, "cuda:1": 350, "cpu": 2000}
+    imaginary = {"cuda:0": 350, "cuda:1": 350, "cpu": 2000}
     assigner = ModelAssigner(
         models,
         connections(models),
-        free_mib=None if torch.cuda.is_available() else made_up,
+        free_mib=None if torch.cuda.is_available() else imaginary,
         move_models=torch.cuda.is_available(),
         example_inputs=inputs,
         optimizer=torch.optim.Adam,

@@ -1,4 +1,4 @@
-"""A layer of one's own whose replicas share a running statistic.
+"""A custom layer whose replicas share a running statistic.
 
 python examples/replication_callback.py
 """
@@ -13,7 +13,7 @@ from stepwrap.wrappers import OptimWrapper, StepDataParallel, SupervisedModel
 
 
 class Centred(nn.Module):
-    """Subtracts a running mean of the features, to which the whole batch contributes."""
+    """Subtracts a running mean of the features that is computed over the whole batch."""
 
     def __init__(self, features: int, momentum: float = 0.1) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class Centred(nn.Module):
         if self.training:
             mine = (x.detach().sum(0), len(x))
             mean = self.meet(mine, pool) if self.meet else pool([mine])[0]
-            # The buffer of copy 0 is the model's own; the others are gone after the forward.
+            # Copy 0 shares the model's buffer; the other copies are discarded after the forward.
             self.mean.lerp_(mean, self.momentum)
         return x - self.mean
 
 
 def pool(messages: list[tuple[Tensor, int]]) -> list[Tensor]:
-    """Called with the messages of all copies; returns a reply for each."""
+    """Receive the messages of all copies and return a reply for each."""
     mean = sum(total for total, _ in messages) / sum(count for _, count in messages)
     return [mean] * len(messages)
 

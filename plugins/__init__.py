@@ -1,3 +1,3 @@
-"""Our wrappers inside other trainers; each module needs the package that it is named after."""
+"""Use our wrappers in other trainers. Each module requires the package that it is named after."""
 
 __all__: list[str] = []

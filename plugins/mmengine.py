@@ -1,7 +1,7 @@
-"""Our optimizer wrappers in mmengine's `Runner` and under its schedulers.
+"""Use our optimizer wrappers in mmengine's ``Runner`` and with its schedulers.
 
-Those take instances of mmengine's own classes alone. Once this module is imported, ours count as
-such (`abc.ABCMeta.register`): they are handed over as they are, or named in a config::
+mmengine accepts only instances of mmengine's classes. Importing this module registers ours as
+virtual subclasses (``abc.ABCMeta.register``). Pass them as objects, or name them in a config::
 
     optim_wrapper = dict(type="stepwrap.plugins.mmengine.OptimWrapper", optimizer=dict(...))
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from ..wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
 try:
-    from mmengine import optim as _theirs
+    from mmengine import optim as _mmengine
 except ImportError as error:
     raise ImportError(
         f"stepwrap.plugins.mmengine needs mmengine ({error}): pip install 'stepwrap[mmengine]'"
@@ -19,5 +19,5 @@ except ImportError as error:
 
 __all__ = ["AmpOptimWrapper", "OptimWrapper", "OptimWrapperDict"]
 
-_theirs.OptimWrapper.register(OptimWrapper)
-_theirs.OptimWrapperDict.register(OptimWrapperDict)
+_mmengine.OptimWrapper.register(OptimWrapper)
+_mmengine.OptimWrapperDict.register(OptimWrapperDict)

@@ -1,7 +1,7 @@
-"""Builds the parts of a run, runs the loops, launches the ranks; the command line.
+"""Build the parts of a run, run its loops and launch its ranks; also the command line.
 
-Nothing here imports torch until `Runner` or `launch` is asked for, so that the command line
-answers at once.
+Importing this package does not import torch, so that the command line answers quickly. The public
+names are loaded when they are first used.
 """
 
 from __future__ import annotations

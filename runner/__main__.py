@@ -1,4 +1,4 @@
-"""`python -m stepwrap.runner` is the `stepwrap` command; torchrun's `-m` takes it too."""
+"""Run the command with ``python -m stepwrap.runner`` or ``torchrun -m stepwrap.runner``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Errors of a run, in a few lines, picklable, with the section of the config that they concern."""
+"""Picklable descriptions of errors, and errors that name the config section they concern."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import TypeVar
 from ..registry import Config, ConfigError, Problem, causes, key_noted_on, user_frame
 
 T = TypeVar("T")
-# What torch puts above the traceback of a data-loading worker.
-_OF_WORKER = "Original Traceback (most recent call last)"
+# torch puts this line above the traceback of a data-loading worker.
+_WORKER_TRACEBACK = "Original Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's error."""
+    """The error of one rank."""
 
     kind: str
     message: str
@@ -29,28 +29,32 @@ class Failure:
     trace: str
     rank: int | None = None
     time: float = field(default_factory=time.time)
-    # Which part of the model, which batch.
+    # Such as the part of the model or the batch that failed.
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
-        """Describe `error`, with the place in the user's own files that led to it."""
+        """Describe ``error``, with the line of the user's own files that led to it."""
         kind, message = type(error).__name__, str(error).strip()
-        told = (note for one in causes(error) for note in getattr(one, "__notes__", []))
-        notes = [note for note in told if note not in message]
-        if _OF_WORKER in message:
-            # The lines that follow the worker's traceback, in which all are indented.
+        all_notes = (note for one in causes(error) for note in getattr(one, "__notes__", []))
+        notes = [note for note in all_notes if note not in message]
+        if _WORKER_TRACEBACK in message:
+            # The worker's own message follows its traceback, whose lines are indented.
             lines = message.splitlines()
-            indented = [n for n, one in enumerate(lines) if one.startswith((" ", _OF_WORKER))]
-            said = lines[indented[-1] + 1 :] or lines[-1:]
-            message = f"{said[0].removeprefix(f'{kind}: ')} ({lines[0].strip().rstrip('.')})"
-            notes = said[1:] + notes
+            trace_lines = (" ", _WORKER_TRACEBACK)
+            end = max(n for n, line in enumerate(lines) if line.startswith(trace_lines))
+            text = lines[end + 1 :] or lines[-1:]
+            message = f"{text[0].removeprefix(f'{kind}: ')} ({lines[0].strip().rstrip('.')})"
+            notes = text[1:] + notes
         trace = "".join(traceback.format_exception(error))
         return cls(kind, message, _location_of(error), trace, rank, notes=notes)
 
     @classmethod
     def of_end(cls, exitcode: int | None, rank: int) -> Failure:
-        """Describe the end of a process without an error; -n is its end by signal n."""
+        """Describe a process that ended without reporting an error.
+
+        A negative exit code -n means that signal n killed it.
+        """
         kind, how = "ProcessEnded", f"exited with code {exitcode}"
         text = f"the process {'ended' if exitcode is None else how} before its work was done"
         if exitcode is not None and exitcode < 0:
@@ -60,7 +64,7 @@ class Failure:
         return cls(kind, text, "", text, rank)
 
     def lines(self) -> Iterator[str]:
-        """The few lines that a user reads."""
+        """Yield the lines that are shown to the user."""
         where = "" if self.rank is None else f" (rank {self.rank})"
         yield f"{self.kind}: {self.message}{where}" if self.message else f"{self.kind}{where}"
         if self.location:
@@ -70,9 +74,11 @@ class Failure:
 
 
 class LaunchError(RuntimeError):
-    """A rank failed; `failures` has every rank's own error, the cause in front.
+    """Raised by the launcher if a rank failed.
 
-    `is_stopping`: the launcher had received a stop signal before.
+    Attributes:
+        failures: the errors of all ranks, the cause first.
+        is_stopping: whether the launcher had received a stop signal before.
     """
 
     def __init__(self, failures: Sequence[Failure], *, is_stopping: bool = False) -> None:
@@ -82,7 +88,7 @@ class LaunchError(RuntimeError):
 
 
 class OversubscribedError(ValueError):
-    """More processes are to be started than this machine has cores or memory for."""
+    """Raised if the machine has too few cores or too little memory for the processes to start."""
 
     def __init__(self, what: str) -> None:
         flags = "--oversubscribe, launch.oversubscribe: true or launch(oversubscribe=True)"
@@ -90,10 +96,12 @@ class OversubscribedError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """A training failed, for its `__cause__`, and has left checkpoints to go on from.
+    """Raised if training failed but can be resumed; ``__cause__`` is the error.
 
-    `config` is the config that the run has written, `saved` its last checkpoint and `aside` one
-    that is not whole; None where there is none.
+    Attributes:
+        config: the config that the run wrote.
+        saved: its last checkpoint, or None.
+        aside: its last incomplete checkpoint, or None.
     """
 
     def __init__(self, config: Path, saved: Path | None, aside: Path | None) -> None:
@@ -104,9 +112,9 @@ class TrainingFailed(RuntimeError):
 
 
 class Terminated(BaseException):
-    """A signal such as SIGTERM ended the work at a point where nothing more is saved.
+    """Raised if a signal such as SIGTERM ends a command before it could save a checkpoint.
 
-    `saved` is the last checkpoint of the run, or empty.
+    ``saved`` is the last checkpoint of the run, or an empty string.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -116,7 +124,13 @@ class Terminated(BaseException):
 
 
 class BuildError(RuntimeError):
-    """A part could not be built from its section, a key path, for `cause`; `others` neither."""
+    """Raised if a part cannot be built from its config section.
+
+    Attributes:
+        section: the key path of the section.
+        cause: the original error.
+        others: the errors of other parts that could not be built.
+    """
 
     def __init__(self, section: str, cause: BaseException) -> None:
         super().__init__(section, cause)
@@ -124,8 +138,8 @@ class BuildError(RuntimeError):
         self.cause = cause
         self.others: list[BuildError] = []
         text = str(cause).strip()
-        for said in (section, section.rpartition(".")[2]):
-            text = text.removeprefix(f"{said}: ")
+        for prefix in (section, section.rpartition(".")[2]):
+            text = text.removeprefix(f"{prefix}: ")
         notes = getattr(cause, "__notes__", [])
         self.what = "; ".join([f"cannot be built: {type(cause).__name__}: {text}", *notes])
 
@@ -136,26 +150,26 @@ class BuildError(RuntimeError):
 
 @contextmanager
 def as_mistakes_in(config: Config) -> Iterator[None]:
-    """Raise what cannot be built as mistakes in `config`, each with its line there."""
+    """Turn a ``BuildError`` into a ``ConfigError`` with the line of each section in ``config``."""
     try:
         yield
     except BuildError as error:
         problems = []
         for one in (error, *error.others):
             where = _location_of(one.cause)
-            told = f"{one.what}\n  at {where}" if where else one.what
-            problems.append(Problem(one.section, told, config.origin(one.section)))
+            what = f"{one.what}\n  at {where}" if where else one.what
+            problems.append(Problem(one.section, what, config.origin(one.section)))
         raise ConfigError(list(dict.fromkeys(problems))) from error.cause
 
 
 class Attempts:
-    """Builds parts that do not depend on each other, and reports all that failed at the end."""
+    """Builds independent parts and reports all failures together at the end."""
 
     def __init__(self) -> None:
         self._errors: list[BuildError] = []
 
     def make(self, section: str, build: Callable[[], T]) -> T | None:
-        """Return what `build` makes for a section; None where it raises."""
+        """Call ``build`` for a section and return the result, or None if it raises."""
         try:
             with building(section):
                 return build()
@@ -164,7 +178,7 @@ class Attempts:
             return None
 
     def finish(self) -> None:
-        """Raise what has gone wrong, all of it in one BuildError."""
+        """Raise one BuildError with all failures, if there are any."""
         if self._errors:
             first, *others = self._errors
             first.others = others
@@ -173,9 +187,10 @@ class Attempts:
 
 @contextmanager
 def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
-    """Add the section of the config to an error, with the key that it concerns.
+    """Turn errors into a ``BuildError`` that names the config section and the key, if known.
 
-    That is what `build_tree` noted on it, otherwise the first of `options` that its text names.
+    The key is the one that ``build_tree`` noted on the error, otherwise the first of ``options``
+    that the error text mentions.
     """
     try:
         yield

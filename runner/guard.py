@@ -1,4 +1,4 @@
-"""Start ranks and see them to their end: signals go down, nothing outlives the launcher."""
+"""Start ranks, forward signals to them, and end them with the launcher."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from typing import Any
 from .failure import Failure, Terminated
 from .watch_parent import STOP_SIGNALS
 
-# The end of a terminal, and the warning that a scheduler sends before it ends a job.
+# Sent when a terminal is closed, and by schedulers as a warning before they end a job.
 COUNT_AS_SIGTERM = (signal.SIGHUP, signal.SIGUSR1)
 
+# How long a rank may continue after another one failed, and how long if it is saving.
 _GRACE_S = 3.0
-# How long a rank may go on saving after another one has failed.
 _SAVING_S = 600.0
 _POLL_S = 0.05
 
 
 @contextmanager
 def with_parent_watched() -> Iterator[None]:
-    """Make processes that are spawned meanwhile die with this one, from their first line on.
+    """Make processes that are spawned inside this context die with this one.
 
-    Their own imports, which take seconds, come later. A process spawned by another thread at the
-    same time is treated alike.
+    The watch starts before the process imports anything, which may take seconds. It also applies
+    to processes that other threads spawn at the same time.
     """
     watch = str(Path(__file__).with_name("watch_parent.py"))
     first = f"import runpy; runpy.run_path({watch!r})['die_with_parent']({os.getpid()})"
@@ -53,8 +53,8 @@ def with_parent_watched() -> Iterator[None]:
         spawn.get_command_line = plain
 
 
-def heed_signals() -> None:
-    """Let stop signals through and deliver those that waited."""
+def unblock_signals() -> None:
+    """Unblock stop signals; signals that arrived earlier are delivered now."""
     for number in COUNT_AS_SIGTERM:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, pass_on_as_sigterm)
@@ -62,12 +62,12 @@ def heed_signals() -> None:
 
 
 def pass_on_as_sigterm(number: int, frame: FrameType | None) -> None:
-    """Handle a signal as SIGTERM is handled at that time: a running training saves and stops."""
+    """Handle a signal like SIGTERM: a running training saves a checkpoint and stops."""
     signal.raise_signal(signal.SIGTERM)
 
 
 def host_identity() -> str:
-    """Return what processes share among which a process number means the same."""
+    """Return an identifier that is equal for processes that share one set of process ids."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
 
@@ -76,7 +76,7 @@ def is_running(pid: int) -> bool:
     """Whether a process of this host is running; a zombie is not."""
     try:
         os.kill(pid, 0)
-        # "7 (a name) Z ...": off Linux there is no such file, and no telling.
+        # The file reads "7 (name) Z ...". It exists on Linux only.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except ProcessLookupError:
         return False
@@ -86,37 +86,37 @@ def is_running(pid: int) -> bool:
 
 
 def own_memory() -> int:
-    """Return the bytes of this process; on Linux without the libraries, which it shares."""
+    """Return the memory of this process in bytes; on Linux without the shared libraries."""
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * int(status.read_text().partition("RssAnon:")[2].split()[0])
-    # In bytes on macOS.
+    # macOS reports bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @dataclass
 class _Rank:
     process: SpawnProcess
-    words: Connection
-    # Its memory when it got ready, in bytes; None before.
+    pipe: Connection
+    # In bytes, once the rank is ready for signals; None before.
     memory: int | None = None
-    is_told: bool = False
+    has_signal: bool = False
     is_killed: bool = False
 
 
 class Ranks:
-    """The processes of a launch, from their start to their end.
+    """The processes of a launch.
 
-    Each sends its memory (bytes, a number) through a pipe when it is ready for signals, and then
-    its pickled result or its `Failure`. One that ends without either has failed, whatever its exit
-    code. After a failure the others have a few seconds to end, then they are killed; one that has
-    a file `saving_*` in `folder` gets 10 minutes.
+    When a rank is ready for signals it sends its memory (int, in bytes) through a pipe, and later
+    its pickled result or its ``Failure``. A rank that ends without either has failed, whatever its
+    exit code. After a failure the other ranks have a few seconds to end and are then killed, or 10
+    minutes while ``folder`` has a file ``saving_*``.
 
     Attributes:
-        results: What each rank has returned, pickled, by its number.
-        failures: Errors of ranks, and ends without one.
-        received: The stop signals that this process has got, in their order, with SIGTERM
-            for each of `COUNT_AS_SIGTERM`. Ranks get the first one. A second Ctrl-C kills them.
+        results: the pickled result of each rank, by rank.
+        failures: the errors of ranks, including those that ended without reporting one.
+        received: the stop signals that this process received, in order, with SIGTERM for each of
+            ``COUNT_AS_SIGTERM``. Ranks get the first one. A second Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,67 +131,67 @@ class Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Kill those that still run, and wait for their end."""
+        """Kill the ranks that are still running and wait until they ended."""
         for one in self._running.values():
             one.process.kill()
             one.process.join()
 
     def start(self, rank: int, main: Callable[..., None], *args: Any) -> None:
-        """Start a process that calls `main(pipe, *args)`, and dies with this one."""
+        """Start a process that calls ``main(pipe, *args)`` and dies with this one."""
         context = get_context("spawn")
-        ours, theirs = context.Pipe(duplex=False)
-        with theirs, with_parent_watched():
-            process = context.Process(target=main, args=(theirs, *args))
+        receiver, sender = context.Pipe(duplex=False)
+        with sender, with_parent_watched():
+            process = context.Process(target=main, args=(sender, *args))
             process.start()
-        self._running[rank] = _Rank(process, ours)
+        self._running[rank] = _Rank(process, receiver)
 
     def wait(self) -> None:
-        """Wait until all have ended, and fill `results` and `failures`."""
+        """Wait until all ranks ended, and fill ``results`` and ``failures``."""
         while self._running:
-            self._look()
+            self._poll()
 
     def memory_of(self, rank: int) -> int:
-        """Wait until a rank has made its imports; returns its memory in bytes, 0 if it failed."""
+        """Wait until a rank finished its imports and return its memory in bytes, 0 if it failed."""
         one = self._running[rank]
         while one.memory is None and rank in self._running:
-            self._look()
+            self._poll()
         return one.memory or 0
 
-    def _look(self) -> None:
-        open_pipes = [one.words for one in self._running.values() if not one.words.closed]
+    def _poll(self) -> None:
+        open_pipes = [one.pipe for one in self._running.values() if not one.pipe.closed]
         wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
         for rank, one in list(self._running.items()):
-            # Its last message has arrived once it has ended.
+            # Checked before receiving: the messages of a rank that has ended have all arrived.
             has_ended = not one.process.is_alive()
-            self._listen(rank, one)
+            self._receive(rank, one)
             if has_ended:
-                one.words.close()
+                one.pipe.close()
                 self._note_end(rank, self._running.pop(rank))
         self._pass_signals_on()
-        self._end_the_late()
+        self._kill_overdue()
 
-    def _listen(self, rank: int, one: _Rank) -> None:
+    def _receive(self, rank: int, one: _Rank) -> None:
         try:
-            while not one.words.closed and one.words.poll():
-                said = one.words.recv()
-                if isinstance(said, Failure):
-                    self._fail(said)
-                elif isinstance(said, int):
-                    one.memory = said
+            while not one.pipe.closed and one.pipe.poll():
+                message = one.pipe.recv()
+                if isinstance(message, Failure):
+                    self._fail(message)
+                elif isinstance(message, int):
+                    one.memory = message
                 else:
-                    self.results[rank] = said
+                    self.results[rank] = message
         except (EOFError, OSError):
-            one.words.close()
+            one.pipe.close()
 
     def _note_end(self, rank: int, one: _Rank) -> None:
         code = one.process.exitcode or 0
         if self.failures and self.failures[0].rank == rank:
-            # Only now do the others lose their connections to it.
+            # The others lose their connections to it only now, so their grace period starts here.
             self._deadline = time.monotonic() + _GRACE_S
-        has_spoken = rank in self.results or any(rank == told.rank for told in self.failures)
-        if (has_spoken and code >= 0) or one.is_killed:
+        has_reported = rank in self.results or any(rank == each.rank for each in self.failures)
+        if (has_reported and code >= 0) or one.is_killed:
             return
-        # What a signal has ended, or a handler of the user's for it, has not failed.
+        # A rank that ends after a stop signal, directly or in the user's handler, has not failed.
         if not self.received or (code < 0 and -code not in (*self.received, signal.SIGTERM)):
             self._fail(Failure.of_end(code, rank))
 
@@ -205,12 +205,12 @@ class Ranks:
         if not self.received:
             return
         for one in self._running.values():
-            if one.memory is not None and not one.is_told:
-                one.is_told = True
+            if one.memory is not None and not one.has_signal:
+                one.has_signal = True
                 with suppress(ProcessLookupError):
                     os.kill(one.process.pid or 0, self.received[0])
 
-    def _end_the_late(self) -> None:
+    def _kill_overdue(self) -> None:
         now = time.monotonic()
         if now < self._last_deadline < float("inf") and any(self._folder.glob("saving_*")):
             self._deadline = max(self._deadline, now + _GRACE_S)
@@ -222,7 +222,7 @@ class Ranks:
 
 @contextmanager
 def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
-    """Handle signals so, where this is the main thread; afterwards as before."""
+    """Install signal handlers if this is the main thread, and restore the old ones at the end."""
     if threading.current_thread() is not threading.main_thread():
         handlers = {}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -235,18 +235,17 @@ def handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) ->
 
 @contextmanager
 def receiving_signals(ranks: Ranks) -> Iterator[None]:
-    """Note this process's stop signals in `ranks`; those started here begin with them blocked."""
+    """Record this process's stop signals in ``ranks.received``."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
     with with_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
-        # It removes the semaphores that killed ranks leave, of which the user need not read.
-        # Started later, by the first process, it would lift the block of signals. It ignores
-        # SIGTERM and Ctrl-C, and keeps the block of the others.
+        # The tracker removes the semaphores of killed ranks, without a warning to the user. It must
+        # start here: started by the first process, it would unblock the stop signals.
         resource_tracker.ensure_running()
 
     def note(number: int, frame: FrameType | None) -> None:
         ranks.received.append(signal.SIGTERM if number in COUNT_AS_SIGTERM else number)
 
-    # A handler of the program's own stays, and what nohup has this process ignore is ignored.
+    # Keep the program's own handlers, and keep ignoring what nohup makes this process ignore.
     free = [
         n for n in COUNT_AS_SIGTERM if signal.getsignal(n) in (signal.SIG_DFL, pass_on_as_sigterm)
     ]
@@ -256,7 +255,7 @@ def receiving_signals(ranks: Ranks) -> Iterator[None]:
 
 @contextmanager
 def blocking_signals() -> Iterator[None]:
-    """Have stop signals wait, in this thread and in the processes that it starts meanwhile."""
+    """Block stop signals in this thread and in the processes that it starts in this context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -266,21 +265,21 @@ def blocking_signals() -> Iterator[None]:
 
 @contextmanager
 def raising_stops() -> Iterator[None]:
-    """Have SIGTERM raise `Terminated` and Ctrl-C KeyboardInterrupt, unless others handle them."""
+    """Raise ``Terminated`` on SIGTERM and KeyboardInterrupt on Ctrl-C, unless they are ignored."""
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         raise _stop(number)
 
-    heeded = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    with handling(dict.fromkeys(heeded, stop)):
+    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    with handling(dict.fromkeys(numbers, stop)):
         try:
             yield
         except Exception as error:
             if not received:
                 raise
-            # Raised in the middle of an import, for instance, it may come out as another error.
+            # An import, for instance, may replace the exception of the handler by another error.
             raise _stop(received[0]) from error
 
 
@@ -290,7 +289,7 @@ def _stop(number: int) -> BaseException:
 
 @contextmanager
 def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have environment variables, for the processes that are started meanwhile."""
+    """Set environment variables for the processes that are started in this context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

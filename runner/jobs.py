@@ -1,4 +1,4 @@
-"""What each rank does for a command: build, run, report how it ended."""
+"""The work of one rank for a command: build the parts, run the loops, report the outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..registry import (
 )
 from ..wrappers import auto
 from .failure import OversubscribedError, as_mistakes_in
-from .launcher import launch, lonely_group
+from .launcher import launch, single_process_group
 from .parallelism import needs_group
 from .parts import build_parts
 from .run_folder import (
@@ -41,18 +41,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Settings of how a run is started, and those of optimizers and schedules that no state holds.
-_OF_THE_START = ("run_dir", "resume", "launch", "import_from")
-_OF_THE_RUN = ("type", "fused", "foreach", "capturable", "differentiable", "by", "metric")
+# Settings that may differ when a run is resumed.
+_LAUNCH_SETTINGS = ("run_dir", "resume", "launch", "import_from")
+# Settings of optimizers and schedules that are not part of their state.
+_NOT_IN_STATE = ("type", "fused", "foreach", "capturable", "differentiable", "by", "metric")
 
-# The loops that a command's parts are built for.
-WANTED = {"train": ("train", "val", "test"), "validate": ("val",), "test": ("test",)}
-WANTED["predict"] = ("test",)
+# The loops to build for each command.
+LOOPS_OF = {
+    "train": ("train", "val", "test"),
+    "validate": ("val",),
+    "test": ("test",),
+    "predict": ("test",),
+}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One command, as it is handed to every rank; `run` has the checked sections of `config`."""
+    """One command as it is sent to every rank; ``run`` holds the checked sections of ``config``."""
 
     command: str
     config: Config
@@ -62,25 +67,25 @@ class Job:
     dry_run: bool = False
     fresh: bool = False
     debug: bool = False
-    # Where predictions go.
+    # The file for predictions.
     out: str = ""
-    # A folder in which each rank notes its step, for a launcher that restarts the job.
+    # A folder in which each rank records its step, for a launcher that restarts the job.
     steps: str = ""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank."""
+    """The outcome of a job on one rank."""
 
     step: int
     epoch: int
-    # Its number, where one has stopped the training.
+    # The number of the signal that stopped the training, or 0.
     signal: int = 0
-    # By phase, "val" and "test".
+    # By phase: "val" and "test".
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    # Whose weights were evaluated last, "" for those at hand.
+    # The checkpoint that was evaluated last, or "" for the model as it was.
     checkpoint: str = ""
-    # What the best checkpoint has, such as "lowest loss"; "" where none is kept.
+    # Why the best checkpoint is the best, such as "lowest loss"; "" if no best one is kept.
     best_by: str = ""
     # The number of samples with predictions.
     predictions: int = 0
@@ -91,26 +96,26 @@ class Outcome:
 
 
 def run_job(job: Job) -> Outcome:
-    """Do `job`; every rank must call this."""
+    """Run ``job`` and return its outcome; every rank must call this."""
     with prepared(job):
         return _run_here(job)
 
 
 @contextmanager
 def prepared(job: Job) -> Iterator[None]:
-    """Have log lines, the modules that the config imports, and the group that its parts need."""
+    """Set up logging, the config's imports and the process group; every rank must enter."""
     with _console_log(job.debug):
-        # What the config imports has to be there in a new process too.
+        # A newly started process has not imported the config's modules yet.
         if failed := import_problems(job.config):
             raise ConfigError(failed)
-        with lonely_group(needs_group(job.run)), traced(job.run.trace_collectives):
+        with single_process_group(needs_group(job.run)), traced(job.run.trace_collectives):
             yield
 
 
 def on_ranks(
     run: RunSections, fn: Callable[..., T], args: Sequence[Any], **options: Any
 ) -> dict[int, T]:
-    """Call `fn(*args)` on the ranks of a run and return the results, as `launch` does."""
+    """Call ``fn(*args)`` on the ranks of a run, and return the results by rank."""
     settings = run.launch
     backend = "gloo" if settings.backend == "auto" and run.device == "cpu" else settings.backend
     options |= {"timeout_s": settings.timeout_s, "oversubscribe": settings.oversubscribe}
@@ -121,22 +126,22 @@ def on_ranks(
 
 
 def run_dir_error(config: Config, what: str) -> ConfigError:
-    """Return what is wrong with the run's folder, with the line that names it."""
+    """Return an error about the run's folder, with the line of the config that names it."""
     origin = config.origin("run_dir") if "run_dir" in config else ""
     return ConfigError([Problem("run_dir", what, origin)])
 
 
-def refuse_occupied(job: Job, *, is_held: bool = False) -> None:
-    """Refuse to train beside another run, or over its results unless asked to.
+def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
+    """Raise if another run uses the folder of a training, or left results that must be kept.
 
-    Every rank must call this: rank 0 looks, and all raise the same ConfigError. With `is_held`
-    there is no other run.
+    Every rank must call this: rank 0 checks, and all raise the same ConfigError. Pass ``is_locked``
+    if this run has locked the folder, so that only results are checked.
     """
     if job.command != "train" or job.dry_run:
         return
     problem, folder = "", Path(job.run.run_dir)
     if get_rank() == 0:
-        problem = "" if is_held else in_use(folder)
+        problem = "" if is_locked else in_use(folder)
         if not job.resume and not job.fresh:
             problem = problem or occupied(folder)
     problem = broadcast(problem)
@@ -144,11 +149,12 @@ def refuse_occupied(job: Job, *, is_held: bool = False) -> None:
         raise run_dir_error(job.config, problem)
 
 
-def _go_on(job: Job) -> Job:
-    """Return the job for this attempt: one that torchrun has started again goes on.
+def _continued(job: Job) -> Job:
+    """Return the job for this attempt: after a restart by torchrun, the job that continues it.
 
-    Every rank must call this. The store of torchrun tells, not the folder: an attempt that is
-    refused, for the results of another run that the folder holds, is started again as well.
+    Every rank must call this. torchrun's store records whether an earlier attempt began. The run's
+    folder cannot answer that: it may hold the results of another run, for which this attempt is
+    then refused.
     """
     if job.command != "train" or job.dry_run:
         return job
@@ -164,10 +170,10 @@ def _go_on(job: Job) -> Job:
 
 
 def next_attempt(job: Job, *, has_saved: bool) -> Job:
-    """Return the job that continues one that failed, after or before its first checkpoint."""
+    """Return the job that continues a failed one; ``has_saved`` says if it left a checkpoint."""
     if has_saved:
         return replace(job, resume=True, fresh=False)
-    # The records of the failed attempt would be in the way.
+    # `fresh` removes the records of the failed attempt.
     return job if job.resume else replace(job, fresh=True)
 
 
@@ -176,20 +182,20 @@ def _begun(run_dir: Path) -> str:
 
 
 def _run_here(job: Job) -> Outcome:
-    job = _go_on(job)
-    refuse_occupied(job)
+    job = _continued(job)
+    require_free_run_dir(job)
     with _folder(job) as folder:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
-            parts = build_parts(job.run, WANTED[job.command], one_batch=job.dry_run)
+            parts = build_parts(job.run, LOOPS_OF[job.command], one_batch=job.dry_run)
         hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"]}
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
         runner = Runner(**{**parts, "hooks": hooks})
         if job.command == "train":
             with runner.hold_run_dir():
-                # Another run may have come and gone meanwhile.
-                refuse_occupied(job, is_held=True)
+                # Another run may have used the folder since the check above.
+                require_free_run_dir(job, is_locked=True)
                 return _train(runner, job, folder)
         return _evaluate(runner, job, folder)
 
@@ -203,7 +209,7 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
         folder.mkdir(parents=True, exist_ok=True)
         if store := agent_store():
             store.set(_begun(folder), "")
-    # No rank may look for checkpoints before the old ones are gone.
+    # No rank may look for checkpoints before rank 0 has removed the old ones.
     synchronize()
     state = runner.train(resume=job.resume)
     metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
@@ -218,37 +224,36 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
 
 
 def _log_changes(job: Job, folder: Path) -> None:
-    """Name the settings that are not those that the run to go on from had."""
+    """Log the settings that differ from the resumed run's config."""
     if isinstance(job.resume, str) and job.resume not in ("best", "latest"):
         path = Path(job.resume)
         folder = path if (path / "checkpoints").is_dir() else path.parent.parent
     try:
         before = _flat(load_config(folder / "config.yaml").to_dict())
     except (ConfigError, OSError):
-        logger.info("%s has no config.yaml to compare the settings with", folder)
+        logger.info("cannot compare the settings: %s has no readable config.yaml", folder)
         return
     now = _flat(job.config.to_dict())
     lines = [
         f"  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}{_effect(key)}"
         for key in dict.fromkeys((*before, *now))
-        if before.get(key) != now.get(key) and key.split(".")[0] not in _OF_THE_START
+        if before.get(key) != now.get(key) and key.split(".")[0] not in _LAUNCH_SETTINGS
     ]
     if lines:
-        told = "\n".join(lines)
-        logger.warning("settings that differ from those the run had so far:\n%s", told)
+        logger.warning("settings that differ from the resumed run:\n%s", "\n".join(lines))
 
 
 def _effect(key: str) -> str:
     parts = key.split(".")
-    if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _OF_THE_RUN:
-        return " (has no effect: the state in the checkpoint goes on)"
+    if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _NOT_IN_STATE:
+        return " (no effect: the state in the checkpoint is used)"
     if key == "data.train.batch_size":
-        return " (the most that a rank gets at once; an update keeps its samples)"
+        return " (limits a rank's micro-batch only; each update keeps its number of samples)"
     return ""
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values in nested dicts and lists by their dotted paths."""
+    """Return the values of nested dicts and lists by dotted key path."""
     items: Any = enumerate(value) if isinstance(value, list) else ()
     items = value.items() if isinstance(value, dict) else items
     flat = {k: v for key, one in items for k, v in _flat(one, f"{prefix}{key}.").items()}
@@ -261,20 +266,20 @@ def _evaluate(runner: Runner, job: Job, folder: Path) -> Outcome:
         count = runner.predict(job.out, checkpoint=path)
         state = runner.state
         return Outcome(state.step, state.running_epoch, 0, {}, str(path or ""), predictions=count)
-    verb, phase = (runner.test, "test") if job.command == "test" else (runner.validate, "val")
-    metrics = {phase: verb(path)}
+    is_test = job.command == "test"
+    metrics = {"test": runner.test(path)} if is_test else {"val": runner.validate(path)}
     state = runner.state
     return Outcome(state.step, state.running_epoch, 0, metrics, str(path or ""))
 
 
 @contextmanager
 def _folder(job: Job) -> Iterator[Path]:
-    """The run's folder; for a dry run one that is removed afterwards."""
+    """Yield the run's folder or, for a dry run, a temporary one that is removed at the end."""
     if not job.dry_run:
         yield Path(job.run.run_dir)
         return
-    mine = tempfile.mkdtemp(prefix="stepwrap_dry_run_") if get_rank() == 0 else ""
-    folder = Path(broadcast(mine))
+    temporary = tempfile.mkdtemp(prefix="stepwrap_dry_run_") if get_rank() == 0 else ""
+    folder = Path(broadcast(temporary))
     try:
         yield folder
         synchronize()
@@ -285,30 +290,25 @@ def _folder(job: Job) -> Iterator[Path]:
 
 @contextmanager
 def _console_log(debug: bool) -> Iterator[None]:
-    """Show rank 0's warnings as plain lines; with `debug` everything from every rank."""
-    ours = logging.getLogger("stepwrap")
-    if get_rank() != 0 and not debug:
-        # Rank 0 shows the same ones. Without a handler Python prints logged warnings itself.
-        silence = logging.NullHandler()
-        ours.addHandler(silence)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                yield
-            finally:
-                ours.removeHandler(silence)
-        return
-    handler = logging.StreamHandler()
+    """Print rank 0's warnings as plain lines or, with ``debug``, the log messages of every rank."""
+    package_logger = logging.getLogger("stepwrap")
+    level = package_logger.level
+    is_shown = debug or get_rank() == 0
+    # Without any handler Python would print logged warnings itself.
+    handler = logging.StreamHandler() if is_shown else logging.NullHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s" if debug else "%(message)s"))
-    level = ours.level
-    ours.addHandler(handler)
-    ours.setLevel(logging.INFO if debug else logging.WARNING)
-    # Which checkpoint a run goes on from is news for everybody, which wrapper was chosen, and what
-    # compiling has brought.
-    for news in (f"{__package__}.runner", auto.__module__, "stepwrap.wrappers.compiled"):
-        logging.getLogger(news).setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        ours.removeHandler(handler)
-        ours.setLevel(level)
+    package_logger.addHandler(handler)
+    with warnings.catch_warnings():
+        if is_shown:
+            package_logger.setLevel(logging.INFO if debug else logging.WARNING)
+            # Always shown: the resumed checkpoint, the chosen wrapper, the result of compiling.
+            for name in (f"{__package__}.runner", auto.__module__, "stepwrap.wrappers.compiled"):
+                logging.getLogger(name).setLevel(logging.INFO)
+        else:
+            # Rank 0 shows the same warnings.
+            warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            package_logger.removeHandler(handler)
+            package_logger.setLevel(level)

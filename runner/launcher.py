@@ -1,4 +1,4 @@
-"""Run one function in several processes of this machine, or join the ones already started."""
+"""Run a function in several processes of this machine, or in processes that others started."""
 
 from __future__ import annotations
 
@@ -42,19 +42,21 @@ from .failure import Failure, LaunchError, OversubscribedError, Terminated
 from .guard import (
     Ranks,
     blocking_signals,
-    heed_signals,
     host_identity,
     is_running,
     own_memory,
     receiving_signals,
+    unblock_signals,
     with_variables,
 )
 
 T = TypeVar("T")
-# Between the end of a process's connections and its own.
+# How long a process may outlive its connections.
 _DYING_S = 1.0
-# Most processes for a core; memory for each that is enough for its imports in any case.
-_PER_CORE, _AMPLE = 4, 2**30
+# The largest number of processes per core.
+_PER_CORE = 4
+# Bytes of free memory per process above which the need of a process is not measured.
+_AMPLE = 2**30
 
 
 def launch(
@@ -67,46 +69,47 @@ def launch(
     oversubscribe: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[int, T]:
-    """Call `fn(*args)` on `nproc` ranks and return each rank's result by its number.
+    """Call ``fn(*args)`` on ``nproc`` ranks and return each rank's result by rank.
 
-    Under torchrun or `srun` this process joins the environment's group as the one rank that it is,
-    and only its own result is returned. One rank without an `environment` runs in this process,
-    without a group. `fn`, `args` and the results are pickled when processes are started; these meet
-    over files in a private folder, whose name they have in `STEPWRAP_LAUNCH_DIR`: no store listens
-    on the network. gloo uses the loopback interface there unless `GLOO_SOCKET_IFNAME` says
-    otherwise (docs/rpc.md: which stores listen).
+    Under torchrun or ``srun`` this process joins the group of the environment as one rank, and only
+    its own result is returned. A single rank without an ``environment`` runs in this process,
+    without a process group.
+
+    Otherwise processes are started, and ``fn``, ``args`` and the results are pickled. The ranks
+    meet through files in a private folder, which ``STEPWRAP_LAUNCH_DIR`` names, so no store listens
+    on the network. gloo uses the loopback interface unless ``GLOO_SOCKET_IFNAME`` is set
+    (docs/rpc.md explains which stores listen).
 
     Args:
-        fn: A module-level function, or any that is defined in a notebook or at a prompt. On every
-            rank the default process group is there while it runs, and destroyed afterwards.
-        args: Its arguments, as a tuple or a list.
-        nproc: How many processes to start on this machine.
-        backend: What `torch.distributed.init_process_group` takes; "auto" is NCCL for CUDA
-            tensors plus gloo for CPU tensors when each rank has a GPU of its own, else gloo.
-        timeout_s: How long a collective may wait for a rank, in seconds.
-        oversubscribe: Start more than 4 processes for each core of this machine, and more than its
-            free memory has room for. It is measured on the first one, before `fn` is called, unless
-            there is 1 GiB for each.
-        environment: Variables that the started processes get in addition.
+        fn: a module-level function, or any function defined in a notebook or at a prompt. On every
+            rank the default process group exists while it runs and is destroyed afterwards.
+        args: its arguments, as a tuple or a list.
+        nproc: number of processes to start on this machine.
+        backend: an argument of ``torch.distributed.init_process_group``. "auto" means NCCL for CUDA
+            tensors and gloo for CPU tensors if there is a GPU for each rank, otherwise gloo.
+        timeout_s: how long a collective may wait for a rank, in seconds.
+        oversubscribe: allow more than 4 processes per core, and more than fit into free memory. The
+            need of a process is measured on the first one, before ``fn`` is called, unless there
+            is 1 GiB for each.
+        environment: additional environment variables of the started processes.
 
     Raises:
-        OversubscribedError: A ValueError; `nproc` is too much for this machine.
-        LaunchError: A rank raised, died, or left with any exit code before `fn` returned; the
-            others were stopped.
-        TypeError: `args` is neither a tuple nor a list.
-        RuntimeError: The main program was read from standard input.
-        KeyboardInterrupt: Ctrl-C ended the ranks before `fn` returned.
-        Terminated: SIGTERM did so, or SIGHUP or SIGUSR1, which count as SIGTERM.
+        OversubscribedError: ``nproc`` is too large for this machine (a ValueError).
+        LaunchError: a rank raised, died, or exited before ``fn`` returned; the others were stopped.
+        TypeError: ``args`` is neither a tuple nor a list.
+        RuntimeError: the main program was read from standard input.
+        KeyboardInterrupt: Ctrl-C ended the ranks before ``fn`` returned.
+        Terminated: SIGTERM, SIGHUP or SIGUSR1 ended the ranks before ``fn`` returned.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
     if not isinstance(args, tuple | list):
-        # A string or a dict would be taken apart.
+        # A string or a dict would be unpacked into its elements.
         given = reprlib.repr(args)
         raise TypeError(f"args must be a tuple of arguments, got {given}; one alone is ({given},)")
     if started_outside():
         with process_group(backend, timeout_s):
-            return {dist.get_rank(): _call_beside_others(fn, args)}
+            return {dist.get_rank(): _call_as_rank(fn, args)}
     if nproc == 1 and not environment:
         return {0: fn(*args)}
     if not oversubscribe:
@@ -118,8 +121,9 @@ def launch(
 
 
 def _require_cores(nproc: int) -> None:
-    of_this_process = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    cores = len(of_this_process(0))
+    # macOS has no sched_getaffinity.
+    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    cores = len(affinity(0))
     if nproc > _PER_CORE * cores:
         raise OversubscribedError(
             f"{nproc} processes are too many for the {cores} cores of this machine: at most "
@@ -128,7 +132,7 @@ def _require_cores(nproc: int) -> None:
 
 
 def _require_memory(nproc: int, each: int) -> None:
-    """Refuse to start the other processes if they do not fit next to the first one."""
+    """Raise if the other processes do not fit into memory next to the first one."""
     free = free_memory("cpu")
     if (nproc - 1) * each > free:
         raise OversubscribedError(
@@ -138,7 +142,7 @@ def _require_memory(nproc: int, each: int) -> None:
 
 
 def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., T], Sequence[Any]]:
-    """Return a call of `fn(*args)` that started processes can load."""
+    """Return a call of ``fn(*args)`` that started processes can load."""
     main = get_preparation_data("")
     path = main.get("init_main_from_path")
     if path is not None and not os.path.isfile(path):
@@ -148,11 +152,11 @@ def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., 
         )
     if path is not None or "init_main_from_name" in main:
         return fn, args
-    # In a notebook or at a prompt there is nothing to import: the call and its result go by value.
+    # In a notebook or at a prompt there is no file to import: pickle the function by value.
     try:
         call = pickle.dumps(PicklableWrapper(partial(fn, *args)))
     except Exception as error:
-        what = "launch sends fn, its arguments and the variables that it uses to other processes"
+        what = "launch pickles fn, its arguments and the variables that it uses"
         raise TypeError(f"{what}, but one of them cannot be pickled: {error}") from error
     return _call_pickled, (call,)
 
@@ -170,8 +174,8 @@ def started_outside() -> bool:
     return bool(os.environ.get("SLURM_PROCID")) and tasks != "1" and not interactive
 
 
-def _call_beside_others(fn: Callable[..., T], args: Sequence[Any]) -> T:
-    """Call `fn`; where it fails for want of ranks of this host that are gone, name them."""
+def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
+    """Call ``fn``; if it fails because other ranks of this host died, report those ranks."""
     processes = all_gather_object((host_identity(), os.getpid()))
     try:
         return fn(*args)
@@ -194,10 +198,10 @@ def _call_beside_others(fn: Callable[..., T], args: Sequence[Any]) -> T:
 def process_group(
     backend: str = "auto", timeout_s: float = 1800.0, *, store_file: Path | None = None
 ) -> Iterator[None]:
-    """Have the default group of the environment's ranks; every rank must enter.
+    """Create the default process group of the environment's ranks; every rank must enter.
 
-    A group that is there already is used and left alone. The ranks meet over `store_file`, else
-    at MASTER_ADDR.
+    An existing group is used and not destroyed. The ranks meet through ``store_file`` if it is
+    given, otherwise at MASTER_ADDR.
     """
     if dist.is_initialized():
         yield
@@ -218,14 +222,14 @@ def process_group(
         meeting = {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(name, timeout=timeout, device_id=device, **meeting)
     with _ending_group():
-        # A rank that leaves while another still connects would break its connections.
+        # A rank must not leave while another one is still connecting to it.
         synchronize()
         yield
 
 
 @contextmanager
-def lonely_group(needed: bool = True) -> Iterator[None]:
-    """Have a group of this process alone, where wrappers cannot do without any."""
+def single_process_group(needed: bool = True) -> Iterator[None]:
+    """Create a process group of this process alone if ``needed`` and if no group exists."""
     if not needed or dist.is_initialized():
         yield
         return
@@ -237,14 +241,14 @@ def lonely_group(needed: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _ending_group() -> Iterator[None]:
-    """Destroy the group at the end, and free what else would keep it until the process exits.
+    """Destroy the process group at the end, even if a failed frame still refers to a wrapper.
 
-    A process that exits with a live group, or with a wrapper that holds one, aborts now and then.
+    A process that exits with a live group, or with a wrapper that refers to one, may abort.
     """
     try:
         yield
     except BaseException as error:
-        # The variables of the frames that failed hold the wrapper.
+        # The local variables of the failed frames refer to the wrapper.
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
@@ -262,13 +266,13 @@ def _backend_name(backend: str) -> str:
 def _start(
     main_args: Sequence[Any], shared: Mapping[str, str], *, nproc: int, oversubscribe: bool
 ) -> dict[int, Any]:
-    # Ranks and their workers inherit the folder in which multiprocessing puts sockets: a separate
-    # one would stay when a signal ends its process.
+    # Create multiprocessing's folder for sockets here: ranks and their workers inherit it. If a
+    # rank made its own, the folder would remain when a signal ends the rank.
     get_temp_dir()
-    # For this user alone: it holds the store in which the ranks meet.
+    # Only this user can read the folder: it holds the store in which the ranks meet.
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
     shared = {**shared, "STEPWRAP_LAUNCH_DIR": str(folder)}
-    # Waiting for the imports of the first rank takes seconds.
+    # With ample memory, skip the wait for the imports of the first rank, which takes seconds.
     is_ample = oversubscribe or nproc * _AMPLE < free_memory("cpu")
     try:
         with Ranks(folder) as ranks, receiving_signals(ranks):
@@ -281,7 +285,7 @@ def _start(
             ranks.wait()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    # After a signal the ranks that lose a peer have lost it to the signal.
+    # After a signal, ranks fail because the signal ended their peers: that is not an error.
     if ranks.failures and not (ranks.received and all(map(_may_follow, ranks.failures))):
         causes_first = sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time))
         raise LaunchError(causes_first, is_stopping=bool(ranks.received))
@@ -293,7 +297,7 @@ def _start(
 
 
 def _variables(nproc: int) -> dict[str, str]:
-    """Return what torchrun would set, and defaults for what the user has not set."""
+    """Return the variables that torchrun would set, and defaults for others that are not set."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -304,7 +308,7 @@ def _variables(nproc: int) -> dict[str, str]:
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": "0",
-        # Nothing listens there: it is for code that reads these variables and opens a store itself.
+        # Nothing listens here. User code may read these variables to open its own store.
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
@@ -313,45 +317,45 @@ def _variables(nproc: int) -> dict[str, str]:
 
 
 def _may_follow(failure: Failure) -> bool:
-    """Whether another rank's failure may be the cause: a peer was lost, a collective cut short."""
+    """Whether another rank's failure may be the cause: a lost peer or an aborted collective."""
     lost = ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
     return failure.kind == "CollectiveError" or any(text in failure.trace for text in lost)
 
 
 def _rank_main(
-    words: Connection,
+    pipe: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     backend: str,
     timeout_s: float,
 ) -> None:
-    """What each started process runs; see `Ranks` for what it sends through the pipe."""
-    words.send(own_memory())
+    """Run ``fn`` on a started rank and send the messages that ``Ranks`` describes."""
+    pipe.send(own_memory())
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
     try:
         with process_group(backend, timeout_s, store_file=store):
-            # Not earlier: a rank that ends while the group forms makes the others complain.
-            heed_signals()
+            # Not earlier: a rank that ends while the group forms causes errors on the others.
+            unblock_signals()
             try:
                 result = pickle.dumps(fn(*args))
             except Exception as error:
-                # Before the group goes: what the others then run into is later than this.
-                _leave(error, rank, words)
+                # Report before the group ends, so that this error is older than its consequences.
+                _report_and_exit(error, rank, pipe)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        _leave(error, rank, words)
-    words.send(result)
+        _report_and_exit(error, rank, pipe)
+    pipe.send(result)
 
 
-def _leave(error: Exception, rank: int, words: Connection) -> NoReturn:
+def _report_and_exit(error: Exception, rank: int, pipe: Connection) -> NoReturn:
     """Report an error to the launcher and end this process at once.
 
-    Destroying a group that has lost a rank may block, and leaving with one may abort.
+    Destroying a group that lost a rank may block, and a normal exit with a live group may abort.
     """
-    words.send(Failure.of(error, rank))
-    # What ends with the frames that failed leaves nothing: the workers of data loaders do not wait
-    # to be missed, and their semaphores go. Where that blocks, the launcher ends it.
+    pipe.send(Failure.of(error, rank))
+    # Free the local variables of the failed frames, so that the workers of data loaders end and
+    # their semaphores are removed. If that blocks, the launcher kills this process.
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The model of a run: built, prepared and wrapped for the ranks as the config lays them out."""
+"""Build, prepare and wrap the model of a run for the ranks that the config describes."""
 
 from __future__ import annotations
 
@@ -43,32 +43,35 @@ AUTO_TABLES = ("single", "ddp", "fsdp")
 
 
 def device_of_rank(run: RunSections) -> torch.device:
-    """Return where this rank trains."""
+    """Return the device on which this rank trains."""
     if run.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", get_local_rank() % torch.cuda.device_count())
 
 
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
-    """Return the wrapped model on this rank's device, and how the ranks are laid out."""
+    """Return the wrapped model on this rank's device, and the mesh of ranks, if any.
+
+    Every rank must call this.
+    """
     device = device_of_rank(run)
     if device.type == "cuda":
-        # Tensors that a model or a loss puts on "cuda" must go to this rank's device.
+        # A model or a loss may create tensors on "cuda", which must mean this rank's device.
         torch.cuda.set_device(device)
     mesh = None
     if run.mesh:
-        # `stepwrap check` builds in one process what several are to run.
+        # `stepwrap check` builds a run of several ranks in one process.
         axes = dict.fromkeys(run.mesh, 1) if get_world_size() == 1 else run.mesh
         with building("mesh"):
             mesh = build_mesh(axes, device.type)
     preparation = _preparation(run)
     is_meta = run.init_device == "meta"
-    place: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
-    with building("model"), place:
+    device_context: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
+    with building("model"), device_context:
         model = build_tree(run.model, MODELS)
         if not is_meta:
-            with _without_lists():
-                _initialise(model)
+            with _quiet_mmengine():
+                _init_weights(model)
     tensor_size = run.mesh.get("tensor", 1)
     if tensor_size < 1:
         tensor_size = 1 if mesh is None else mesh.tensor_size
@@ -87,33 +90,32 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     return wrapped, mesh
 
 
-def _initialise(model: nn.Module) -> None:
-    """Call `init_weights` of modules with an `init_cfg`: they do not call it themselves."""
-    initialise: Any = getattr(model, "init_weights", None)
+def _init_weights(model: nn.Module) -> None:
+    """Call ``init_weights`` of modules with an ``init_cfg``, which do not call it themselves."""
+    init_weights: Any = getattr(model, "init_weights", None)
     if (
         isinstance(model, BaseModule)
         and model.init_cfg is None
         and type(model).init_weights is BaseModule.init_weights
     ):
-        # Ours has no settings: a method `init_weights` inside may be for other things. Models of
-        # other libraries reinitialise their weights in it, even pretrained ones.
-        initialise = None
-    if hasattr(model, "init_cfg") and initialise is not None:
-        # It reaches those inside by itself.
-        initialise()
+        # Our default does nothing without `init_cfg`, except call the children's `init_weights`.
+        # Models of other libraries reset even pretrained weights there, so it must not be called.
+        init_weights = None
+    if hasattr(model, "init_cfg") and init_weights is not None:
+        # It initialises the children, too.
+        init_weights()
         return
     for child in model.children():
-        _initialise(child)
+        _init_weights(child)
 
 
 @contextmanager
-def _without_lists() -> Iterator[None]:
-    """Keep mmengine's modules from printing lines about each of their parameters."""
+def _quiet_mmengine() -> Iterator[None]:
+    """Keep mmengine's modules from logging a line about each of their parameters."""
     module = sys.modules.get("mmengine.logging")
     if module is None:
         yield
         return
-    # Its own runner has a file for them.
     logger = module.MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel("WARNING")
@@ -124,7 +126,7 @@ def _without_lists() -> Iterator[None]:
 
 
 def needs_group(run: RunSections) -> bool:
-    """Whether wrapper or optimizer can only work inside a process group, even of one process."""
+    """Whether the wrapper or an optimizer requires a process group, even with one process."""
     if works_over_ranks(run.optimizer):
         return True
     wrapper = wrapper_class(run)
@@ -134,35 +136,35 @@ def needs_group(run: RunSections) -> bool:
 
 
 def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:
-    """Whether an optimizer in the settings communicates, even in one process."""
-    filled = supply_where_taken(settings or {}, OPTIMIZERS, "process_group", None)
-    return bool(filled != (settings or {}))
+    """Whether an optimizer in the settings takes a process group."""
+    settings = settings or {}
+    return bool(supply_where_taken(settings, OPTIMIZERS, "process_group", None) != settings)
 
 
 def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
-    """Yield what does not fit together in how the ranks work together."""
+    """Yield contradictions between mesh, wrapper, tensor_parallel and the number of ranks."""
     wrapper = wrapper_class(run)
     axes = run.mesh
     if run.mesh:
         try:
             axes = check_axes(run.mesh, ranks)
         except ValueError as error:
-            told = str(error)
+            what = str(error)
             if ranks == run.launch.nproc:
-                told = told.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
-            yield Problem("mesh", told)
+                what = what.replace(f"there are {ranks}", f"launch.nproc is {ranks}")
+            yield Problem("mesh", what)
     is_meta = run.init_device == "meta"
     data_size = _data_size(axes, ranks)
-    for key, told in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
-        yield Problem(key, told)
+    for key, what in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
+        yield Problem(key, what)
     if run.tensor_parallel is not None and "tensor" not in axes:
         what = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"
         yield Problem("tensor_parallel", what)
     if run.tensor_parallel is None and axes.get("tensor", 1) != 1:
-        what = "is more than one rank, but no tensor_parallel.plan says what is split over it"
+        what = "has several ranks, but there is no tensor_parallel.plan to split modules over them"
         yield Problem("mesh.tensor", what)
     for name in AUTO_TABLES if wrapper is auto else ():
-        # A table of arguments for each wrapper that may be chosen.
+        # `auto` takes a table of arguments for each wrapper that it may choose.
         table, where = (run.wrapper or {}).get(name), f"wrapper.{name}"
         if isinstance(table, Mapping):
             yield from check_component({"type": name, **table}, MODEL_WRAPPERS, where, ("module",))
@@ -171,14 +173,14 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
 
 
 def preparation_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield what is wrong with what is to be done to the model, whatever the model."""
-    for key, told in check_preparation(_preparation(run)):
+    """Yield mistakes in freeze, tensor_parallel and the like that no model would fit."""
+    for key, what in check_preparation(_preparation(run)):
         name = key.removeprefix("tensor_parallel.plan.")
-        yield Problem(key, told.removeprefix(f"{name}: "))
+        yield Problem(key, what.removeprefix(f"{name}: "))
 
 
 def tables_with(name: str) -> list[str]:
-    """Return the key paths at which `auto` takes an option of the wrappers it chooses from."""
+    """Return the key paths at which ``auto`` takes an option of one of its wrappers."""
     return [
         f"wrapper.{table}.{name}"
         for table in AUTO_TABLES
@@ -187,14 +189,14 @@ def tables_with(name: str) -> list[str]:
 
 
 def wrapper_class(run: RunSections) -> Any:
-    """The class, or function, that the wrapper's type names; None for the default."""
+    """Return the class or function of the wrapper's ``type``; None for the default wrapper."""
     return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
 
 
 def _check_model(
     run: RunSections, model: nn.Module, preparation: Preparation, tensor_size: int
 ) -> None:
-    """Raise all that does not fit the model at once."""
+    """Raise one error with every setting that does not fit the model."""
     attempts = Attempts()
     checks = model_checks(model, preparation, tensor_size)
     where, options = "wrapper", run.wrapper or {}
@@ -222,7 +224,7 @@ def _preparation(run: RunSections) -> Preparation:
 
 
 def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
-    """Return the wrapper; in a trial of several ranks by one process, the wrapper of the ranks."""
+    """Return the wrapper that ``ranks`` processes would use, if this one stands for them."""
     wrapper = wrapper_class(run)
     if wrapper is not None or ranks is None:
         return wrapper

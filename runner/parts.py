@@ -1,4 +1,4 @@
-"""From checked settings to the parts of a run; the only file that knows every registry."""
+"""Build the parts of a run from checked settings; the only file that uses every registry."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from ..wrappers.optimizers.param_groups import (
     share_parameters,
 )
 from .failure import Attempts, building
-from .launcher import lonely_group
+from .launcher import single_process_group
 from .parallelism import build_model, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
-# Settings of the training loop that a trial sets to 1; it omits the others.
-_TRIAL_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
+# Settings of the training loop that a dry run sets to 1; it omits the others.
+_DRY_RUN_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
 
 def build_parts(
@@ -63,10 +63,16 @@ def build_parts(
     one_batch: bool = False,
     ranks: int | None = None,
 ) -> dict[str, Any]:
-    """Build the arguments of `Runner` on this rank; `only` names the loops that are wanted.
+    """Build the arguments of ``Runner`` on this rank; every rank must call this.
 
-    With `one_batch` each loop sees a single batch, for a trial of everything. `ranks` is the number
-    of ranks that one process stands for, for `rehearse`. One BuildError has all failures.
+    Args:
+        run: the checked settings.
+        only: the loops to build: "train", "val", "test".
+        one_batch: give each loop a single batch, for a dry run.
+        ranks: the number of ranks for which this process stands; see ``rehearse``.
+
+    Raises:
+        BuildError: some parts cannot be built; it lists all of them.
     """
     _make_deterministic(run)
     seed_rng(run.seed)
@@ -97,23 +103,23 @@ def build_parts(
 
 
 def default_hooks() -> dict[str, Any]:
-    """Return the hooks that a config has unless it says otherwise, by name."""
+    """Return the default hooks of a config by name."""
     return {name: build_tree({"type": HOOK_TYPES[name]}, HOOKS) for name in DEFAULT_HOOKS}
 
 
 def rehearse(run: RunSections) -> dict[str, Any]:
-    """Build the parts of a run of `launch.nproc` ranks in this process, on the CPU.
+    """Build the parts of a run of ``launch.nproc`` ranks in this process, on the CPU.
 
-    The wrapper is the one that the ranks will have, in a group of this process alone.
+    The wrapper is the one that the ranks will use, in a process group of this process alone.
     """
     ranks = run.launch.nproc
-    with lonely_group(ranks > 1 or needs_group(run)):
+    with single_process_group(ranks > 1 or needs_group(run)):
         return build_parts(replace(run, device="cpu"), ranks=ranks)
 
 
 def _make_deterministic(run: RunSections) -> None:
     if run.deterministic:
-        # cuBLAS reads it when it is first used.
+        # cuBLAS reads this variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
@@ -135,7 +141,7 @@ def _build_training(
 ) -> Any:
     settings = dict(run.train or {})
     if one_batch:
-        ones = {key: 1 for key in _TRIAL_ONES if key in settings}
+        ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
         settings = {"type": settings["type"], **ones}
     supplied = {"dataloader": load("train"), "val_loop": val_loop}
     with building("train"):
@@ -155,7 +161,7 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
 
 
 def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
-    """Build a loader of the rank's shard, (its number, of how many)."""
+    """Build the loader of one shard; ``shard`` is its index and the number of shards."""
     section: LoaderSection | dict[str, Any] = getattr(run.data, name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
@@ -172,7 +178,7 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
                 dataset,
-                # Where ranks may end apart no sample needs to come twice.
+                # With uneven inputs no sample needs to be repeated to fill up a rank.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=run.seed if section.seed is None else section.seed,
                 shard=shard,
@@ -188,7 +194,7 @@ def example_batch(run: RunSections) -> Any:
 
 
 class FirstBatch:
-    """The first batch of a loader, as a loader."""
+    """A loader that yields only the first batch of another loader."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
@@ -202,13 +208,13 @@ class FirstBatch:
 
 
 def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:
-    """Return the optimizer wrapper over `model`, and the hook that steps its schedules, if any."""
+    """Return the optimizer wrapper of ``model``, and the hook that steps its schedules, if any."""
     several = named_optimizers(run.optimizer or {})
     group = getattr(model, "data_group", None)
     with building("optimizer"):
         given: Any = several or {"": run.optimizer}
         if group is not None:
-            # Optimizers that work over ranks take those that have the same parameters.
+            # Optimizers that communicate must do so among ranks with the same parameters.
             given = supply_where_taken(given, OPTIMIZERS, "process_group", group)
         if several:
             refuse_single_step(model)
@@ -250,7 +256,7 @@ def _optimizer(
                 optimizer=stepping_class(own),
             )
     with building(where):
-        # In the fastest implementation of its class.
+        # `build_optimizer` selects the fastest implementation of the class.
         kind = partial(build_optimizer, OPTIMIZERS.resolve(own["type"]))
         built: Optimizer = build_tree({**own, "type": kind}, OPTIMIZERS, {"params": params})
     return built
@@ -275,21 +281,18 @@ def _scheduler_hook(run: RunSections, optimizers: Mapping[str, Optimizer]) -> di
     return {"schedulers": SchedulerHook(pairs, metric=watched, optimizers=named)} if pairs else {}
 
 
-def _sets_precision(kind: Any) -> bool:
-    return getattr(kind, "precision_context", None) is not None
-
-
 def _evaluation_precision(
     run: RunSections, model: nn.Module
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what the training evaluates `model` in, for a run that builds no optimizer.
+    """Return the precision context in which the training would evaluate ``model``.
 
-    The optimizer wrappers know it, so they are built, around an optimizer that is never used.
+    The optimizer wrappers define it. A run that only evaluates builds no optimizer, so they are
+    built around one that is never used.
     """
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
     kinds = [OPTIM_WRAPPERS.resolve(one["type"]) for one in sections.values()]
     parameters = list(model.parameters())
-    if not parameters or not any(map(_sets_precision, kinds)):
+    if not parameters or all(getattr(kind, "precision_context", None) is None for kind in kinds):
         return nullcontext
     supplied = {"optimizer": SGD(parameters, lr=0.0)}
     built = {name: build_tree(one, OPTIM_WRAPPERS, supplied) for name, one in sections.items()}

@@ -1,4 +1,4 @@
-"""What a run folder holds, and whether another run may use it."""
+"""The files of a run folder, and the lock that keeps other runs out of it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ logger = logging.getLogger(__name__)
 
 _RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
 _LOCK = "run.lock"
-# Attempts to get the lock: a process that checks who holds it has it for a moment.
+# A process that checks the lock takes it for a moment, so a new run retries.
 _TRIES, _PAUSE_S = 5, 0.05
 
 
 @contextmanager
-def held(run_dir: Path) -> Iterator[None]:
-    """Keep other runs out of `run_dir`, which is made; every rank must enter.
+def locked_run_dir(run_dir: Path) -> Iterator[None]:
+    """Create ``run_dir`` and keep other runs out of it; every rank must enter.
 
-    Rank 0 holds a lock of the operating system on the file `run.lock` in it, which ends with its
-    process, however that ends. The file says who has it.
+    Rank 0 holds a lock of the operating system on the file ``run.lock``, which names its owner. The
+    lock ends with the process.
 
     Raises:
-        BlockingIOError: Another run has it; says which. On every rank.
-        OSError: The folder or the file cannot be made. On every rank.
+        BlockingIOError: another run uses the folder; the text names it. Raised on every rank.
+        OSError: the folder or the file cannot be created. Raised on every rank.
     """
     with ExitStack() as stack:
         problem: OSError | None = None
@@ -53,7 +53,7 @@ def held(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Have a locked file that names its owner; nothing is left of it."""
+    """Lock a file that names its owner, and delete it at the end."""
     for attempt in range(_TRIES):
         time.sleep(_PAUSE_S if attempt else 0.0)
         file = path.open("a+")
@@ -62,7 +62,7 @@ def _locked(path: Path) -> Iterator[None]:
         file.close()
     else:
         raise BlockingIOError(f"{path.parent} is in use by {_owner(path)}")
-    # A process forked from this one may outlive it, and must not have the lock then.
+    # A forked process may outlive this one and must not keep the lock.
     os.register_at_fork(after_in_child=file.close)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
@@ -77,7 +77,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file still is the one at the path, not one that was removed."""
+    """Whether an open file is still the one at ``path``, not one that was deleted."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -85,14 +85,14 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock an open file unless another process has locked it."""
+    """Try to lock an open file; return False if another process has locked it."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         logger.warning(
-            "the file system has no locks (%s): nothing keeps a second run out of the folder",
+            "the file system does not support locks (%s): a second run could use the same folder",
             error.strerror,
         )
     return True
@@ -103,14 +103,14 @@ def _owner(path: Path) -> str:
         about = json.loads(path.read_text())
         return f"process {about['pid']} on {about['host']}, since {about['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        # Not written yet.
+        # The owner has not written its name yet.
         return "another process"
 
 
 class ConfigWriter(Hook):
-    """Writes the run's settings into its folder as `config.yaml`.
+    """Writes the run's settings to ``config.yaml`` when training starts.
 
-    When training starts: a resume that fails leaves the settings of the run as they were.
+    A resume that fails earlier leaves the existing file unchanged.
     """
 
     order = 0
@@ -128,19 +128,21 @@ class ConfigWriter(Hook):
 
 
 def in_use(run_dir: Path) -> str:
-    """Return why no run may use `run_dir`: another one is running; "" if none is."""
+    """Return a message if another run is using ``run_dir``, otherwise ""."""
     try:
         with (run_dir / _LOCK).open() as file:
             if _lock(file.fileno(), fcntl.LOCK_SH):
                 return ""
     except OSError:
         return ""
-    what = f"{run_dir} is in use by {_owner(run_dir / _LOCK)}; wait for its end"
-    return f"{what}, or start another run with --run-dir {_free_name(run_dir)}"
+    return (
+        f"{run_dir} is in use by {_owner(run_dir / _LOCK)}; wait until it ends, or start another "
+        f"run with --run-dir {_free_name(run_dir)}"
+    )
 
 
 def occupied(run_dir: Path) -> str:
-    """Return why no new run may use `run_dir`: an earlier one left results; "" if none did."""
+    """Return a message if an earlier run left results in ``run_dir``, otherwise ""."""
     checkpoints = saved_checkpoints(run_dir)
     records = run_dir / "metrics.jsonl"
     if checkpoints:
@@ -155,31 +157,31 @@ def occupied(run_dir: Path) -> str:
     )
 
 
-def stamped(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
-    """Return the checkpoints in `run_dir` whose names begin so, the last one last, with times."""
+def checkpoint_times(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
+    """Map the checkpoints whose names start with ``prefix`` to their times, oldest first."""
     times: dict[Path, int] = {}
     for path in (run_dir / "checkpoints").glob(f"{prefix}*"):
-        # A run may be removing it.
+        # A run may be deleting it.
         with suppress(OSError):
             times[path] = path.stat().st_mtime_ns
     return dict(sorted(times.items(), key=lambda one: one[1]))
 
 
-def saved_checkpoints(run_dir: Path, prefix: str = "step_") -> list[Path]:
-    """Return the checkpoints in `run_dir` whose names begin so, the last one last."""
-    return list(stamped(run_dir, prefix))
+def saved_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the complete checkpoints in ``run_dir``, oldest first."""
+    return list(checkpoint_times(run_dir))
 
 
 def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
-    """Return the checkpoint that `which` names; every rank must call this.
+    """Return the path of the checkpoint that ``which`` names; every rank must call this.
 
     Args:
-        run_dir: The run's folder.
-        which: "best" or "latest" of it, the path of a checkpoint or of another run's folder;
-            by default the best, else the latest.
+        run_dir: the run's folder.
+        which: "best" or "latest" in this folder, or the path of a checkpoint or of another run's
+            folder. Default: the best one if there is one, otherwise the latest.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: the checkpoint does not exist.
     """
     path = Path(which)
     if which in ("", "best", "latest"):
@@ -189,9 +191,7 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
         if found is not None:
             return found
         kind = f"{which} checkpoint" if which else "checkpoint"
-        raise CheckpointError(
-            f"there is no {kind} in {run_dir}: train first, or name one by its path"
-        )
+        raise CheckpointError(f"{run_dir} has no {kind}: train first, or give a checkpoint's path")
     if (path / "checkpoints").is_dir():
         return resolve_checkpoint(path, "latest")
     if path.exists():
@@ -199,11 +199,11 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
     folder = path.parent if path.parent.is_dir() else run_dir / "checkpoints"
     there = [str(folder / one.name) for one in sorted(folder.glob("step_*"))]
     near = did_you_mean(str(path), there) or did_you_mean(str(path), ("best", "latest"))
-    raise CheckpointError(f"there is no checkpoint {path}{near}")
+    raise CheckpointError(f"checkpoint {path} does not exist{near}")
 
 
 def clear_results(run_dir: Path) -> None:
-    """Delete what a run has written into `run_dir`, and nothing else."""
+    """Delete only the files that a run writes to ``run_dir``."""
     for name in ("checkpoints", "ledger"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in _RECORDS:
@@ -211,7 +211,7 @@ def clear_results(run_dir: Path) -> None:
 
 
 def _free_name(run_dir: Path) -> Path:
-    # A name such as "." has no last part to add a number to.
+    # A path such as "." has no last part to which a number could be added.
     run_dir = run_dir if run_dir.name not in ("", "..") else run_dir.resolve()
     number = 2
     while (free := run_dir.with_name(f"{run_dir.name}-{number}")).exists():

@@ -1,4 +1,4 @@
-"""One run: its parts, what it remembers, and the verbs train, validate and test."""
+"""``Runner``, which holds the parts of one run and trains, validates and tests with them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ..registry import (
 from ..wrappers import LossWeight, wrap_model
 from .failure import as_mistakes_in, building
 from .parts import build_parts, default_hooks
-from .run_folder import ConfigWriter, held, resolve_checkpoint, saved_checkpoints
+from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
 from .sections import read_sections
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def traced(on: bool) -> Iterator[None]:
-    """Trace collectives when `on` or when they were traced before; every rank must enter."""
+    """Trace collectives if ``on`` is true or if they are traced already; every rank must enter."""
     before = is_tracing()
     trace_collectives(on or before)
     try:
@@ -64,37 +64,39 @@ def traced(on: bool) -> Iterator[None]:
 
 
 class Loop(Protocol):
-    """What `Runner` needs of a loop."""
+    """The interface of a loop for ``Runner``."""
 
     def run(self, state: LoopState, hooks: HookList) -> Any:
-        """Go on from where `state` is; returns it after training, the metrics else."""
+        """Continue from ``state``; return it after training, or the metrics after an evaluation."""
 
 
 class Runner:
-    """Puts the parts of a run together and runs its loops.
+    """Holds the parts of a run and runs its loops.
 
-    With several ranks every rank must construct it and call its methods, inside a process
-    group: see `launch`. Parts that only another verb needs may be left out.
+    With several ranks, every rank must construct a runner and call its methods inside a process
+    group; see ``launch``. Only the parts that the called methods need must be given.
 
     Args:
-        model: The user's model, on the device where it is to run, or a wrapped one.
-        train_loop: What `train` runs.
-        optim_wrapper: The optimizer wrapper over the model's parameters.
-        val_loop: What `validate` runs; default: the training loop's own.
-        test_loop: What `test` runs.
-        hooks: Listeners; as a mapping, with the names under which checkpoints keep them. Default:
-            the default hooks of a config (progress, log, checkpoint, ...); () for none.
-        run_dir: Folder for records and checkpoints; None writes nothing.
-        seed: Starts this rank's own random streams; None leaves them as they are.
-        train_step: A function(wrapper, batch, optim_wrapper) that trains on one batch and returns
-            what to log, in place of the wrapper's own `train_step`; for a bare model.
-        precision: Makes the context that evaluations run in, such as `partial(torch.autocast,
-            "cuda", dtype=torch.bfloat16)`; default: that of an `AmpOptimWrapper`, if there is one.
-        loss_weight: What losses are means over in evaluations, as for `OptimWrapper`; default: that
-            of the optimizer wrapper.
+        model: the user's model on its device, or a wrapped model.
+        train_loop: the loop that ``train`` runs.
+        optim_wrapper: the optimizer wrapper of the model's parameters.
+        val_loop: the loop that ``validate`` runs. Default: the training loop's ``val_loop``.
+        test_loop: the loop that ``test`` runs.
+        hooks: hooks, or a mapping of names to hooks; checkpoints store hooks under their names.
+            Default: the default hooks of a config (progress, log, checkpoint, ...). Pass ``()``
+            for none.
+        run_dir: the folder for records and checkpoints. None writes nothing.
+        seed: seed of this rank's random number generators. None leaves them unchanged.
+        train_step: a function ``(wrapper, batch, optim_wrapper)`` that trains on one batch and
+            returns the values to log. It replaces the wrapper's ``train_step``; for a bare model.
+        precision: a function that returns the context for evaluations, such as
+            ``partial(torch.autocast, "cuda", dtype=torch.bfloat16)``. Default: the context of an
+            ``AmpOptimWrapper``, if there is one.
+        loss_weight: weight of each batch's loss in evaluations, as for ``OptimWrapper``. Default:
+            the setting of the optimizer wrapper.
 
     Attributes:
-        state: What the loops remember.
+        state: the state that the loops share.
     """
 
     def __init__(  # noqa: PLR0913
@@ -130,19 +132,20 @@ class Runner:
             stateful={f"hooks.{n}": h for n, h in named.items() if isinstance(h, Stateful)},
         )
         if seed is not None:
-            # The weights are the same on all ranks; dropout and augmentation must not be.
-            # Ranks that hold parts of the same layers must draw the same.
+            # Ranks must draw different numbers for dropout and augmentation, except for ranks
+            # that hold parts of the same layers.
             group = getattr(self.state.model, "data_group", None)
             seed_rng(mix_seed(seed, get_rank(group), get_world_size(group)))
 
     @classmethod
     def from_config(cls, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Runner:
-        """Build a runner, and all that its settings name, from a `Config`, a dict or a file.
+        """Build a runner and all its parts from a ``Config``, a dict or a file.
 
-        `launch` and `resume` in it are the command line's and have no effect here.
+        Every rank must call this. The settings ``launch`` and ``resume`` are for the command line
+        and have no effect here.
 
         Raises:
-            ConfigError: Everything that is wrong with the settings.
+            ConfigError: the config has mistakes; the error lists all of them.
         """
         if isinstance(config, str | os.PathLike):
             config = load_config(config)
@@ -157,20 +160,23 @@ class Runner:
         return runner
 
     def train(self, resume: bool | str | os.PathLike[str] = False) -> LoopState:
-        """Train to the end, or to an orderly stop; returns what the loop remembers.
+        """Train until the end, or until a stop is requested, and return the state.
+
+        Every rank must call this.
 
         Args:
-            resume: True continues from the latest checkpoint in the run folder (without one the
-                run starts from the beginning); a path from that checkpoint, or from the latest
-                in that run folder; "best" or "latest" from that one of this run.
+            resume: True continues from the latest checkpoint in the run folder, or starts from the
+                beginning if there is none. "best" or "latest" continues from that checkpoint. A
+                path names a checkpoint, or another run folder whose latest checkpoint is used.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
-            FileExistsError: Not to resume, and `run_dir` holds checkpoints of another run.
-            BlockingIOError: Another run is using `run_dir`; says which process on which host.
+            ValueError: the runner has no training loop or no optimizer wrapper.
+            CheckpointError: the checkpoint does not exist or is damaged.
+            FileExistsError: ``run_dir`` holds checkpoints of another run and ``resume`` is False.
+            BlockingIOError: another run uses ``run_dir``; the text names its process and host.
         """
-        loop = _given("train", "train_loop", self._train_loop)
-        _given("train", "optim_wrapper", self.state.optim_wrapper)
+        loop = _required("train", "train_loop", self._train_loop)
+        _required("train", "optim_wrapper", self.state.optim_wrapper)
         state = self.state
         with traced(self._is_traced), self.hold_run_dir():
             path: Path | None = None
@@ -185,26 +191,25 @@ class Runner:
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
             self._owns_run_dir = True
-            # In updates: another number of ranks may make them of other numbers of batches.
+            # Compare updates, not batches: these depend on the number of ranks.
             done = state.step
             loop.run(state, self._hooks)
             if path and state.step == done and get_rank() == 0:
                 end = f"max_steps is {state.max_steps}, and {state.step} are done"
                 if state.max_epochs is not None:
                     end = f"max_epochs is {state.max_epochs}, and {state.epoch} are done"
-                end = f"the run has come to its end ({end}); a higher number trains on"
-                logger.info("nothing was left to train: %s", end)
+                logger.info("nothing is left to train: %s; increase it to continue", end)
             for listener in self._hooks.on_run_end:
                 listener(state)
         return state
 
     @contextmanager
     def hold_run_dir(self) -> Iterator[None]:
-        """Keep other runs out of `run_dir`, as `train` does by itself; every rank must enter."""
+        """Keep other runs out of ``run_dir``; every rank must enter. ``train`` does so itself."""
         if self._holds_run_dir or self.state.run_dir is None:
             yield
             return
-        with held(self.state.run_dir):
+        with locked_run_dir(self.state.run_dir):
             self._holds_run_dir = True
             try:
                 yield
@@ -212,20 +217,21 @@ class Runner:
                 self._holds_run_dir = False
 
     def validate(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
-        """Evaluate on the validation data; `checkpoint` is as for `test`."""
-        return self._evaluate(_given("validate", "val_loop", self._val_loop), checkpoint)
+        """Evaluate on the validation data and return the metrics; see ``test``."""
+        return self._evaluate(_required("validate", "val_loop", self._val_loop), checkpoint)
 
     def test(self, checkpoint: str | os.PathLike[str] | None = None) -> dict[str, float]:
-        """Evaluate on the test data and return the metrics.
+        """Evaluate on the test data and return the metrics; every rank must call this.
 
         Args:
-            checkpoint: What to put the run back to before: a path, or "best" or "latest" of
-                the run folder; None takes the model as it is.
+            checkpoint: the checkpoint to restore first: a path, or "best" or "latest" in the run
+                folder. None evaluates the model as it is.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
+            ValueError: the runner has no test loop.
+            CheckpointError: the checkpoint does not exist or is damaged.
         """
-        return self._evaluate(_given("test", "test_loop", self._test_loop), checkpoint)
+        return self._evaluate(_required("test", "test_loop", self._test_loop), checkpoint)
 
     def predict(
         self,
@@ -280,16 +286,16 @@ class Runner:
         return metrics
 
     def _refuse_overwriting(self) -> None:
-        """Refuse to start over where another run has saved; every rank must call this."""
+        """Raise if ``run_dir`` holds checkpoints of another run; every rank must call this."""
         folder = self.state.run_dir
         if self._owns_run_dir or folder is None or self.state.step:
             return
-        # Rank 0 looks for all: another rank might see what rank 0 has saved since.
-        there = broadcast([path.name for path in saved_checkpoints(folder)])
-        if there:
+        # Only rank 0 looks: another rank might already see a checkpoint of this run.
+        names = broadcast([path.name for path in saved_checkpoints(folder)])
+        if names:
             raise FileExistsError(
-                f"{folder} already holds {len(there)} checkpoint(s), the last {there[-1]}: "
-                "continue that run with train(resume=True), or give another run_dir"
+                f"{folder} already holds {len(names)} checkpoint(s), the last {names[-1]}: "
+                "continue that run with train(resume=True), or choose another run_dir"
             )
 
     def _resolve(self, which: str | os.PathLike[str]) -> Path:
@@ -300,12 +306,12 @@ class Runner:
         folder = self._folder()
         path = find_checkpoint(folder)
         if path is None:
-            logger.warning("there is no checkpoint in %s: starting from the beginning", folder)
+            logger.warning("%s has no checkpoint: starting from the beginning", folder)
         return path
 
     def _folder(self) -> Path:
         if self.state.run_dir is None:
-            raise ValueError("checkpoints are looked for in run_dir, and it is None")
+            raise ValueError("run_dir must be set to find a checkpoint, got None")
         return self.state.run_dir
 
 
@@ -315,32 +321,31 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """Return the model of a run as it was evaluated, bare and in eval mode.
+    """Return the model of a run with its evaluated weights, without a wrapper and in eval mode.
 
-    It is built from the run folder's `config.yaml`, on one device whatever the run was wrapped
-    in. Its weights are those that the evaluation at the checkpoint used: the averages where an
-    `EMAHook` had it use them. Files are read with `weights_only=True`. Inside a process group
-    every rank must call this.
+    The model is built from ``config.yaml`` in the run folder, on a single device. Its weights are
+    those that were evaluated at the checkpoint, for instance the averages of an ``EMAHook``. Files
+    are read with ``weights_only=True``. Inside a process group every rank must call this.
 
     Args:
-        run_dir: The run's folder.
-        which: "best" or "latest", or the path of a checkpoint; by default the best, else the
-            latest.
-        device: Where the model is to be.
+        run_dir: the run's folder.
+        which: "best", "latest" or the path of a checkpoint. Default: the best one if there is one,
+            otherwise the latest.
+        device: the device of the returned model.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or it is of another model.
-        FileNotFoundError: The folder has no `config.yaml`, for instance because the `Runner` was
-            built from objects; the text shows how to load the model.
-        ConfigError: The model cannot be built. Other parts of the run are not needed.
+        CheckpointError: the checkpoint does not exist, is damaged, or is of another model.
+        FileNotFoundError: the folder has no ``config.yaml``, for instance because the ``Runner``
+            was built from objects; the text shows how to load the model.
+        ConfigError: the model cannot be built. Other parts of the run are not needed.
     """
     folder = Path(run_dir)
     path = resolve_checkpoint(folder, str(which))
     settings = folder / "config.yaml"
     if not settings.is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.yaml to build the model from; a Runner that was built from "
-            "objects writes none. Build the model as for that Runner, and load its weights:\n"
+            f"{folder} has no config.yaml to build the model from, because the Runner was built "
+            "from objects. Build the model as for that Runner, and load its weights:\n"
             "  from stepwrap.loops import load_checkpoint\n"
             "  model = ...  # the model that the Runner was given\n"
             f"  load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
@@ -357,24 +362,24 @@ def load_model(
 T = TypeVar("T")
 
 
-def _given(verb: str, name: str, part: T | None) -> T:
+def _required(method: str, name: str, part: T | None) -> T:
     if part is None:
-        raise ValueError(f"Runner.{verb} needs {name}, and it was given none")
+        raise ValueError(f"Runner.{method} requires {name}, but the Runner was built without it")
     return part
 
 
 def _require_group() -> None:
-    """Refuse to train the same thing several times over, as ranks without a group would."""
+    """Raise if several ranks were started without a process group: each would train alone."""
     started = int(os.environ.get("WORLD_SIZE") or 1)
     if started > 1 and not distributed_available():
         raise RuntimeError(
-            f"WORLD_SIZE is {started}, but there is no process group: run this inside "
-            "stepwrap.runner.launch(main), or call torch.distributed.init_process_group() first"
+            f"WORLD_SIZE={started} requires a process group, but none is initialized: run this "
+            "inside stepwrap.runner.launch(main), or call torch.distributed.init_process_group()"
         )
 
 
 def _named(hooks: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hooks by name; the second of a class gets a number."""
+    """Map names to hooks; further hooks of the same class get a number."""
     if isinstance(hooks, Mapping):
         return dict(hooks)
     named: dict[str, Any] = {}

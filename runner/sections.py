@@ -1,4 +1,4 @@
-"""The settings of a run, read and checked whole: each section, and all of them together."""
+"""Read the settings of a run and check each section as well as their combination."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def read_sections(
     config: Mapping[str, Any] | str | os.PathLike[str] | Examination,
     world_size: int | None = None,
 ) -> RunSections:
-    """Check the settings of a run whole and return them.
+    """Check all settings of a run and return them.
 
     Args:
-        config: A `Config`, a dict, a file or the name of a shipped config, or what has been
-            examined of one without its classes.
-        world_size: How many ranks will run; default: `launch.nproc` of the config.
+        config: a ``Config``, a dict, a file, the name of a shipped config, or an ``Examination`` of
+            a config whose classes have not been imported yet.
+        world_size: the number of ranks. Default: ``launch.nproc`` of the config.
 
     Raises:
-        ConfigError: Everything that is wrong with them.
+        ConfigError: the config has mistakes; the error lists all of them.
     """
     if isinstance(config, str | os.PathLike):
         config = load_config(config)
@@ -58,9 +58,9 @@ def read_sections(
 
 
 def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[Problem]:
-    """Yield what does not fit together although each section is right in itself.
+    """Yield contradictions between sections that are valid on their own.
 
-    Of the sections in `faulty` nothing is asked.
+    Sections in ``faulty`` have mistakes already and are not checked again.
     """
     if run.device == "cuda" and not torch.cuda.is_available():
         yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
@@ -74,20 +74,20 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield what does not go together with ranks that have different numbers of batches."""
+    """Yield settings that contradict ``uneven_inputs``: ranks with different numbers of batches."""
     options = run.wrapper or {}
     if not options.get("uneven_inputs") or run.train is None:
         return
     where = "wrapper.uneven_inputs"
     if options.get("sync_batchnorm"):
-        what = "excludes sync_batchnorm: a rank without a batch has no statistics to give"
+        what = "excludes sync_batchnorm: a rank without a batch has no statistics"
         yield Problem(where, what)
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer).values()
     if any(one.get("loss_weight") is not None for one in sections):
-        # A rank without batches continues with a batch of weight zero.
+        # A rank without batches continues with batches of weight zero.
         return
     if works_over_ranks(run.optimizer):
-        what = "does not go together with an optimizer that communicates at each update"
+        what = "does not work with an optimizer that communicates at each update"
         yield Problem(where, what)
     if any(one.get("accumulative_counts", 1) != 1 for one in sections):
         what = "needs accumulative_counts=1: a rank that runs out of batches inside a window"
@@ -99,7 +99,7 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
 
 
 def _weight_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield the settings by which no loss can be weighed."""
+    """Yield values of ``loss_weight`` that cannot be used."""
     for name, one in optim_wrapper_sections(run.optim_wrapper, run.optimizer).items():
         if one.get("loss_weight") is None:
             continue
@@ -112,7 +112,7 @@ def _weight_problems(run: RunSections) -> Iterator[Problem]:
 
 
 def _with_table_hint(problem: Problem, config: Config) -> Problem:
-    """Say where `auto` takes an option of the wrappers that it chooses from."""
+    """Add a hint to an unknown option of ``auto``: the table where that option belongs."""
     section, _, name = problem.key.partition(".")
     if section != "wrapper" or config.select("wrapper.type") != "auto" or "." in name:
         return problem

@@ -1,7 +1,7 @@
-"""End a started process together with its parent.
+"""End a process when its parent dies.
 
-`guard.with_parent_watched` runs this file by its path, before anything else in a new process:
-it must import nothing but the standard library.
+``guard.with_parent_watched`` runs this file by its path as the first code of a new process, so it
+must import only the standard library.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Make this process die when its launcher, process `parent`, does; also leave its group.
+    """End this process when process ``parent``, its launcher, dies; also leave its process group.
 
-    A terminal sends Ctrl-C to a whole process group: outside it a rank gets it once, from the
-    launcher. Stop signals wait until `heed_signals`.
+    A terminal sends Ctrl-C to the whole process group. Outside the group a rank gets it once, from
+    the launcher. Stop signals stay blocked until ``unblock_signals``.
     """
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:
-        # Ignoring a signal discards what the group received while this process was starting.
+        # Ignoring a signal discards those that the group received while this process started.
         signal.signal(number, signal.SIG_IGN)
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # For other systems, and for a parent that died before the call above.
+    # Needed on other systems, and if the parent died before the call above.
     threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What every test gets: one thread, the same surroundings, no processes left at the end."""
+"""The setup of every test: one thread, a clean environment, no processes left at the end."""
 
 import contextlib
 import importlib
@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import ranks
 
-# Before torch is imported: the rank processes and the tests share few cores.
+# Must be set before torch is imported. The rank processes and the tests share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has yapf, which mmengine imports, write its cache before several processes import it.
+    """Make yapf, which mmengine imports, write its cache before several processes import it.
 
-    It renames the file into place before all of it is written, and another process then reads a
-    part of it.
+    It renames the file into place before all of it is written, so that another process may read an
+    incomplete file.
     """
     if not hasattr(config, "workerinput"):
         with contextlib.suppress(ImportError):
@@ -39,9 +39,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _restore_surroundings() -> Iterator[None]:
-    """No launcher's variables inside a test; afterwards all is as before.
+    """Hide a launcher's variables from tests, and undo what a test changes.
 
-    Environment, directory, and whether torch's algorithms are deterministic, which a run sets.
+    This covers the environment, the working directory, and torch's deterministic algorithms.
     """
     environment, cwd = dict(os.environ), Path.cwd()
     for name in environment.keys() - ranks.without_launcher(environment.items()):

@@ -6,9 +6,9 @@ import pytest
 
 
 def slow(*cases: Any) -> list[Any]:
-    """Return cases of `parametrize` that `make test` leaves out.
+    """Return cases of `parametrize` that `make test` does not run.
 
-    A tuple is the values of several arguments:
+    A tuple gives the values of several arguments:
 
         @pytest.mark.parametrize("wrapper", ["ddp", *slow("fsdp", "separate")])
         @pytest.mark.parametrize(("size", "kind"), [(2, "fsdp"), *slow((4, "fsdp"), (4, "hsdp"))])
@@ -20,7 +20,7 @@ def slow(*cases: Any) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, argument: str) -> set[Any]:
-    """Return the values of an argument of the tests that run with a fixture of a module."""
+    """Return the values of an argument in the selected tests that use a module's fixture."""
     return {
         item.callspec.params[argument]
         for item in request.session.items

@@ -4,14 +4,14 @@ import contextlib
 import random
 import socket
 
-# Below what the system gives to whoever asks for any port, such as every group's listeners: no
-# other process is given this one between the test's asking and its listening.
+# Below the ports that the system assigns itself, for instance to every group's listeners. So no
+# other process gets this one between the test's asking and its listening.
 _FIRST, _LAST = 20000, 28999
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens at."""
-    # Not the module's generator: a seed that a test sets would lead every process to one port.
+    """Return a free port of this machine."""
+    # The module's generator would give every process the same port after a test set the seed.
     chance = random.SystemRandom()
     while True:
         port = chance.randint(_FIRST, _LAST)

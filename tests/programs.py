@@ -3,23 +3,29 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
-def run(*words: str, cwd: Path, timeout: float = 200.0) -> str:
-    """Return what `python WORDS` prints in a folder; it has to succeed within `timeout` seconds."""
-    done = subprocess.run(
-        [sys.executable, *words],
+def ended(*words: Any, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` to its end, whatever its exit code; `options` are those of subprocess."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
-        cwd=cwd,
+        **options,
     )
+
+
+def run(*words: Any, timeout: float = 200.0, **options: Any) -> str:
+    """Return the output of `python WORDS`, which must succeed within `timeout` seconds."""
+    done = ended(*words, timeout=timeout, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def run_script(code: str, folder: Path) -> str:
-    """Return what a program prints that is run as a file of a folder."""
+    """Return the output of a program that is run as a file of a folder."""
     (folder / "script.py").write_text(code)
     return run("script.py", cwd=folder)

@@ -1,7 +1,7 @@
 """A small network that learns from a trained one (Hinton et al. 2015).
 
-Run it, the teacher first: stepwrap train configs/digits_single.yaml
-then its student: stepwrap train examples/custom_steps/distillation.yaml
+First train the teacher: stepwrap train configs/digits_single.yaml
+Then train the student: stepwrap train examples/custom_steps/distillation.yaml
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class Student(SupervisedModel):
         self.teacher = teacher.requires_grad_(False)
         path = find_checkpoint(run, "best")
         if path is None:
-            raise FileNotFoundError(f"there is no trained teacher in {run}: train it first")
+            raise FileNotFoundError(f"{run} has no best checkpoint: train the teacher first")
         load_checkpoint(path).load_model(teacher)
 
     def train(self, mode: bool = True) -> "Student":
@@ -47,7 +47,7 @@ class DistillingDDP(StepDistributedDataParallel):
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         images, labels = self.module.data_preprocessor(data, training=True)
         with optim_wrapper.optim_context(self):
-            scores, taught = self(images, mode="both")  # through self: also where it is sharded
+            scores, taught = self(images, mode="both")  # through self: the model may be sharded
             soft, aim = log_softmax(scores / 4, 1), log_softmax(taught / 4, 1)
             losses = {
                 "loss_soft": 16 * kl_div(soft, aim, log_target=True, reduction="batchmean"),

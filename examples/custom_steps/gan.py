@@ -1,4 +1,4 @@
-"""Two networks with an optimizer each, a generator and its judge (Goodfellow et al. 2014).
+"""A generator and a discriminator with an optimizer each (Goodfellow et al. 2014).
 
 Run it: stepwrap train examples/custom_steps/gan.yaml
 """
@@ -15,7 +15,7 @@ from stepwrap.wrappers import BaseModel, OptimWrapperDict, SeparateDistributedDa
 
 @MODELS.register_module()
 class DigitGan(BaseModel):
-    """Images (batch, 1, 8, 8) out of noise (batch, 16), and scores (batch, 1) of images."""
+    """Makes images (batch, 1, 8, 8) from noise (batch, 16), and scores (batch, 1) of images."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -31,22 +31,22 @@ class DigitGan(BaseModel):
 
 @MODEL_WRAPPERS.register_module()
 class AdversarialSteps(SeparateDistributedDataParallel):
-    """One update of the judge, then one of the generator; each child averages by itself."""
+    """Updates the discriminator, then the generator; each child averages its gradients."""
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
         model = self.module
         real = model.data_preprocessor(data, training=True)[0].flatten(1)
-        judge, maker = optim_wrapper["discriminator"], optim_wrapper["generator"]
-        with judge.optim_context(model.discriminator):
+        optim_d, optim_g = optim_wrapper["discriminator"], optim_wrapper["generator"]
+        with optim_d.optim_context(model.discriminator):
             with torch.no_grad():
                 fake = model.generator(model.noise(real)).sigmoid()
             loss_d = softplus(model.discriminator(fake)).mean()
             loss_d = loss_d + softplus(-model.discriminator(real)).mean()
-        judge.update_params(loss_d)
+        optim_d.update_params(loss_d)
         model.discriminator.requires_grad_(False)  # the next backward only passes through it
-        with maker.optim_context(model.generator):
+        with optim_g.optim_context(model.generator):
             fake = model.generator(model.noise(real)).sigmoid()
             loss_g = softplus(-model.discriminator(fake)).mean()
-        maker.update_params(loss_g)
+        optim_g.update_params(loss_g)
         model.discriminator.requires_grad_(True)
         return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}

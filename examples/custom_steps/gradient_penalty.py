@@ -1,4 +1,4 @@
-"""A penalty on the slope of the loss by the pixels: a backward through a backward.
+"""A penalty on the gradient of the loss with respect to the pixels: a double backward.
 
 Double backpropagation (Drucker and LeCun 1992). Run it:
 stepwrap train examples/custom_steps/gradient_penalty.yaml
@@ -25,7 +25,7 @@ class SmoothDDP(StepDistributedDataParallel):
         with optim_wrapper.optim_context(self):
             loss = self.module.loss(self(images, mode="tensor"), labels)
         scale = optim_wrapper.loss_scale  # 1 but for float16, where small slopes would vanish
-        # Of the sum: each image has the slope of its own loss.
+        # The gradient of the sum of losses gives each image the slope of its loss.
         (slope,) = torch.autograd.grad(loss * len(images) * scale, images, create_graph=True)
         penalty = (slope / scale).flatten(1).square().sum(1).mean()
         losses = {"loss_scores": loss, "loss_slope": WEIGHT * penalty}

@@ -1,4 +1,4 @@
-"""L-BFGS, whose line search asks for the loss of the batch several times (Liu and Nocedal 1989).
+"""L-BFGS, whose line search computes the loss of a batch several times (Liu and Nocedal 1989).
 
 Run it: stepwrap train examples/custom_steps/lbfgs.yaml
 """
@@ -13,7 +13,7 @@ from stepwrap.wrappers import OptimWrapper, StepDistributedDataParallel, parse_l
 
 @MODEL_WRAPPERS.register_module()
 class ClosureDDP(StepDistributedDataParallel):
-    """Gives the optimizer a function of the weights: the loss of this batch."""
+    """Passes the optimizer a closure that computes the loss of the batch."""
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         data = self.module.data_preprocessor(data, training=True)
@@ -21,5 +21,5 @@ class ClosureDDP(StepDistributedDataParallel):
         def closure() -> Tensor:
             return parse_losses(self(*data, mode="loss"))[0]
 
-        # Clears, runs backward, and shows the optimizer the mean of the ranks' losses.
+        # Clears gradients, runs backward, and returns the mean loss of all ranks to the optimizer.
         return {"loss": optim_wrapper.update_by_closure(closure, self)}

@@ -16,16 +16,16 @@ RHO = 0.05
 
 @MODEL_WRAPPERS.register_module()
 class SharpnessAwareDDP(StepDistributedDataParallel):
-    """Takes the gradient where the loss is worst, at the distance RHO from the weights."""
+    """Takes the gradient at the point of highest loss within the distance RHO of the weights."""
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         data = self.module.data_preprocessor(data, training=True)
         weights = [one for one in self.parameters() if one.requires_grad]
-        # Of the batches before in an accumulation window; a backward writes into their memory.
+        # Keep the gradients of earlier batches in the window: backward would change them.
         gathered = [None if one.grad is None else one.grad.clone() for one in weights]
         for one in weights:
             one.grad = None
-        # The bare model has no no_sync: both backwards need the mean over the ranks.
+        # Pass the bare model, which has no no_sync: both backwards must average over the ranks.
         with optim_wrapper.optim_context(self.module):
             first, _ = parse_losses(self(*data, mode="loss"))
         (first * optim_wrapper.loss_scale).backward()  # the direction is the same

@@ -1,4 +1,4 @@
-"""Text as streams that go on from batch to batch, and a recurrent model of it, for tbptt.py."""
+"""Text as streams that continue from batch to batch, and a recurrent model, for tbptt.py."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from stepwrap.wrappers import BaseModel
 
 @DATASETS.register_module()
 class SourceStreams(SourceText):
-    """As many streams as all ranks' batch has rows; a third part says (stream, block in it)."""
+    """One stream per row of all ranks' batches; the third item is (stream, block in it)."""
 
     def __init__(self, streams: int, block: int = 32, limit: int | None = None) -> None:
         super().__init__("train", block, limit)
@@ -38,7 +38,7 @@ class CharGRU(BaseModel):
     def forward(self, characters: Tensor, state: Tensor | None = None, mode: str = "tensor") -> Any:
         before = None if state is None else state[None]
         states, last = self.gru(self.characters(characters), before)
-        return self.head(states), last[0].clone()  # no view of it, of which fsdp warns
+        return self.head(states), last[0].clone()  # fsdp warns about views
 
     def val_step(self, data: Any) -> dict[str, Any]:
         characters, target = self.data_preprocessor(data, training=False)

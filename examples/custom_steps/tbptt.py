@@ -1,6 +1,6 @@
-"""Truncated backpropagation through time: each batch goes on where the one before ended.
+"""Truncated backpropagation through time: each batch continues where the last one ended.
 
-The state is carried on, the gradient is not (Williams and Peng 1990); data and model: streams.py.
+The state is kept, the gradient is not (Williams and Peng 1990). See streams.py for data and model.
 Run it: stepwrap train examples/custom_steps/tbptt.yaml
 """
 
@@ -16,17 +16,17 @@ from stepwrap.wrappers import OptimWrapper, StepDistributedDataParallel
 
 @MODEL_WRAPPERS.register_module()
 class TruncatedDDP(StepDistributedDataParallel):
-    """Keeps the state of each row, also in checkpoints."""
+    """Keeps the state of each row between batches and in checkpoints."""
 
     state: Tensor | None = None
     rows: Tensor | None = None
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         characters, target, places = self.module.data_preprocessor(data, training=True)
-        rows, goes_on = places.unbind(1)
+        rows, block = places.unbind(1)
         if self.rows is not None and not torch.equal(rows, self.rows):
             raise ValueError("streams must be batch_size times the ranks, unshuffled, drop_last")
-        state = None if self.state is None else self.state * (goes_on > 0)[:, None]
+        state = None if self.state is None else self.state * (block > 0)[:, None]
         with optim_wrapper.optim_context(self):
             logits, state = self(characters, state)
             loss = cross_entropy(logits.flatten(0, 1), target.flatten())
@@ -38,5 +38,5 @@ class TruncatedDDP(StepDistributedDataParallel):
         return {} if self.state is None else {"state": self.state, "rows": self.rows}
 
     def load_step_state(self, state: dict[str, Any]) -> None:
-        where = next(self.parameters()).device  # they come from a file, on the CPU
-        self.state, self.rows = state["state"].to(where), state["rows"].to(where)
+        device = next(self.parameters()).device  # the loaded tensors are on the CPU
+        self.state, self.rows = state["state"].to(device), state["rows"].to(device)

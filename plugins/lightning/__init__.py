@@ -1,5 +1,6 @@
-"""Our wrappers inside Lightning: importing this room registers `Trainer(strategy="stepwrap")`. Only
-here Lightning is imported. Start with strategy.py.
+"""Use our wrappers in Lightning. Importing this package registers the strategy "stepwrap".
+
+No other package of ours imports Lightning. Start with strategy.py.
 """
 
 from .module import StepLightningModule

@@ -1,4 +1,4 @@
-"""A model of ours as a LightningModule that is stepped by its wrapper."""
+"""A LightningModule whose training step is the ``train_step`` of a model wrapper."""
 
 from __future__ import annotations
 
@@ -26,50 +26,50 @@ from .tree import Callback, LightningModule, ParallelStrategy, Trainer
 logger = logging.getLogger(__name__)
 
 _STATE_KEY = "stepwrap"
-_WANTED = (
+_OPTIM_WRAPPER_TYPES = (
     "optim_wrapper must be an OptimWrapper, a config, or a function of the wrapped model that "
     "returns one"
 )
-# What Lightning saves by itself.
+# Lightning saves these itself.
 _TORCH_KEYS = ("state", "param_groups")
-# Beside the members of the optimizer wrapper, whose names are arguments.
-_CARRIED = "step_state of all ranks"
+# Stored next to the members of an OptimWrapperDict, whose names cannot contain spaces.
+_STEP_STATES = "step_state of all ranks"
 
 
 class _Schedule(NamedTuple):
-    """A scheduler, when it is stepped and the metric that it watches, if any."""
+    """A scheduler, the unit in which it is stepped, and the metric that it watches, if any."""
 
     scheduler: Any
     by: Literal["step", "epoch"]
     metric: str | None
 
     def step(self, *measured: Any) -> None:
-        """Step, also where a loss scaler has skipped the update: a rate depends on its number."""
+        """Step the scheduler, even if a loss scaler skipped the update."""
         with warnings.catch_warnings():
-            # It knows nothing of skipped updates (pytorch/pytorch#44511).
+            # torch does not know about skipped updates (pytorch/pytorch#44511).
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
             self.scheduler.step(*measured)
 
 
 class StepLightningModule(LightningModule):
-    """Any model of ours under the Trainer, trained by its wrapper's own ``train_step``.
+    """A model under Lightning's Trainer, trained by its wrapper's ``train_step``.
 
-    ``StepStrategy`` wraps ``model``; on a single device without it the wrapper is
-    ``SingleDevice``. Accumulation, clipping and precision are those of the optimizer wrapper.
+    ``StepStrategy`` wraps ``model``. On a single device without that strategy, the wrapper is
+    ``SingleDevice``. The optimizer wrapper controls accumulation, clipping and precision.
 
     Args:
         model: a model, or its config.
         optim_wrapper: an optimizer wrapper, a function of the wrapped model that returns one, or
-            a config with the key ``optimizer``. None: the module is only evaluated.
-        schedulers: configs of schedulers, with ``by`` ("step", "epoch"), ``metric`` (the logged
-            value that ReduceLROnPlateau watches) and ``optimizer`` (the name of one of several);
+            a config with the key ``optimizer``. None if the module is only evaluated.
+        schedulers: configs of schedulers, with ``by`` ("step" or "epoch"), ``metric`` (the logged
+            value that ReduceLROnPlateau watches) and ``optimizer`` (a name, if there are several);
             or functions of the optimizer, whose schedulers are stepped after each epoch.
-        metrics: torchmetrics by name, fed by the outputs of ``val_step`` and ``test_step``.
+        metrics: torchmetrics by name, updated with the outputs of ``val_step`` and ``test_step``.
 
     Raises:
-        TypeError: ``model``, ``optim_wrapper`` or ``metrics`` is nothing of that kind.
-        ValueError: in ``fit``: the Trainer's settings contradict the optimizer wrapper's.
-        RuntimeError: in ``fit``: another distributed strategy than ``StepStrategy``.
+        TypeError: ``model``, ``optim_wrapper`` or ``metrics`` has the wrong type.
+        ValueError: in ``fit``, if the Trainer's settings contradict the optimizer wrapper.
+        RuntimeError: in ``fit``, if the Trainer has a distributed strategy of another class.
     """
 
     def __init__(
@@ -82,43 +82,44 @@ class StepLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         if isinstance(model, Mapping) and isinstance(optim_wrapper, Mapping):
-            # load_from_checkpoint then builds the same again.
+            # With these, `load_from_checkpoint` can build the module again.
             self.save_hyperparameters("model", "optim_wrapper", "schedulers")
         built = build_tree(model, MODELS) if isinstance(model, Mapping) else model
         if not isinstance(built, nn.Module):
             raise TypeError(f"model must be a module or a config, got {type(built).__name__}")
         _check_optim_wrapper(optim_wrapper)
-        fits = metrics is None or isinstance(metrics, Mapping)
-        if not fits or not all(isinstance(one, Metric) for one in (metrics or {}).values()):
+        metrics = {} if metrics is None else metrics
+        is_mapping = isinstance(metrics, Mapping)
+        if not is_mapping or not all(isinstance(one, Metric) for one in metrics.values()):
             raise TypeError(
-                "metrics must be torchmetrics by name, as in {'accuracy': MulticlassAccuracy("
+                "metrics must be torchmetrics by name, such as {'accuracy': MulticlassAccuracy("
                 f"num_classes=10)}}, got {metrics!r}"
             )
         self.automatic_optimization = False
         self.model = built
-        self.val_metrics = nn.ModuleDict({k: one.clone() for k, one in (metrics or {}).items()})
-        self.test_metrics = nn.ModuleDict({k: one.clone() for k, one in (metrics or {}).items()})
+        self.val_metrics = nn.ModuleDict({k: one.clone() for k, one in metrics.items()})
+        self.test_metrics = nn.ModuleDict({k: one.clone() for k, one in metrics.items()})
         self._given_optim, self._given_schedulers = optim_wrapper, list(schedulers)
         self._optim: Any = None
         self._schedules: list[_Schedule] = []
-        # In a list, so that it is no child: names in state dicts are those of the model.
-        self._stepper: list[Any] = []
-        self._carried: dict[str, Any] | None = None
+        # A list keeps the wrapper from becoming a child module, which would rename parameters.
+        self._wrapper: list[Any] = []
+        self._step_state: dict[str, Any] | None = None
         self._restored: Mapping[str, Any] | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def step_by(self, wrapped: nn.Module | None) -> None:
-        """Take ``wrapped`` for the model's wrapper; None: on one device again."""
-        # A checkpoint may be written after the run.
-        self._carried = _carried_by(self._stepper[0]) if self._stepper else None
-        self._stepper = [] if wrapped is None else [wrapped]
+    def set_wrapper(self, wrapped: nn.Module | None) -> None:
+        """Use ``wrapped`` as the model's wrapper; None means ``SingleDevice``."""
+        # Keep the state of the old wrapper: a checkpoint may be written after the run.
+        self._step_state = _step_state_of(self._wrapper[0]) if self._wrapper else None
+        self._wrapper = [] if wrapped is None else [wrapped]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
         return self.model(*args, **kwargs)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Train on one batch by the wrapper's ``train_step`` and log what it returns."""
+        """Train on one batch with the wrapper's ``train_step`` and log the scalars it returns."""
         optim_features(self._optim).begin_batch()
         logs = self._wrapped().train_step(batch, self._optim)
         self.log_dict(
@@ -129,21 +130,21 @@ class StepLightningModule(LightningModule):
             }
         )
         for one in self._schedules:
-            # Now, as Lightning does, since a checkpoint may be written before the epoch's end.
+            # Like Lightning, step now: a checkpoint may be written before the epoch ends.
             due = self._optim.should_update() if one.by == "step" else self.trainer.is_last_batch
             if one.metric is None and due:
                 one.step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Evaluate one batch by the wrapper's ``val_step``."""
+        """Evaluate one batch with the wrapper's ``val_step``."""
         _measure(self, "val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Evaluate one batch by the wrapper's ``test_step``."""
+        """Evaluate one batch with the wrapper's ``test_step``."""
         _measure(self, "test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The model's predictions for one batch."""
+        """Return the model's predictions for one batch."""
         preprocess = getattr(self.model, "data_preprocessor", None)
         data = batch if preprocess is None else preprocess(batch, training=False)
         if isinstance(data, Mapping):
@@ -156,42 +157,45 @@ class StepLightningModule(LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        """Build optimizer wrapper and schedules; Lightning saves and restores their states."""
+        """Build the optimizer wrapper and the schedulers, and return them for checkpoints."""
         if self._given_optim is None:
-            raise TypeError("StepLightningModule needs an optim_wrapper to be trained")
+            raise TypeError("StepLightningModule needs an optim_wrapper for training, got None")
         self._optim = _build_optim_wrapper(self._given_optim, self._wrapped())
         optimizers = {name: one.optimizer for name, one in _members(self._optim).items()}
         self._schedules = [_schedule(one, optimizers) for one in self._given_schedulers]
         return list(optimizers.values()), [one.scheduler for one in self._schedules]
 
     def configure_callbacks(self) -> Sequence[Callback]:
-        """No callbacks: the first that Lightning asks, hence where its settings are checked."""
-        # What a run before this one has loaded is not gone on with.
+        """Check the Trainer's settings and return no callbacks.
+
+        Lightning calls this method before all others.
+        """
+        # Forget the state that an earlier run loaded.
         self._restored = None
         if self.trainer.state.fn == "fit":
-            _refuse_settings(self.trainer)
+            _check_trainer_settings(self.trainer)
         return []
 
     def on_train_start(self) -> None:
-        """Restore what Lightning does not, and set how many batches the optimizers will get."""
+        """Restore the state that Lightning does not, and set the number of batches to come."""
         epochs, batches, done = self.trainer.max_epochs, self.trainer.num_training_batches, 0
-        to_come = (epochs or 0) - self.trainer.current_epoch
+        remaining = (epochs or 0) - self.trainer.current_epoch
         if self._restored is not None:
-            _load_further_state(self._optim, self._wrapped(), self._restored)
-            done, to_come = optim_features(self._optim).inner_count, epochs or 0
+            _load_extra_state(self._optim, self._wrapped(), self._restored)
+            done, remaining = optim_features(self._optim).inner_count, epochs or 0
             self._restored = None
         ends = epochs is not None and epochs >= 0 and batches != float("inf")
-        total = int(to_come * batches) if ends else -1
+        total = int(remaining * batches) if ends else -1
         self._optim.initialize_count_status(self._wrapped(), done, total)
-        # A run that ended by an error has not.
+        # Lightning does not call `teardown` after a run that ended with an error.
         StepLightningModule.teardown(self, "fit")
-        theirs = self.optimizers()
-        theirs = theirs if isinstance(theirs, list) else [theirs]
-        mine = [one.optimizer for one in _members(self._optim).values()]
-        self._undo = [_step_through(*pair) for pair in zip(mine, theirs, strict=True)]
+        outer = self.optimizers()
+        outer = outer if isinstance(outer, list) else [outer]
+        inner = [one.optimizer for one in _members(self._optim).values()]
+        self._undo = [_route_steps(*pair) for pair in zip(inner, outer, strict=True)]
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedules that watch a metric, by its mean over the ranks."""
+        """Step the schedulers that watch a metric, with its mean over the ranks."""
         logged = self.trainer.callback_metrics
         for one in self._schedules:
             if one.metric is None:
@@ -205,32 +209,32 @@ class StepLightningModule(LightningModule):
             one.step(self.trainer.strategy.reduce(value, reduce_op="mean"))
 
     def teardown(self, stage: str) -> None:
-        """Let the optimizers go."""
+        """Restore the optimizers' ``step``."""
         for undo in self._undo:
             undo()
         self._undo = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add what Lightning does not save; every rank must call this."""
+        """Add the state that Lightning does not save; every rank must call this."""
         if self._optim is not None:
-            now = _carried_by(self._wrapped())
-            carried = self._carried if now is None else now
-            checkpoint[_STATE_KEY] = _further_state(self._optim, carried)
+            current = _step_state_of(self._wrapped())
+            step_state = self._step_state if current is None else current
+            checkpoint[_STATE_KEY] = _extra_state(self._optim, step_state)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep that until training starts."""
+        """Keep the added state until training starts."""
         self._restored = checkpoint.get(_STATE_KEY)
 
     def _wrapped(self) -> Any:
-        if not self._stepper:
-            self._stepper.append(SingleDevice(self.model))
-        (wrapped,) = self._stepper
+        if not self._wrapper:
+            self._wrapper.append(SingleDevice(self.model))
+        (wrapped,) = self._wrapper
         wrapped.training = self.training
         return wrapped
 
 
 def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
-    """Evaluate one batch, in the precision of the training inside of one, and log the results."""
+    """Evaluate one batch and log the results; during ``fit`` in the precision of the training."""
     in_fit = module.trainer.state.fn == "fit"
     precision = optim_features(module._optim).precision_context if in_fit else None
     with (precision or nullcontext)():
@@ -240,57 +244,57 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
         module.log(f"{stage}_loss", outputs["loss"], batch_size=size, sync_dist=True)
     for name, metric in getattr(module, f"{stage}_metrics").items():
         if isinstance(outputs, Mapping):
-            # By the names of the metric's arguments.
-            wanted = inspect.signature(metric.update).parameters.values()
-            takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted)
-            names = outputs if takes_all else [one.name for one in wanted if one.name in outputs]
+            # Pass the outputs that the metric's `update` takes.
+            params = inspect.signature(metric.update).parameters.values()
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in params)
+            names = outputs if takes_all else [one.name for one in params if one.name in outputs]
             metric.update(**{name: outputs[name] for name in names})
         else:
             metric.update(outputs, batch)
         module.log(f"{stage}_{name}", metric, batch_size=size)
 
 
-def _refuse_settings(trainer: Trainer) -> None:
-    """Refuse what the optimizer wrapper does, and strategies that average nothing of ours."""
-    # By an attribute of our strategy, whose file imports this one.
+def _check_trainer_settings(trainer: Trainer) -> None:
+    """Raise for settings that the optimizer wrapper controls, and for strategies of others."""
+    # Our strategy is known by an attribute, because its module imports this one.
     wraps = hasattr(trainer.strategy, "wrapper_options")
     if isinstance(trainer.strategy, ParallelStrategy) and not wraps:
         raise RuntimeError(
             f"{type(trainer.strategy).__name__} does not wrap the model of a StepLightningModule, "
             'so its ranks would drift apart: use strategy="stepwrap" or StepStrategy(...)'
         )
-    instead = {
+    replacements = {
         "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "accumulative_counts"),
         "gradient_clip_val": (trainer.gradient_clip_val or None, None, "clip_grad"),
     }
-    for name, (value, default, ours) in instead.items():
+    for name, (value, default, replacement) in replacements.items():
         if value != default:
             raise ValueError(
-                f"Trainer({name}={value!r}) has no effect on a StepLightningModule, whose "
-                f"optimizer wrapper steps: leave it out and use its {ours}"
+                f"Trainer({name}={value!r}) has no effect on a StepLightningModule, because its "
+                f"optimizer wrapper makes the steps: remove it and set {replacement} there"
             )
     for one in getattr(trainer, "callbacks", ()):
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(one).__mro__):
             raise ValueError(
-                f"{type(one).__name__} sets rates by schedules that are not stepped in a "
+                f"{type(one).__name__} sets learning rates by schedules that are not stepped in a "
                 "StepLightningModule: use Lightning's WeightAveraging (2.6 or newer)"
             )
     if not str(trainer.precision).endswith("true"):
         raise ValueError(
             f"Trainer(precision={str(trainer.precision)!r}) has no effect on a "
-            "StepLightningModule, whose optimizer wrapper steps: leave it out and use "
+            "StepLightningModule, because its optimizer wrapper makes the steps: remove it and use "
             "AmpOptimWrapper(dtype='bfloat16') or 'float16'"
         )
 
 
 def _check_optim_wrapper(given: Any) -> None:
-    """Raise TypeError for what can never become an optimizer wrapper."""
-    makes_one = callable(given) and not isinstance(given, type)
-    if given is None or makes_one or isinstance(given, Mapping) or _is_optim_wrapper(given):
+    """Raise TypeError unless ``given`` can be turned into an optimizer wrapper."""
+    is_function = callable(given) and not isinstance(given, type)
+    if given is None or is_function or isinstance(given, Mapping) or _is_optim_wrapper(given):
         return
     found = given.__name__ if isinstance(given, type) else type(given).__name__
     example = "lambda model: OptimWrapper(AdamW(model.parameters()))"
-    raise TypeError(f"{_WANTED}, got {found}; as in {example}")
+    raise TypeError(f"{_OPTIM_WRAPPER_TYPES}, got {found}; for example {example}")
 
 
 def _is_optim_wrapper(given: Any) -> bool:
@@ -298,29 +302,29 @@ def _is_optim_wrapper(given: Any) -> bool:
 
 
 def _build_optim_wrapper(given: Any, wrapped: nn.Module) -> Any:
-    """Return the optimizer wrapper: ``given`` itself, what it returns, or what it describes."""
+    """Return the optimizer wrapper that is given, or build it from the config or function."""
     if isinstance(given, Mapping) and not isinstance(given, OptimWrapperDict):
         return _from_config(given, wrapped)
     if callable(given):
         given = given(wrapped)
     if not _is_optim_wrapper(given):
-        raise TypeError(f"{_WANTED}, got {type(given).__name__}")
+        raise TypeError(f"{_OPTIM_WRAPPER_TYPES}, got {type(given).__name__}")
     return given
 
 
 def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
     settings = {"type": "OptimWrapper", **given}
     optimizer = settings.pop("optimizer", None)
+    example = "{'optimizer': {'type': 'AdamW', 'lr': 1e-3}}"
     if "type" not in given and "optimizer" not in given:
         raise TypeError(
-            "optim_wrapper as a config needs the key optimizer, as in {'optimizer': {'type': "
-            f"'AdamW', 'lr': 1e-3}}}}, got the keys {', '.join(map(repr, given)) or 'none'}"
+            f"optim_wrapper as a config needs the key optimizer, such as {example}, got the keys "
+            f"{', '.join(map(repr, given)) or 'none'}"
         )
     if not isinstance(optimizer, Mapping) or "type" not in optimizer:
         raise TypeError(
-            "optim_wrapper as a config holds one optimizer with a type, as in {'optimizer': "
-            "{'type': 'AdamW', 'lr': 1e-3}}; for several give a function of the model that "
-            "returns an OptimWrapperDict"
+            f"optim_wrapper as a config needs one optimizer with a type, such as {example}; for "
+            "several give a function of the model that returns an OptimWrapperDict"
         )
     fastest = partial(build_optimizer, OPTIMIZERS.resolve(optimizer["type"]))
     parameters = {"params": list(wrapped.parameters())}
@@ -329,7 +333,7 @@ def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
 
 
 def _members(optim_wrapper: Any) -> dict[str, Any]:
-    """The optimizer wrappers by name; a single one is called ``""``."""
+    """Return the optimizer wrappers by name; a single one has the name ``""``."""
     return dict(optim_wrapper) if isinstance(optim_wrapper, Mapping) else {"": optim_wrapper}
 
 
@@ -357,59 +361,59 @@ def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
     return _Schedule(scheduler, by, metric)
 
 
-def _further_state(optim_wrapper: Any, carried: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What Lightning does not save: counts, the loss scale, and what each rank's step carries.
+def _extra_state(optim_wrapper: Any, step_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the state that Lightning does not save: counts, loss scale, each rank's step state.
 
-    Every rank must call this where anything is carried.
+    Every rank must call this if there is a step state.
     """
     state: dict[str, Any] = {
         name: {key: value for key, value in one.state_dict().items() if key not in _TORCH_KEYS}
         for name, one in _members(optim_wrapper).items()
     }
-    if carried is not None:
-        state[_CARRIED] = all_gather_object(carried)
+    if step_state is not None:
+        state[_STEP_STATES] = all_gather_object(step_state)
     return state
 
 
-def _load_further_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]) -> None:
-    """Restore ``_further_state()``; the optimizers have theirs already."""
+def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]) -> None:
+    """Load the result of ``_extra_state``; the optimizers are already restored."""
     for name, one in _members(optim_wrapper).items():
         if name in state:
             one.load_state_dict({**one.state_dict(), **state[name]})
-    if not _carries(wrapped):
+    if not _has_step_state(wrapped):
         return
-    by_rank = state.get(_CARRIED, ())
+    by_rank = state.get(_STEP_STATES, ())
     if len(by_rank) == get_world_size():
         wrapped.load_step_state(by_rank[get_rank()])
         return
     logger.warning(
-        "the checkpoint has what the steps of %d ranks carry from batch to batch, here are %d: "
-        "they start with an empty state",
+        "the checkpoint has the step state of %d ranks, but there are %d: the steps start with "
+        "an empty state",
         len(by_rank),
         get_world_size(),
     )
 
 
-def _carried_by(wrapped: Any) -> dict[str, Any] | None:
-    """What a step of one's own carries from batch to batch; None, on all ranks, if it does not."""
-    return wrapped.step_state() if _carries(wrapped) else None
+def _step_state_of(wrapped: Any) -> dict[str, Any] | None:
+    """Return the state that a custom step keeps between batches; None, on all ranks, if none."""
+    return wrapped.step_state() if _has_step_state(wrapped) else None
 
 
-def _carries(wrapped: Any) -> bool:
-    plain = ModelFeatures.step_state
-    return getattr(type(wrapped), "step_state", plain) is not plain
+def _has_step_state(wrapped: Any) -> bool:
+    default = ModelFeatures.step_state
+    return getattr(type(wrapped), "step_state", default) is not default
 
 
-def _step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:
-    """Let Lightning see every step of ``optimizer``, whatever calls it; returns the undo function.
+def _route_steps(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]:
+    """Route every step of ``optimizer`` through Lightning's optimizer; return an undo function.
 
-    It counts them, and calls its hooks, only where its own object around the optimizer is stepped.
+    Lightning counts steps and calls hooks only if its own optimizer object is stepped.
     """
     before = vars(optimizer).get("step")
     plain = optimizer.step
     is_inside = False
 
-    # With its attributes: torch's schedulers look there for their own mark.
+    # `wraps` copies the attribute by which torch's schedulers recognise a patched step.
     @wraps(plain)
     def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         nonlocal is_inside
@@ -421,7 +425,7 @@ def _step_through(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None
         finally:
             is_inside = False
 
-    # Bound, as torch's schedulers expect it of a step that they have not marked yet.
+    # torch's schedulers expect a bound method.
     optimizer.step = MethodType(step, optimizer)
 
     def undo() -> None:

@@ -1,4 +1,4 @@
-"""Our wrappers inside Lightning: `Trainer(strategy="stepwrap")`, and in Fabric."""
+"""Strategies for Lightning's Trainer and for Fabric that use our model wrappers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ...wrappers import (
 from ...wrappers.features import model_features
 from .module import StepLightningModule
 from .shards import (
-    WholeStates,
-    agree_on_scale,
-    explained,
+    FullStateStrategy,
+    check_equal_batches,
+    check_no_averaging,
+    check_not_sharded,
+    explain_shard_errors,
     holds_shards,
-    keep_whole,
-    own_module,
-    refuse_averaging,
-    refuse_shards,
-    refuse_unequal,
+    make_state_dict_full,
+    module_of,
+    synchronize_loss_scaler,
 )
 from .tree import (
     FABRIC_REGISTRY,
@@ -44,21 +44,22 @@ from .tree import (
 T = TypeVar("T")
 
 
-class StepStrategy(WholeStates):
-    """Lightning's DDP strategy with a model wrapper of ours around the LightningModule.
+class StepStrategy(FullStateStrategy):
+    """Lightning's DDP strategy with one of our model wrappers around the LightningModule.
 
-    Of a ``StepLightningModule`` it wraps the model inside, whose ``train_step`` is then called.
+    For a ``StepLightningModule`` it wraps the inner model, so that the wrapper's ``train_step`` is
+    used.
 
     Args:
-        wrapper: a registered name, an import path or a class; default: "ddp".
-        wrapper_options: options of the wrapper, and those of Lightning's ``DDPStrategy`` but the
-            communication hooks (``accelerator``, ``process_group_backend``, ``timeout``,
-            ``start_method``, ...).
+        wrapper: a registered name, an import path or a class. Default: "ddp".
+        wrapper_options: options of the wrapper and of Lightning's ``DDPStrategy``
+            (``accelerator``, ``process_group_backend``, ``timeout``, ``start_method``, ...), except
+            its communication hooks.
 
     Raises:
-        KeyError: no such wrapper.
-        TypeError: no such option.
-        ValueError: an option has a value that cannot be used.
+        KeyError: the wrapper does not exist.
+        TypeError: an option does not exist.
+        ValueError: an option has an invalid value.
     """
 
     def __init__(
@@ -74,21 +75,22 @@ class StepStrategy(WholeStates):
         self._is_sharded = False
 
     def setup(self, trainer: Trainer) -> None:
-        """Wrap the model, to train it, and where it is sharded also to evaluate it."""
-        module = own_module(self)
-        fits = trainer.state.fn == "fit"
-        if fits and has_own_step(self.wrapper) and not isinstance(module, StepLightningModule):
+        """Wrap the model for training and, if it is sharded, for evaluation."""
+        module = module_of(self)
+        is_fit = trainer.state.fn == "fit"
+        is_plain = not isinstance(module, StepLightningModule)
+        if is_fit and is_plain and has_custom_step(self.wrapper):
             raise TypeError(
-                f"{getattr(self.wrapper, '__name__', '')} has a train_step of its own, but the "
-                f"Trainer calls the training_step of {type(module).__name__} in its place: give "
-                "the Trainer StepLightningModule(model, optim_wrapper=...), or use a wrapper "
-                "without one"
+                f"{getattr(self.wrapper, '__name__', '')} has a custom train_step, but the Trainer "
+                f"calls the training_step of {type(module).__name__} instead: pass "
+                "StepLightningModule(model, optim_wrapper=...) to the Trainer, or use another "
+                "wrapper"
             )
-        if fits or not (self._shards or holds_shards(module)):
+        if is_fit or not (self._shards or holds_shards(module)):
             super().setup(trainer)
             if holds_shards(module):
-                refuse_averaging(getattr(trainer, "callbacks", ()))
-                agree_on_scale(self.precision_plugin, self.optimizers)
+                check_no_averaging(getattr(trainer, "callbacks", ()))
+                synchronize_loss_scaler(self.precision_plugin, self.optimizers)
             return
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -98,47 +100,47 @@ class StepStrategy(WholeStates):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Wrap the model; there are no communication hooks to add."""
-        self.model = self._setup_model(own_module(self))
+        """Wrap the model; communication hooks are options of the wrapper."""
+        self.model = self._setup_model(module_of(self))
 
     def _setup_model(self, model: nn.Module) -> Any:
-        """Wrap ``model``: Lightning's only private method that is overridden here."""
+        """Wrap ``model``. This is the only private method of Lightning that we override."""
         if not isinstance(model, StepLightningModule):
             return self._wrap(model)
-        model.step_by(self._wrap(model.model))
+        model.set_wrapper(self._wrap(model.model))
         return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self._wrapped is not None and self._wrapped.module is model and holds_shards(model):
-            # Shards stay when a fit or a validation has ended.
+            # The module stays sharded after a fit or a validation.
             wrapped: nn.Module = self._wrapped
             return wrapped
-        refuse_shards(model)
+        check_not_sharded(model)
         if not getattr(model, "automatic_optimization", True):
-            # What averages the gradients of a static graph's first backward came with 2.6.
+            # Lightning averages the gradients of a static graph's first backward since 2.6.
             averages = "post_backward" in vars(DDPStrategy)
             if self.wrapper_options.get("static_graph") and not averages:
                 raise ValueError(
-                    "static_graph=True with manual optimization leaves the first gradients of each "
-                    "rank apart in this release of Lightning: leave it out, or update Lightning"
+                    "static_graph=True with manual optimization does not average the first "
+                    "gradients in this release of Lightning: remove it, or update Lightning"
                 )
-        with _aside(self.root_device):
+        with _side_stream(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
         self._is_sharded = holds_shards(model)
         return self._wrapped  # type: ignore[no-any-return]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; a manual one calls what is sharded, and is not inside of it."""
-        module = own_module(self)
+        """Run the module's step; under FSDP, run a manual step outside the wrapper's forward."""
+        module = module_of(self)
         if module.automatic_optimization or not self._is_sharded:
             return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context(), explained():
+        with self.precision_plugin.train_step_context(), explain_shard_errors():
             return module.training_step(*args, **kwargs)
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+        """Run backward; if ``detect_anomalous_params`` is set, log parameters without gradient."""
         plain = super().backward
         return _run_backward(
             self.model, closure_loss, lambda loss: plain(loss, optimizer, *args, **kwargs)
@@ -146,20 +148,20 @@ class StepStrategy(WholeStates):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Leave the gradients of what runs inside on their ranks."""
+        """Skip averaging of gradients inside this context."""
         with getattr(self.model, "no_sync", nullcontext)():
             yield
 
     def on_validation_start(self) -> None:
-        """Give every rank the buffers of the first: statistics differ after a training step."""
+        """Copy rank 0's buffers to all ranks; statistics differ after a training step."""
         model_features(self._wrapped).sync_buffers()
         if self._is_sharded:
-            refuse_unequal(own_module(self).trainer)
+            check_equal_batches(module_of(self).trainer)
 
     on_test_start = on_predict_start = on_validation_start
 
     def teardown(self) -> None:
-        """End the run; what was put around and into the module is taken off, shards stay."""
+        """End the run and unwrap the module, except that a sharded module stays sharded."""
         wrapped = self._wrapped
         if wrapped is not None and holds_shards(wrapped.module):
             self._leave_shards()
@@ -175,15 +177,15 @@ class StepStrategy(WholeStates):
         if self.wrapper_options.get("sync_batchnorm"):
             revert_sync_batchnorm(wrapped.module)
         if isinstance(self.lightning_module, StepLightningModule):
-            self.lightning_module.step_by(None)
+            self.lightning_module.set_wrapper(None)
 
     def _leave_shards(self) -> None:
-        """End the run, but leave the shards on the devices where they can be gathered."""
-        module = own_module(self)
+        """End the run, but leave the shards on their devices, so that they can be gathered."""
+        module = module_of(self)
         self.model = module
         if not self._keeps_process:
-            # The parent process is sent the weights now.
-            keep_whole(module)
+            # Lightning sends the weights to the parent process next.
+            make_state_dict_full(module)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -193,26 +195,27 @@ class StepStrategy(WholeStates):
 
 
 def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T:
-    """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+    """Run backward; if ``detect_anomalous_params`` is set, log parameters without gradient."""
     if not model_features(wrapped).detect_anomalous_params:
         return plain(loss)
-    ended: list[T] = []
-    update = SimpleNamespace(update_params=lambda loss: ended.append(plain(loss)))
+    results: list[T] = []
+    update = SimpleNamespace(update_params=lambda loss: results.append(plain(loss)))
     wrapped.update_and_detect(loss, update)
-    return ended[0]
+    return results[0]
 
 
 class StepFabricStrategy(FabricDDPStrategy):
     """Fabric's DDP strategy with our ``ddp`` wrapper, or a subclass of it, around modules.
 
     Args:
-        wrapper: a registered name, an import path or a class; default: "ddp".
-        wrapper_options: options of the wrapper, and those of Fabric's ``DDPStrategy``.
+        wrapper: a registered name, an import path or a class. Default: "ddp".
+        wrapper_options: options of the wrapper and of Fabric's ``DDPStrategy``.
 
     Raises:
-        KeyError: no such wrapper.
-        TypeError: no such option, or a wrapper that is not built on DistributedDataParallel:
-            ``fabric.no_backward_sync`` would not know it. Or one with a ``train_step`` of its own.
+        KeyError: the wrapper does not exist.
+        TypeError: an option does not exist, the wrapper is not a subclass of
+            DistributedDataParallel, which ``fabric.no_backward_sync`` requires, or it has a custom
+            ``train_step``.
     """
 
     def __init__(
@@ -222,13 +225,13 @@ class StepFabricStrategy(FabricDDPStrategy):
         kind = choice.wrapper
         if not (isinstance(kind, type) and issubclass(kind, DistributedDataParallel)):
             raise TypeError(
-                f"Fabric takes wrappers built on DistributedDataParallel, not "
-                f"{getattr(kind, '__name__', kind)}: fabric.no_backward_sync knows no other. Use "
+                "with Fabric the wrapper must be a subclass of DistributedDataParallel, as "
+                f"fabric.no_backward_sync requires, got {getattr(kind, '__name__', kind)}: use "
                 "the Trainer, or call the wrapper's train_step in a loop without Fabric"
             )
-        if has_own_step(kind):
+        if has_custom_step(kind):
             raise TypeError(
-                f"{kind.__name__} has a train_step of its own, which Fabric does not call: use "
+                f"{kind.__name__} has a custom train_step, which Fabric does not call: use "
                 "StepStrategy with a StepLightningModule, or call it in a loop without Fabric"
             )
         super().__init__(**choice.own)
@@ -238,22 +241,22 @@ class StepFabricStrategy(FabricDDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """Wrap ``module``; every rank must call this."""
-        with _aside(self.root_device):
+        with _side_stream(self.root_device):
             wrapped: Any = wrap_model(self.wrapper, module, **self.wrapper_options)
-        # Who names no model in fabric.backward has one, or means the last.
+        # `fabric.backward(loss)` without a model means the last one.
         self._detecting = wrapped
         return wrapped
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run backward; log the parameters that the loss does not reach, where that is wanted."""
+        """Run backward; if ``detect_anomalous_params`` is set, log parameters without gradient."""
         plain = super().backward
         wrapped = self._detecting if module is None else module
         _run_backward(wrapped, tensor, lambda loss: plain(loss, module, *args, **kwargs))
 
 
 _OURS = wrap_model.__module__.rpartition(".")[0]
-# Hooks and averaging are the wrapper's: there they work on the CPU as well.
-_NOT_OURS = {
+# Communication hooks and averaging are options of our wrappers, which support the CPU as well.
+_EXCLUDED = {
     "kwargs",
     "ddp_comm_hook",
     "ddp_comm_state",
@@ -263,7 +266,7 @@ _NOT_OURS = {
 
 
 class _Choice(NamedTuple):
-    """A wrapper with its options, and the options of Lightning's own strategy."""
+    """A wrapper with its options, and the options of Lightning's strategy."""
 
     wrapper: Callable[..., nn.Module]
     options: dict[str, Any]
@@ -274,19 +277,19 @@ class _Choice(NamedTuple):
 def _read_options(
     strategy: type, wrapper: str | Callable[..., nn.Module] | None, given: Mapping[str, Any]
 ) -> _Choice:
-    """Find the wrapper and check all options, those of Lightning's strategy as well."""
-    chosen = _find(wrapper)
-    theirs = [
-        name for name in inspect.signature(strategy.__mro__[1]).parameters if name not in _NOT_OURS
-    ]
-    mine = _options_of(chosen)
-    options = {name: value for name, value in given.items() if name not in theirs}
+    """Find the wrapper and check its options as well as those of Lightning's strategy."""
+    chosen = _find_wrapper(wrapper)
+    params = inspect.signature(strategy.__mro__[1]).parameters
+    of_strategy = [name for name in params if name not in _EXCLUDED]
+    of_wrapper = _options_of(chosen)
+    options = {name: value for name, value in given.items() if name not in of_strategy}
     title = getattr(chosen, "__name__", repr(chosen))
     for name in options:
-        if name not in mine:
+        if name not in of_wrapper:
+            known = of_wrapper + of_strategy
             others = [n for one, n in _short_names().items() if name in _options_of(one)]
-            close = nearest(name, mine + theirs)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(mine + theirs)}"
+            close = nearest(name, known)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
             if others:
                 hint = f"that is an option of {' and '.join(sorted(others))}"
             raise TypeError(
@@ -294,25 +297,25 @@ def _read_options(
             )
     if options.get("uneven_inputs"):
         raise ValueError(
-            "uneven_inputs is for loops of ours: Lightning's samplers give all ranks equally many "
-            "batches; leave it out"
+            "uneven_inputs must be left out: Lightning's samplers give all ranks equally many "
+            "batches"
         )
     check = getattr(chosen, "check_options", None)
     if check is not None:
         check(options)
-    own = {name: value for name, value in given.items() if name in theirs}
-    return _Choice(chosen, options, own, "mesh" in mine)
+    own = {name: value for name, value in given.items() if name in of_strategy}
+    return _Choice(chosen, options, own, "mesh" in of_wrapper)
 
 
-def has_own_step(wrapper: Any) -> bool:
-    """Whether a wrapper's ``train_step`` is its author's, not that of one of ours."""
+def has_custom_step(wrapper: Any) -> bool:
+    """Whether a wrapper's ``train_step`` is defined outside this library."""
     kinds = getattr(wrapper, "__mro__", ())
     owner = next((one for one in kinds if "train_step" in vars(one)), None)
     return owner is not None and not owner.__module__.startswith(f"{_OURS}.")
 
 
-def _find(wrapper: Any) -> Callable[..., nn.Module]:
-    """The wrapper that is meant."""
+def _find_wrapper(wrapper: Any) -> Callable[..., nn.Module]:
+    """Return the wrapper class or function of a name, after checking that it is a wrapper."""
     if wrapper is None or isinstance(wrapper, str):
         chosen: Any = MODEL_WRAPPERS.resolve(wrapper or "ddp")
     else:
@@ -324,19 +327,19 @@ def _find(wrapper: Any) -> Callable[..., nn.Module]:
         return chosen  # type: ignore[no-any-return]
     given = getattr(chosen, "__name__", None) or f"an object of type {type(chosen).__name__}"
     raise TypeError(
-        f"wrapper must be a model wrapper, that is a class with a train_step, or the name of one "
+        f"wrapper must be a model wrapper, which is a class with a train_step, or the name of one "
         f"({', '.join(sorted(_short_names().values()))}), got {given}"
     )
 
 
 def _short_names() -> dict[Any, str]:
-    """The registered wrappers, each with its shortest name."""
+    """Map each registered wrapper to its shortest name."""
     names = sorted(MODEL_WRAPPERS.names(), key=len, reverse=True)
     return {MODEL_WRAPPERS.get(name): name for name in names}
 
 
-def _aside(device: torch.device) -> AbstractContextManager[Any]:
-    """Where a wrapper is made: on a GPU on a stream of its own, which CUDA graphs need.
+def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which to build a wrapper: on a GPU a side stream, for CUDA graphs.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel
     """

@@ -1,4 +1,4 @@
-"""Lightning's classes, from whichever of its two module trees is in use."""
+"""Lightning's classes, from the module tree that is in use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-# Lightning is `pytorch_lightning` with `lightning_fabric` beside it, or all in `lightning`; classes
-# of one tree mean nothing to the other.
+# Lightning is published as `pytorch_lightning` with `lightning_fabric`, and as `lightning`. The
+# classes of one tree do not work with those in the other.
 _TREES = {
     "pytorch_lightning": "lightning_fabric",
     "lightning.pytorch": "lightning.fabric",
@@ -16,7 +16,7 @@ _TREES = {
 
 
 def _choose() -> str:
-    """The tree that is imported already, else the first that is installed."""
+    """Return the tree that is already imported, otherwise the first one that is installed."""
     for name in _TREES:
         if sys.modules.get(name) is not None:
             return name

@@ -1,5 +1,6 @@
-"""The command line and what it prints.
+"""The command line and its output.
 
-Commands are found through the entry-point group `stepwrap.commands`. Start with cli.py; command.py
-declares what a command takes, and the bodies, which may import torch, are imported when called.
+Commands are found through the entry-point group ``stepwrap.commands``. Start with cli.py.
+command.py declares the arguments of a command. Its body, which may import torch, is imported when
+called.
 """

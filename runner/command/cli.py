@@ -1,4 +1,4 @@
-"""The `stepwrap` command: from words to a command, from its end to an exit code."""
+"""The ``stepwrap`` command: find a command, run it and turn its outcome into an exit code."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from ..guard import COUNT_AS_SIGTERM, handling, pass_on_as_sigterm
 from .command import DEBUG, HELP_OPTIONS, mistake
 
 FAILED, MISTAKE = 1, 2
-# The entry-point group of the commands: an entry names a `click.Command`.
+# Each entry point in this group names a `click.Command`.
 GROUP = "stepwrap.commands"
-# A shell that completes a command line sets it.
+# The shell sets this variable when it completes a command line.
 _COMPLETE = "_STEPWRAP_COMPLETE"
 
 
 class CommandGroup(click.Group):
-    """The words after `stepwrap`: the commands that this and other packages declare.
+    """The commands of this package and of other packages.
 
-    A command is imported when it is called, or listed in a help.
+    A command is imported only when it is called or listed in a help text.
     """
 
     @cached_property
     def entries(self) -> dict[str, EntryPoint]:
-        """The entry point of each command; ours come before others of the same name."""
-        found = sorted(entry_points(group=GROUP), key=_is_ours)
-        return {entry.name: entry for entry in found}
+        """Map each command to its entry point; our commands win over others of the same name."""
+        found = entry_points(group=GROUP)
+        ours_last = sorted(found, key=lambda entry: entry.value.startswith("stepwrap."))
+        return {entry.name: entry for entry in ours_last}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self.entries)
@@ -50,7 +51,7 @@ class CommandGroup(click.Group):
             if not isinstance(command, click.Command):
                 raise TypeError(f"{command!r} is not a click.Command")
         except (Exception, SystemExit) as error:
-            return _absent(self.entries[name], error)
+            return _unavailable(self.entries[name], error)
         if not any(one.name == DEBUG.name for one in command.params):
             command.params.append(
                 click.Option(DEBUG.opts, is_flag=True, expose_value=False, help=DEBUG.help)
@@ -59,35 +60,33 @@ class CommandGroup(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
-            # A shell completes the words.
+            # The shell is completing a command line, which need not be valid yet.
             return super().parse_args(ctx, args)
         name, *rest = args or ["--help"]
         known = self.list_commands(ctx)
         if not known:
-            raise mistake("stepwrap: its entry points are missing; install the package again")
+            raise mistake("stepwrap: the entry points are missing; install the package again")
         if name in ctx.help_option_names:
             return super().parse_args(ctx, [name])
         name = "version" if name == "--version" else name
         if name not in known:
-            raise mistake(f"stepwrap: {_unknown('command', name, known)}")
+            near = nearest(name, known, limit=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise mistake(f"stepwrap: there is no command {name}; {hint}")
         return super().parse_args(ctx, [name, *rest])
 
 
-def _is_ours(entry: EntryPoint) -> bool:
-    return entry.value.startswith("stepwrap.")
-
-
-def _absent(entry: EntryPoint, error: BaseException) -> click.Command:
-    """Return a command that stands for one of another package, which cannot be imported."""
+def _unavailable(entry: EntryPoint, error: BaseException) -> click.Command:
+    """Return a placeholder for a command that cannot be imported; calling it raises the error."""
     what = f"cannot be imported from {entry.module}: {type(error).__name__}: {error}"
     line = " ".join(what.split())
 
-    def refuse() -> NoReturn:
+    def fail() -> NoReturn:
         problem = Problem("", f"stepwrap {entry.name}: {line}", cause=error)
         raise ConfigError([problem]) from error
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    return click.Command(entry.name, callback=refuse, short_help=line, context_settings=settings)
+    return click.Command(entry.name, callback=fail, short_help=line, context_settings=settings)
 
 
 COMMANDS = CommandGroup(
@@ -102,28 +101,30 @@ COMMANDS = CommandGroup(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 an error in the run, 2 a mistake in the command line or the config, 3 that
-    `convert` found something without a counterpart or `bisect` a difference, 130 an end by Ctrl-C,
-    143 one by SIGTERM, by SIGUSR1 or by the end of the terminal.
+    0 means success, 1 an error during the run, and 2 a mistake in the command line or the config.
+    3 means that ``convert`` could not convert a setting or that ``bisect`` found a difference. 130
+    means that Ctrl-C stopped the command; 143 means SIGTERM, SIGUSR1 or a closed terminal.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    name, debug = "".join(words[:1]), "--debug" in words
+    args = list(sys.argv[1:] if argv is None else argv)
+    name, debug = "".join(args[:1]), "--debug" in args
     try:
         with _signals_end_at_once():
             if instruction := os.environ.get(_COMPLETE):
                 return shell_complete(COMMANDS, {}, "stepwrap", _COMPLETE, instruction)
-            with COMMANDS.make_context("stepwrap", [*words]) as context:
+            with COMMANDS.make_context("stepwrap", [*args]) as context:
                 return int(COMMANDS.invoke(context) or 0)
     except click.exceptions.Exit as end:
-        # Of --help.
+        # --help raises this.
         return end.exit_code
     except click.ClickException as error:
-        wrong = mistake(_usage_text(error, name))
+        failed = error.ctx if isinstance(error, click.UsageError) else None
+        where = failed.command_path if failed else f"stepwrap {name}"
+        wrong = mistake(f"{where}: {error.format_message()}")
         wrong.__cause__ = error
         _print_error(wrong, debug)
         return error.exit_code
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more at exit.
+        # The reader (head, less) has gone. Without this, Python would report it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, Terminated) as error:
@@ -136,25 +137,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.saved is not None:
             print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)
         if error.aside is not None:
-            told = f"{error.aside} has the last update, without its random streams"
-            print(f"  {told}; {again} {error.aside}", file=sys.stderr)
+            partial = f"{error.aside} has the last update, without its random streams"
+            print(f"  {partial}; {again} {error.aside}", file=sys.stderr)
         return code
     except Exception as error:
         return _print_error(error, debug)
 
 
 def _print_error(error: BaseException, debug: bool) -> int:
-    """Print what went wrong; returns the exit code."""
+    """Print an error to stderr and return the exit code."""
     rank = os.environ.get("RANK")
     failures = [Failure.of(error, int(rank) if rank else None)]
     if isinstance(error, LaunchError):
         failures = error.failures
     elif isinstance(error, ConfigError) and rank not in (None, "", "0"):
-        # Every rank of torchrun raises the same: rank 0 prints it.
+        # Under torchrun every rank raises the same error; rank 0 prints it.
         return MISTAKE
     is_mistake = failures[0].kind == "ConfigError"
     if is_mistake:
-        # Most ranks report the same.
+        # Most ranks report the same mistakes.
         mistakes = [one for one in failures if one.kind == failures[0].kind]
         traces, lines = [mistakes[0].trace], list(dict.fromkeys(one.message for one in mistakes))
     else:
@@ -170,10 +171,10 @@ def _print_error(error: BaseException, debug: bool) -> int:
 
 @contextmanager
 def _signals_end_at_once() -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM end this process; SIGHUP and SIGUSR1 count as SIGTERM.
+    """End the process on Ctrl-C and SIGTERM; SIGHUP and SIGUSR1 count as SIGTERM.
 
-    Raised within an import, as `raising_stops` does it for the work, they might come out as another
-    error.
+    An exception raised in the middle of an import might be replaced by another error, so these
+    handlers do not raise. Commands use ``raising_stops`` once their imports are done.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -181,7 +182,7 @@ def _signals_end_at_once() -> Iterator[None]:
         os._exit(128 + number)
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
-    # Not in the background, and not under nohup.
+    # Ctrl-C is ignored in the background and under nohup; leave it ignored there.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end
     free = (n for n in COUNT_AS_SIGTERM if signal.getsignal(n) == signal.SIG_DFL)
@@ -194,28 +195,3 @@ def _stop_text(stop: Terminated) -> str:
     name = "Ctrl-C" if stop.number == signal.SIGINT else str(stop)
     saved = f"the last checkpoint is {stop.saved}" if stop.saved else "nothing was saved"
     return f"stopped by {name}; {saved}"
-
-
-def _usage_text(error: click.ClickException, command: str) -> str:
-    """Return the line for an error of click, such as a mistake in the words after `command`."""
-    text = error.format_message()
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    if isinstance(error, click.NoSuchOption) and context is not None:
-        params = context.command.get_params(context)
-        known = [name for one in params for name in one.opts if name.startswith("--")]
-        text = _unknown("option", error.option_name, known)
-    elif isinstance(error, click.BadOptionUsage):
-        what = error.message.removeprefix(f"Option {error.option_name!r} ")
-        text = f"argument {error.option_name}: {what}"
-    elif isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
-        name = error.param.opts[0]
-        text = f"argument {name}: {error.message}"
-        if isinstance(error, click.MissingParameter):
-            text = f"the following arguments are required: {name}"
-    return f"{context.command_path if context else f'stepwrap {command}'}: {text}"
-
-
-def _unknown(kind: str, word: str, known: Sequence[str]) -> str:
-    near = nearest(word, known, limit=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    return f"there is no {kind} {word}; {hint}"

@@ -1,6 +1,6 @@
 """Declare commands: their options, and the config that is read before the body runs.
 
-Importing this imports no torch: the help of all commands answers at once.
+This module does not import torch, so that the help of every command appears quickly.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import click
 
 from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
 
-# How the arguments of a command that runs a config are shown.
+# The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
-# The argument of a body: options, other words as `words`, the examined config as `examined`.
+# The argument of a command's body: its options, the positional arguments as `words` and, for a
+# command that runs a config, the examined config as `examined`.
 Options = SimpleNamespace
 
 
 def mistake(text: str) -> ConfigError:
-    """Return the error for a mistake in the command line, which is one line and exit code 2."""
+    """Return the error for a mistake in the command line: one line, exit code 2."""
     return ConfigError([Problem("", text)])
 
 
@@ -32,15 +33,15 @@ class Command(click.Command):
     """A command whose body is imported when it is called, and returns the exit code.
 
     Args:
-        name: The word after `stepwrap`.
-        body: "module:function", called with `Options`.
-        help: One line, without a capital at its start or a full stop.
-        options: In the order of the help; each command has `--debug` too.
-        usage: The words it takes, as they are shown.
-        least: How many words it takes at least.
-        most: How many words it takes at most; None for any number.
-        section: Of a command that runs a config, the section that it cannot do without, "" for
-            any; the first word is the config. None for a command that runs none.
+        name: the word after ``stepwrap``.
+        body: "module:function", called with ``Options``.
+        help: one line, without a leading capital or a full stop.
+        options: in the order of the help text; ``--debug`` is added to every command.
+        usage: the positional arguments, as shown in the help text.
+        least: the smallest number of positional arguments.
+        most: the largest number of positional arguments; None for any number.
+        section: the config section that the command requires, or "" for none. The first
+            positional argument is then the config. None for a command that runs no config.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class Command(click.Command):
         self._least, self._most = least, most
 
     def source(self, options: Options) -> tuple[str, list[str]]:
-        """Return the config to run and its overrides; a subclass may find them elsewhere."""
+        """Return the config to run and its overrides; subclasses may override this."""
         return options.words[0], options.words[1:]
 
     def _run(self, **given: Any) -> int:
         options = Options(command=self.name, **{**given, "words": list(given["words"])})
-        _give_back_words(options)
+        _split_optional_values(options)
         self._check_words(options.words)
         if self._section is not None:
             options.examined = self._examine(options, self._section)
@@ -93,9 +94,10 @@ class Command(click.Command):
             raise mistake(f"stepwrap {self.name}: {problem}; usage: {usage}".rstrip())
 
     def _examine(self, options: Options, needed: str) -> Examination:
-        """Return the config with the options laid upon it.
+        """Return the config after the command-line options have been applied.
 
-        Mistakes that can be found without any class are raised at once: torch is not imported yet.
+        Mistakes that can be found without importing any class are raised here, before the slow
+        import of torch.
         """
         source, overrides = self.source(options)
         given = vars(options)
@@ -113,15 +115,15 @@ class Command(click.Command):
         if examined.config.select(needed) is None:
             parts = needed.split(".")
             if not any(nearest(one.key.rpartition(".")[2], parts) for one in problems):
-                what = f"{self.name} needs this section, it is missing"
+                what = f"{self.name} needs this section, but it is missing"
                 problems.append(Problem(needed, what))
         if problems:
             raise ConfigError(problems)
         return examined
 
 
-def _give_back_words(options: Options) -> None:
-    """Read `--resume a.b=1` and `--resume cfg.yaml` as a bare `--resume` and one more word."""
+def _split_optional_values(options: Options) -> None:
+    """Read ``--resume a.b=1`` and ``--resume cfg.yaml`` as ``--resume`` and another argument."""
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
         if not isinstance(value, str) or not value or os.path.isdir(value):
@@ -135,40 +137,40 @@ def _give_back_words(options: Options) -> None:
 
 
 def path_name(text: str) -> str:
-    """Return an option's value, which must not be the next option."""
+    """Return an option's value unless it is the next option."""
     if text.startswith("-"):
         raise click.BadParameter(f"requires a path, got the option {text}")
     return text
 
 
 def positive(text: str) -> int:
-    """Return a whole number from 1, of an option's value."""
+    """Convert an option's value to a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise click.BadParameter(f"must be a whole number from 1, got {text!r}")
+        raise click.BadParameter(f"must be a positive integer, got {text!r}")
     return int(text)
 
 
 def from_zero(text: str) -> int:
-    """Return a whole number from 0, of an option's value."""
+    """Convert an option's value to a non-negative integer."""
     if not text.isdecimal():
-        raise click.BadParameter(f"must be a whole number from 0, got {text!r}")
+        raise click.BadParameter(f"must be a non-negative integer, got {text!r}")
     return int(text)
 
 
 def _steps(text: str) -> int | str:
     if not re.fullmatch(r"[1-9]\d*(-[1-9]\d*)?", text):
-        what = f"must be the number of a step, or a range such as 1200-1210, got {text!r}"
+        what = f"must be a step number or a range such as 1200-1210, got {text!r}"
         raise click.BadParameter(what)
     return int(text) if text.isdecimal() else text
 
 
 def flag(name: str, help: str) -> click.Option:
-    """Return an option without a value."""
+    """Return a boolean option."""
     return click.Option([f"--{name}"], is_flag=True, help=help)
 
 
 def _path(*names: str, help: str) -> click.Option:
-    """Return an option whose value may be left out, and is True then."""
+    """Return an option whose value may be omitted; it is True then."""
     return click.Option(
         names, is_flag=False, flag_value=True, type=click.UNPROCESSED, metavar="[PATH]", help=help
     )
@@ -176,7 +178,7 @@ def _path(*names: str, help: str) -> click.Option:
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 DEBUG = flag("debug", "show the full traceback of an error")
-# Settings of the config that options of the same name replace.
+# Config settings that a command-line option of the same name replaces.
 _SETTINGS = ("launch.nproc", "launch.oversubscribe", "launch.max_restarts", "run_dir", "device")
 NPROC = click.Option(
     ["--nproc"], type=positive, metavar="N", help="processes on this machine (launch.nproc)"
@@ -184,9 +186,9 @@ NPROC = click.Option(
 OVERSUBSCRIBE = click.Option(
     ["--oversubscribe"],
     is_flag=True,
-    # None leaves the config's value.
+    # None keeps the config's value.
     default=None,
-    help="start more processes than cores and memory have room for (launch.oversubscribe)",
+    help="start more processes than cores and memory allow (launch.oversubscribe)",
 )
 RUN_DIR = click.Option(
     ["--run-dir"], type=path_name, metavar="DIR", help="the run's folder (run_dir)"
@@ -194,27 +196,25 @@ RUN_DIR = click.Option(
 DEVICE = click.Option(
     ["--device"], type=click.Choice(["auto", "cpu", "cuda"]), help="where to compute"
 )
-DRY_RUN = flag("dry-run", "one step of everything; nothing is kept")
+DRY_RUN = flag("dry-run", "run one step of everything, and keep nothing")
 MAX_RESTARTS = click.Option(
     ["--max-restarts"],
     type=from_zero,
     metavar="N",
     help="restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
 )
-RESUME = _path(
-    "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
-)
-FRESH = flag("fresh", "delete the results already in the run folder")
+RESUME = _path("--resume", help="continue the run in the run folder, or the checkpoint at PATH")
+FRESH = flag("fresh", "delete the existing results in the run folder")
 WITHOUT_STEP = click.Option(
     ["--without-step"],
     type=_steps,
     multiple=True,
     metavar="K",
-    help="leave out step K, or steps K-L (train.skip_steps); may be given several times",
+    help="skip step K, or steps K-L (train.skip_steps); can be repeated",
 )
 CHECKPOINT = _path(
     "--checkpoint",
     "--resume",
     "checkpoint",
-    help="a checkpoint's folder, best or latest; default: the best, else the latest",
+    help="a checkpoint's folder, best or latest; default: best if there is one, otherwise latest",
 )

@@ -1,4 +1,4 @@
-"""The commands of the runner, as the entry points in setup.cfg name them."""
+"""The runner's commands, which the entry points in setup.cfg name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _RUNNING = (*_PREDICTING, DRY_RUN)
 train = Command(
     "train",
     f"{_RUNS}:run_train",
-    "train, validate and, where data.test is given, test",
+    "train and validate, then test if data.test is set",
     (*_RUNNING, MAX_RESTARTS, RESUME, FRESH, WITHOUT_STEP),
     usage=f"{RUN} [options]",
     section="train",
@@ -144,13 +144,13 @@ show = Command(
     "show",
     f"{_PRINTS}:run_show",
     "print the resolved config",
-    (flag("origin", "say which line or override set each value"),),
+    (flag("origin", "show which line or override set each value"),),
     usage=f"{RUN} [--origin]",
 )
 list_registries = Command(
     "list",
     f"{_PRINTS}:run_list",
-    "print what a config can name",
+    "list the types that a config can name",
     usage="[REGISTRY]",
     least=0,
     most=1,
@@ -161,7 +161,7 @@ plot = Command(
 convert = Command(
     "convert",
     f"{_PRINTS}:run_convert",
-    "convert an mmengine config (executes it) to one of stepwrap, and print it",
+    "convert an mmengine config (executes it) and print the result",
     (
         click.Option(
             ["--epoch-length"],
@@ -169,7 +169,7 @@ convert = Command(
             metavar="N",
             help="batches in an epoch, for schedules with convert_to_iter_based",
         ),
-        flag("keep-order", "read the data by mmengine's own loaders, in its order"),
+        flag("keep-order", "read the data with mmengine's loaders, in the same order"),
     ),
     usage="MMENGINE_CONFIG.py [options]",
     most=1,
@@ -177,7 +177,7 @@ convert = Command(
 version = Command(
     "version",
     f"{_PRINTS}:run_version",
-    "print the version; so does --version",
+    "print the version (also: --version)",
     usage="",
     least=0,
     most=0,

@@ -1,4 +1,4 @@
-"""The commands that build nothing: show, list, plot, convert, version."""
+"""The commands that do not build a run: show, list, plot, convert, version."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from ...registry import (
 from ..convert.convert import convert_config
 from .command import Options
 
-# Some of a config had no counterpart.
+# The exit code of `convert` if some settings could not be converted.
 INCOMPLETE = 3
-# The last one has the shape of `samples_per_s`.
+# The curve of `steps_per_s` would look like the curve of `samples_per_s`.
 _NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s"}
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
 # A longer legend would hide the curves.
-_MOST_LABELS = 10
+_MAX_LABELS = 10
 Curves = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 def run_show(options: Options) -> int:
-    """Print the resolved config, as YAML that can be run."""
+    """Print the resolved config as YAML that can be run."""
     config = load_config(options.words[0], options.words[1:])
     print(format_config(config, origins=options.origin), end="")
     return 0
 
 
 def run_list(options: Options) -> int:
-    """Print what the registries hold: all in short, or one in full."""
+    """List the names in every registry, or one registry with arguments and descriptions."""
     name = options.words[0] if options.words else None
     try:
         registries = list_registrations(name)
@@ -51,15 +51,18 @@ def run_list(options: Options) -> int:
         raise ConfigError([Problem("", f"stepwrap list: {error}")]) from error
     for registry, entries in registries.items():
         print(registry)
-        for line in _in_full(entries) if name else _in_short(entries):
+        for line in _long_listing(entries) if name else _short_listing(entries):
             print(f"  {line}")
     if name is None:
         print("for arguments: stepwrap list REGISTRY. A type can also be any import path")
     return 0
 
 
-def _in_full(entries: Sequence[Registration]) -> Iterator[str]:
-    rows = [row for entry in entries for row in _rows(entry)]
+def _long_listing(entries: Sequence[Registration]) -> Iterator[str]:
+    rows: list[tuple[str, str]] = []
+    for entry in entries:
+        rows.append((" = ".join((entry.name, *entry.aliases)), entry.summary or entry.source))
+        rows += [(f"  {declaration}", meaning) for declaration, meaning in entry.arguments]
     width = min(max((len(name) for name, _ in rows), default=0), 40)
     room = max(shutil.get_terminal_size().columns - width - 4, 30)
     for name, text in rows:
@@ -71,13 +74,7 @@ def _in_full(entries: Sequence[Registration]) -> Iterator[str]:
             name = ""
 
 
-def _rows(entry: Registration) -> Iterator[tuple[str, str]]:
-    yield " = ".join((entry.name, *entry.aliases)), entry.summary or entry.source
-    for declaration, meaning in entry.arguments:
-        yield f"  {declaration}", meaning
-
-
-def _in_short(entries: Sequence[Registration]) -> list[str]:
+def _short_listing(entries: Sequence[Registration]) -> list[str]:
     own = [entry.name for entry in entries if entry.source.startswith("stepwrap.")]
     others = Counter(entry.source for entry in entries if entry.name not in own)
     parts = [*own, *(f"{count} classes of {source}" for source, count in others.items())]
@@ -92,15 +89,15 @@ def run_plot(options: Options) -> int:
 
 
 def plots_available() -> bool:
-    """Whether the extra `plots` is installed."""
+    """Whether the extra ``plots`` is installed."""
     return find_spec("matplotlib") is not None
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Draw every logged value but `steps_per_s` against the update into `run_dir/curves.png`.
+    """Plot every logged value except ``steps_per_s`` against the step, and return the image's path.
 
-    A value that was logged in training and in validation has one panel, and so have the
-    learning rates of several parameter groups.
+    The image is ``run_dir/curves.png``. The training and validation curves of one value share a
+    panel, and so do the learning rates of all parameter groups.
 
     Raises:
         ImportError: matplotlib is missing; the text names the extra.
@@ -128,10 +125,10 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Return {value: {phase: [(step, number), ...]}} of the records in `run_dir`.
+    """Read the records in ``run_dir`` as {value: {phase: [(step, number), ...]}}.
 
-    The points are sorted by step, since `validate` and `test` add records of earlier
-    checkpoints at the end of the file; of several records of one step the last one counts.
+    Points are sorted by step, because ``validate`` and ``test`` append records of earlier
+    checkpoints. If a step has several records, the last one counts.
     """
     path = run_dir / "metrics.jsonl"
     curves: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
@@ -139,7 +136,7 @@ def read_curves(run_dir: Path) -> Curves:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            # A run that was killed may have left half a line at the end.
+            # A killed run may have left an incomplete last line.
             continue
         for name, value in record.items():
             if name not in _NOT_CURVES and isinstance(value, int | float):
@@ -151,7 +148,7 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def _charts(curves: Curves) -> Curves:
-    """Return the lines of each panel by their labels: phases, or groups of parameters."""
+    """Return the curves of each panel by label: a phase, or a parameter group for ``lr``."""
     charts: Curves = {}
     for name, phases in curves.items():
         title, _, group = name.partition("/")
@@ -170,13 +167,13 @@ def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) ->
     panel.set_title(name)
     panel.set_xlabel("step")
     panel.grid(alpha=0.3)
-    if 1 < len(lines) <= _MOST_LABELS:
+    if 1 < len(lines) <= _MAX_LABELS:
         panel.legend()
 
 
 def run_convert(options: Options) -> int:
-    """Print a config of mmengine as one of ours, and on stderr what has no counterpart."""
-    # Output of the config and warnings of mmengine must not mix with the YAML.
+    """Convert an mmengine config; print YAML to stdout and unconverted settings to stderr."""
+    # The output of the config and the warnings of mmengine must not mix with the YAML.
     with redirect_stdout(sys.stderr):
         conversion = convert_config(
             options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order

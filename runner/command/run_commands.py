@@ -1,4 +1,4 @@
-"""The commands that build and run, and what they print: train, validate, test, check, env."""
+"""The commands train, validate, test, check and env, and their output."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ...loops.predictions.files import check_path
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
-from ..jobs import Job, Outcome, on_ranks, refuse_occupied, run_dir_error, run_job
+from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
 from ..launcher import started_outside
 from ..parts import rehearse
-from ..run_folder import resolve_checkpoint, saved_checkpoints, stamped
+from ..run_folder import checkpoint_times, resolve_checkpoint, saved_checkpoints
 from ..sections import read_sections
 from .command import Options, mistake
 from .print_commands import draw_curves, plots_available, read_curves
@@ -32,8 +32,8 @@ from .restarts import run_with_restarts
 
 
 def run_train(options: Options) -> int:
-    """Train, and test at the end where there is test data."""
-    config, run = _checked(options)
+    """Train, then evaluate the best checkpoint if the config has test data."""
+    config, run = _read_run(options)
     resume = options.resume if options.resume is not None else run.resume
     if options.fresh and resume:
         raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
@@ -47,50 +47,53 @@ def run_train(options: Options) -> int:
     job = Job("train", config, run, resume=resume, **switches)
     if started_outside():
         return _run(job)
-    # Asked again by the ranks; here the answer comes before any is started.
-    refuse_occupied(job)
+    # The ranks check this again. Checking it here reports the problem before any rank is started.
+    require_free_run_dir(job)
     folder = nullcontext() if options.dry_run else _new_folder(config, Path(run.run_dir))
     with raising_stops(), folder:
         return _run(job)
 
 
 def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | str:
-    """Return from where to resume so that `step` is still to come: the latest unless told."""
+    """Return the checkpoint to resume from so that ``step`` has not been trained yet.
+
+    This is the latest such checkpoint, unless the user named one.
+    """
     if resume is True:
         path = find_checkpoint(run_dir, before=step)
         if path is not None or not saved_checkpoints(run_dir):
             return path is None or str(path)
-        what = f"no checkpoint in {run_dir} is from before it; --fresh trains from the beginning"
+        what = f"{run_dir} has no earlier checkpoint; --fresh trains from the beginning"
         raise ConfigError([Problem("", f"--without-step {step}: {what}")])
     found = resolve_checkpoint(run_dir, str(resume))
     done = load_checkpoint(found).meta["step"]
     if done >= step:
-        what = f"{found} has trained on it already: --resume alone finds an earlier checkpoint"
+        what = f"{found} includes this step already; --resume alone finds an earlier checkpoint"
         raise ConfigError([Problem("", f"--without-step {step}: {what}")])
     return resume
 
 
 @contextmanager
 def _new_folder(config: Config, run_dir: Path) -> Iterator[None]:
-    """Make the run's folder before anything else can fail; nothing empty is left of it then."""
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    """Create the run's folder; after an error remove the new folders that are still empty."""
+    created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        what = f"the folder {run_dir} cannot be made: {error.strerror}"
+        what = f"the folder {run_dir} cannot be created: {error.strerror}"
         raise run_dir_error(config, what) from error
     try:
         yield
     except BaseException:
-        for path in made:
+        for path in created:
             with suppress(OSError):
                 path.rmdir()
         raise
 
 
 def run_validate(options: Options) -> int:
-    """Evaluate a checkpoint on the validation data, or with `test` on the test data."""
-    config, run = _checked(options)
+    """Evaluate a checkpoint on the validation data or, for ``test``, on the test data."""
+    config, run = _read_run(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
     switches = {name: getattr(options, name) for name in ("dry_run", "debug")}
     return _run(Job(options.command, config, run, checkpoint=checkpoint, **switches))
@@ -117,7 +120,7 @@ def run_check(options: Options) -> int:
         parts = rehearse(run)
     model = parts["model"].module
     count = sum(parameter.numel() for parameter in model.parameters())
-    # fully_shard gives the model a class of its own.
+    # fully_shard replaces the class of the model by a subclass.
     kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
     loops = [name for name in ("train", "val", "test") if parts.get(f"{name}_loop") is not None]
     print(f"{options.words[0]}: no mistakes; every part can be built")
@@ -136,22 +139,22 @@ def _run(job: Job) -> int:
         else:
             results = on_ranks(job.run, run_job, (job,))
     if 0 not in results:
-        # One of torchrun's other ranks: rank 0 does the talking.
+        # Under torchrun only rank 0 prints.
         return next(iter(results.values())).exit_code
     return _report(job, results[0])
 
 
 @contextmanager
 def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
-    """Put the checkpoint that a run has left, or had started from, into the error of its end."""
-    # Not find_checkpoint, which ranks call together: a signal may have come to one of them.
-    before, set_aside = stamped(folder), stamped(folder, "incomplete_")
+    """Add the last checkpoint of the run to the error that ends it."""
+    # `find_checkpoint` must be called by every rank, but a signal may stop one of them only.
+    before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        saved, aside = stamped(folder), stamped(folder, "incomplete_")
+        saved, aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
         if job.command != "train" or (saved, aside) == (before, set_aside):
             raise
         last = next(reversed(saved), None)
@@ -159,20 +162,20 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
         raise TrainingFailed(folder / "config.yaml", last, rest) from error
     except (KeyboardInterrupt, Terminated) as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
-        saved = stamped(folder)
+        saved = checkpoint_times(folder)
         if job.command != "train" or not saved or saved == before:
             raise
         raise Terminated(number, str(next(reversed(saved)))) from error
 
 
-def _checked(options: Options) -> tuple[Config, RunSections]:
-    told = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
-    world_size = int(told) if started_outside() else None
+def _read_run(options: Options) -> tuple[Config, RunSections]:
+    ranks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
+    world_size = int(ranks) if started_outside() else None
     return options.examined.config, read_sections(options.examined, world_size)
 
 
 def _report(job: Job, outcome: Outcome) -> int:
-    """Print how a job ended; returns the exit code."""
+    """Print how a job ended and return the exit code."""
     folder = Path(job.run.run_dir)
     if outcome.signal:
         _report_stop(folder, outcome)
@@ -184,7 +187,7 @@ def _report(job: Job, outcome: Outcome) -> int:
     if job.command == "predict":
         print(f"predictions: {outcome.predictions:,} samples in {job.out}")
     if job.dry_run:
-        print("dry run: every part has worked for one step; nothing was kept")
+        print("dry run: every part worked for one step; nothing was kept")
     elif job.command == "train":
         _report_files(folder, outcome.best_by)
     return 0
@@ -195,7 +198,7 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
     what = f"stopped by {name}: at step {outcome.step} (epoch {outcome.epoch})"
     saved = list_checkpoints(folder / "checkpoints")
     if not saved:
-        print(f"{what}; nothing is saved (hooks.checkpoint is off)")
+        print(f"{what}; nothing was saved (hooks.checkpoint is off)")
     else:
         path, meta = saved[0]
         print(f"{what}; saved {path}")
@@ -204,7 +207,7 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
 
 
 def _print_metrics(job: Job, outcome: Outcome) -> None:
-    # Only here: the training need not wait for the import.
+    # Imported here because the training need not wait for it.
     from rich.console import Console
     from rich.table import Table
 
@@ -223,9 +226,8 @@ def _print_metrics(job: Job, outcome: Outcome) -> None:
 
 def _report_files(folder: Path, best_by: str) -> None:
     if read_curves(folder):
-        drawn = plots_available()
-        told = draw_curves(folder) if drawn else "not drawn: pip install 'stepwrap[plots]'"
-        print(f"curves: {told}")
+        hint = "not drawn: pip install 'stepwrap[plots]'"
+        print(f"curves: {draw_curves(folder) if plots_available() else hint}")
     saved = list_checkpoints(folder / "checkpoints")
     best = [path for path, meta in saved if meta["best"]]
     if best:
@@ -239,12 +241,12 @@ def _report_files(folder: Path, best_by: str) -> None:
 
 
 def _report_evaluated(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Print where the evaluated weights are, if not with the model's own."""
+    """Print where the evaluated weights are, unless they are the model's own weights."""
     file, *keys = meta.get("evaluated", ["model.pt"])
     if keys:
-        where = f"{file} of the checkpoint, under {' / '.join(keys)}; model.pt holds the plain ones"
+        where = f"{file} of the checkpoint, under {' / '.join(keys)}"
         load = f"stepwrap.runner.load_model({str(folder)!r})"
-        print(f"evaluated weights: in {where}; {load} returns the model with them")
+        print(f"evaluated weights: in {where} (model.pt has others); {load} loads the model")
 
 
 _PACKAGES = (

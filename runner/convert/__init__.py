@@ -1,6 +1,6 @@
-"""Configs of mmengine as configs of ours.
+"""Convert configs of mmengine to configs of stepwrap.
 
-Start with convert.py: the table of what each setting becomes, and the functions of its rows;
-hooks.py has those of hooks and schedules. draft.py walks along the rows, source.py reads the file
-and finds the line of each setting. Imports of ours: the registry alone.
+Start with convert.py, which has the table of settings and the functions of its rows. hooks.py has
+the rows of hooks and schedules. draft.py applies the rows. source.py reads the file and finds the
+line of each setting. Of our folders, only the registry is imported here.
 """

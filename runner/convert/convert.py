@@ -1,4 +1,4 @@
-"""What each setting of mmengine becomes here: one table, walked from top to bottom."""
+"""Convert the settings of mmengine by one table, from top to bottom."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from .draft import (
 from .hooks import custom_hooks, default_hooks, schedulers, visualizer, window_size
 from .source import read_source
 
-_OWN_LOOP = "{} is a loop of your own: see docs/extending.md"
+_OWN_LOOP = "{} is a custom loop: see docs/extending.md"
 _NO_STRATEGIES = "has no counterpart: wrapper, mesh and optim_wrapper say how ranks work together"
 _NO_TTA = "has no counterpart: average the predictions in the model's own test_step"
 _LAUNCHED = "ranks are started by launch.nproc, --nproc or torchrun"
 _NOT_LOADED = (
-    "a checkpoint of mmengine is no run of ours; its weights can be loaded by"
+    "cannot continue a checkpoint of mmengine; load its weights with"
     " init_cfg=dict(type='Pretrained', ...): docs/migrate.md"
 )
 _BUILDER = "mmengine.runner.Runner.build_dataloader"
 _PASSES = "the last batch of each pass over the data may be smaller here: see --keep-order"
-_BY_CHILDREN = "here each optimizer has the parameters of the child of its name"
+_BY_CHILDREN = "here each optimizer gets the parameters of the child module of the same name"
 
 
 class Conversion(NamedTuple):
-    """Our settings, and what has no counterpart or another meaning."""
+    """The converted settings, and those without a counterpart or with another meaning."""
 
     config: dict[str, Any]
     misses: list[Miss]
 
     def text(self) -> str:
-        """Return it as YAML, what is missing as comments at the end."""
+        """Return the settings as YAML, with the others as comments at the end."""
         lines = [format_config(self.config)]
         if self.misses:
             lines.append("\n# Without a counterpart, or with another meaning:\n")
@@ -67,36 +67,43 @@ class Conversion(NamedTuple):
 def convert_config(
     path: str | os.PathLike[str], *, epoch_length: int | None = None, keep_order: bool = False
 ) -> Conversion:
-    """Translate a config file of mmengine, a .py file, which is executed for that.
+    """Convert a config file of mmengine.
 
-    `epoch_length` is for schedules that mmengine converts from epochs to batches; with `keep_order`
-    mmengine's own loaders read the data. Raises ConfigError where the file cannot be read.
+    Args:
+        path: the .py file, which is executed.
+        epoch_length: batches per epoch, for schedules with ``convert_to_iter_based``.
+        keep_order: read the data with mmengine's loaders, in the same order.
+
+    Raises:
+        ConfigError: the file cannot be read.
     """
     settings, lines = read_source(Path(path))
     scope, name = settings.get("default_scope"), Path(path).stem
     draft = Draft(lines, scope, epoch_length, keep_order, {"name": name})
     top = Section(draft, settings)
-    # Variables that other settings are made of are no settings.
+    # Variables that the file reads are parts of other settings.
     walk(top, (*_MAPPING, *dropped(*lines.read, "_base_")), draft.sections)
-    top.close("no setting of this name is known")
+    top.close("is not a known setting")
     order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
-    config = {key: _held(draft, draft.sections[key], key) for key in order if key in draft.sections}
+    config = {
+        key: _yaml_value(draft, draft.sections[key], key) for key in order if key in draft.sections
+    }
     return Conversion(config, draft.misses)
 
 
 _FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
 
 
-def _held(draft: Draft, value: Any, path: str) -> Any:
-    """Return a value as YAML holds it, and note what it cannot hold."""
+def _yaml_value(draft: Draft, value: Any, path: str) -> Any:
+    """Return a value that YAML can represent; list as a miss what it cannot."""
     if isinstance(value, Mapping):
         pairs = ((key, one, f"{path}.{key}") for key, one in value.items())
-        return {_key(draft, key, at): _held(draft, one, at) for key, one, at in pairs}
+        return {_key(draft, key, at): _yaml_value(draft, one, at) for key, one, at in pairs}
     if isinstance(value, (list, tuple)):
-        return [_held(draft, one, f"{path}.{at}") for at, one in enumerate(value)]
+        return [_yaml_value(draft, one, f"{path}.{at}") for at, one in enumerate(value)]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    return _text(draft, value, path, f"YAML cannot hold a {type(value).__name__}")
+    return _text(draft, value, path, f"YAML cannot represent a {type(value).__name__}")
 
 
 def _key(draft: Draft, name: Any, path: str) -> str | int:
@@ -106,22 +113,23 @@ def _key(draft: Draft, name: Any, path: str) -> str | int:
 
 
 def _text(draft: Draft, value: Any, path: str, why: str) -> str:
-    theirs = {row.ours: row.theirs for row in reversed(_MAPPING) if row.ours}
-    theirs |= {"launch": "env_cfg.dist_cfg", "optimizer": "optim_wrapper.optimizer"}
-    ours = next((key for key in theirs if f"{path}.".startswith(f"{key}.")), "")
-    draft.miss(theirs.get(ours, "") + path.removeprefix(ours), f"{why}: here is its text")
+    sources = {row.target: row.source for row in reversed(_MAPPING) if row.target}
+    sources |= {"launch": "env_cfg.dist_cfg", "optimizer": "optim_wrapper.optimizer"}
+    target = next((key for key in sources if f"{path}.".startswith(f"{key}.")), "")
+    key = sources.get(target, "") + path.removeprefix(target)
+    draft.miss(key, f"{why}: written as text")
     return str(value)
 
 
-# Functions of rows: see `Row.to`.
+# Functions of rows: see `Row.convert`.
 
 
-def _usual(table: str, usual: str, refusal: str, *rows: Row) -> Take:
-    """Return the function of a row whose setting is a dict of mmengine's usual type."""
+def _default_type(table: str, default: str, refusal: str, *rows: Row) -> Take:
+    """Return the function of a row whose setting must be a dict of mmengine's default type."""
 
     def make(given: Section) -> Any:
-        kind = given.kind(table, usual)
-        if kind != usual:
+        kind = given.kind(table, default)
+        if kind != default:
             given.miss("type", refusal.format(kind))
         return walk(given, rows)
 
@@ -174,7 +182,7 @@ def _wrapper(section: Section, key: str) -> Any:
     if given is not None:
         kind = given.kind("MODEL_WRAPPERS", "MMDistributedDataParallel")
         if kind not in _WRAPPERS:
-            what = f"{kind} is a class of mmengine's kind: subclass one of stepwrap.wrappers"
+            what = f"{kind} is an mmengine wrapper: write a subclass of one in stepwrap.wrappers"
             given.miss("type", what)
             return NOTHING
         options = _wrapper_options(given, _WRAPPERS[kind])
@@ -188,7 +196,7 @@ def _wrapper(section: Section, key: str) -> Any:
 
 
 def _wrapper_options(given: Section, kind: str) -> dict[str, Any]:
-    # They follow from the rank, and from our class.
+    # Our wrapper sets these itself.
     walk(given, dropped("device_ids", "output_device", "use_orig_params", "module"))
     options = {"type": kind, **as_yaml(given)}
     # Wrong values are reported by `stepwrap check`.
@@ -197,7 +205,7 @@ def _wrapper_options(given: Section, kind: str) -> dict[str, Any]:
             del options[problem.key.removeprefix(".")]
     for key in options.keys() & given.keys():
         del given[key]
-    given.close(f"is no option of {kind}")
+    given.close(f"is not an option of {kind}")
     return options
 
 
@@ -206,29 +214,29 @@ _PARAMWISE = tuple(one.name for one in fields(ParamwiseSection))
 
 
 def _optimization(given: Section) -> Any:
-    """Return our sections for one optimizer or several, and their wrappers."""
+    """Return our sections for one or several optimizers and their wrappers."""
     constructor = bare_name(given.pop("constructor", ""))
     names = [name for name, one in given.items() if isinstance(one, Mapping) and "optimizer" in one]
     if "optimizer" in given or not names:
         if constructor not in _CONSTRUCTORS:
-            given.miss("constructor", "paramwise options are all that is translated")
+            given.miss("constructor", "is not converted, only its paramwise options are")
         return _single(given)
     if constructor not in (*_CONSTRUCTORS, "MultiOptimWrapperConstructor"):
         given.miss("constructor", _BY_CHILDREN)
     made: dict[str, Any] = {"optimizer": {}}
     for name in names:
         one = given.below(name)
-        for ours, settings in _single(one).items() if one is not None else ():
-            made.setdefault(ours, {})[name] = settings
+        for section, settings in _single(one).items() if one is not None else ():
+            made.setdefault(section, {})[name] = settings
     return made
 
 
 def _single(section: Section) -> dict[str, Any]:
-    """Return our sections for one optimizer and, where it has settings, its wrapper."""
+    """Return our sections for one optimizer and, if there are settings for it, its wrapper."""
     made = walk(section, _OPTIMIZER)
     if "type" not in made.setdefault("optimizer", {}):
         section.miss("optimizer", "is missing: training needs one")
-    # Its other options are those of the class.
+    # All other options are arguments of the wrapper's class.
     wrapper = walk(section, _OPTIM_WRAPPER) | section
     section.clear()
     return made | ({"optim_wrapper": wrapper} if wrapper else {})
@@ -244,7 +252,7 @@ def _optim_wrapper_type(section: Section, key: str) -> Any:
     kind = section.kind("OPTIM_WRAPPERS", "OptimWrapper")
     if kind in ("", "OptimWrapper", "AmpOptimWrapper"):
         return kind if kind == "AmpOptimWrapper" else NOTHING
-    # A class of mmengine's kind runs as it is.
+    # Custom optimizer wrappers of mmengine run unchanged.
     return section.draft.name_of(original, "OPTIM_WRAPPERS", section.at(key))
 
 
@@ -284,7 +292,7 @@ def _training(given: Section) -> Any:
 
 
 def _counted(section: Section, key: str) -> Any:
-    """Take a number of epochs, or one of batches as one of updates; or pairs of such numbers."""
+    """Return a count, or pairs of counts, in epochs or, converted from batches, in updates."""
     value, draft = section.pop(key, None), section.draft
     if draft.by_epoch:
         return value
@@ -302,7 +310,7 @@ _INTERVALS = (
 def _loader(given: Section) -> Any:
     draft, train = given.draft, given.path == "train_dataloader"
     if draft.keep_order or not _is_ours(given, train):
-        # All of it as mmengine builds it: its samplers, its order, its batches.
+        # Let mmengine build the whole loader, with its samplers, order and batches.
         plain = draft.plain({"type": "", **given})
         del plain["type"]
         given.clear()
@@ -315,7 +323,7 @@ def _loader(given: Section) -> Any:
 
 
 def _is_ours(section: Section, train: bool) -> bool:
-    """Whether our loader does the same with these settings."""
+    """Whether our loader behaves the same with these settings."""
     sampler, collate = section.get("sampler"), section.get("collate_fn")
     others = ("batch_sampler", "worker_init_fn", "num_batch_per_epoch", "timeout")
     return (
@@ -342,14 +350,14 @@ _LOADER = (
     *(Row(key, key, same=(None,)) for key in ("pin_memory", "prefetch_factor")),
 )
 _ORDER = (
-    # The order is the same on all ranks, and no sample is left out.
+    # Our loader always shuffles equally on all ranks and rounds up.
     Row("sampler", "", by_rows(
         Row("shuffle", "shuffle", default=True),
         Row("seed", "seed", same=(None,)),
         *dropped("type", "round_up", "_scope_"),
     )),
     Row("collate_fn", "collate", _collate, default=None),
-    # Workers stay anyway.
+    # Workers are always persistent.
     *dropped("persistent_workers"),
     *only(worker_init_fn=None, batch_sampler=None, timeout=0, num_batch_per_epoch=None),
     *only(multiprocessing_context=None),
@@ -357,12 +365,12 @@ _ORDER = (
 
 
 def _metrics(section: Section, key: str) -> Any:
-    """Return the metrics of `val_evaluator` and `test_evaluator`, which share one section here."""
+    """Return the metrics of ``val_evaluator`` and ``test_evaluator``, which become one section."""
     draft, above, other = section.draft, section, section.get("test_evaluator")
     if section.get(key) is None:
         key = "test_evaluator"
     elif other is not None and other != section[key]:
-        section.miss("test_evaluator", "validation and test share their metrics: val_evaluator's")
+        section.miss("test_evaluator", "is ignored: validation and test share val_evaluator")
     given = section.get(key)
     if isinstance(given, Mapping) and bare_name(given.get("type", "Evaluator")) == "Evaluator":
         above, key = Section(draft, given, key), "metrics"
@@ -384,7 +392,7 @@ def _metrics(section: Section, key: str) -> Any:
     return metrics or NOTHING
 
 
-# What a row makes may depend on those above it.
+# The result of a row may depend on the rows above it.
 _MAPPING = (
     Row("default_scope"),
     Row("strategy", same=(None,), refusal=_NO_STRATEGIES),
@@ -402,14 +410,14 @@ _MAPPING = (
     Row("randomness", "", by_rows(
         Row("seed", "seed", same=(None,)),
         Row("deterministic", "deterministic", same=(False,)),
-        # Ranks draw different numbers anyway, once the model is built.
+        # Ranks always draw different numbers after the model is built.
         Row("diff_rank_seed"),
     )),
     Row("env_cfg", "", by_rows(
         *only(cudnn_benchmark=False),
         Row("mp_cfg", "", by_rows(*only(mp_start_method="fork", opencv_num_threads=0))),
         Row("dist_cfg", "launch", by_rows(
-            # nccl is mmengine's default, also where there is no GPU; ours follows the device.
+            # mmengine's default is nccl even without a GPU; our default depends on the device.
             Row("backend", "backend", same=("nccl", None)),
             Row("timeout", "timeout_s", same=(None,)),
         )),
@@ -420,13 +428,13 @@ _MAPPING = (
     Row("model", "model", _model, default=None),
     Row("model_wrapper_cfg", "wrapper", _wrapper, default=None),
     Row("auto_scale_lr", "", by_rows(
-        Row("enable", same=(False,), refusal="there is no scaling of the rate: set optimizer.lr"),
+        Row("enable", same=(False,), refusal="learning rates are not scaled: set optimizer.lr"),
         *dropped("base_batch_size"),
     )),
     Row("optim_wrapper", "", inside(_optimization)),
     Row("train_cfg", "train", inside(_training)),
-    Row("val_cfg", "", _usual("LOOPS", "ValLoop", _OWN_LOOP, *only(fp16=False))),
-    Row("test_cfg", "", _usual("LOOPS", "TestLoop", _OWN_LOOP, *only(fp16=False))),
+    Row("val_cfg", "", _default_type("LOOPS", "ValLoop", _OWN_LOOP, *only(fp16=False))),
+    Row("test_cfg", "", _default_type("LOOPS", "TestLoop", _OWN_LOOP, *only(fp16=False))),
     Row("train_dataloader", "data.train", inside(_loader)),
     Row("val_dataloader", "data.val", inside(_loader)),
     Row("test_dataloader", "data.test", inside(_loader)),
@@ -434,13 +442,13 @@ _MAPPING = (
     Row("param_scheduler", "schedulers", schedulers),
     Row("default_hooks", "hooks", default_hooks, default=None),
     Row("custom_hooks", "hooks", custom_hooks),
-    Row("log_processor", "", _usual(
+    Row("log_processor", "", _default_type(
         "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
         *dropped("by_epoch"),
         Row("window_size", "", window_size),
         *only(num_digits=4, custom_cfg=None),
     )),
     Row("visualizer", "hooks", inside(visualizer)),
-    # Alone they are a variable that the visualizer may be made of.
+    # At the top level this is only a variable for the visualizer.
     Row("vis_backends"),
 )  # fmt: skip

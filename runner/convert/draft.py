@@ -1,4 +1,4 @@
-"""The config that a conversion writes, and the walk along the rows of the mapping."""
+"""The config that a conversion writes, and the rows by which settings are converted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .source import Lines
 
 RULES = {"greater": "max", "less": "min"}
 NO_COUNTERPART = "has no counterpart here"
-NO_TYPE = "is missing: it says what is built"
-# No value: neither given, nor to be written.
+NO_TYPE = "is missing: it names the class to build"
+# The setting is not given, or is not written.
 NOTHING: Any = object()
 
 
 class Miss(NamedTuple):
-    """A setting that has no counterpart, or another meaning."""
+    """A setting without a counterpart, or with another meaning."""
 
     key: str
     what: str
@@ -33,7 +33,7 @@ class Miss(NamedTuple):
 
 @dataclass
 class Draft:
-    """The config that is written, and what its rows have to know of each other."""
+    """The config that is written, and the values that its rows share."""
 
     lines: Lines
     scope: str | None  # mmengine's default_scope
@@ -44,15 +44,15 @@ class Draft:
     batches: int = 1  # per update
     by_epoch: bool = True
     log_interval: int = 10  # in batches
-    # Of each metric's figures in mmengine's records, by its name here.
+    # Our name of a metric -> the prefix of its values in mmengine's logs.
     prefixes: dict[str, str] = field(default_factory=dict)
 
     def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
-        """Note a setting that is not translated, or not wholly."""
+        """List a setting as not converted, or not completely."""
         self.misses.append(Miss(key, what, self.lines.origin(key)))
 
     def metric(self, wanted: str, key: str) -> str | None:
-        """Return the name here of a metric in mmengine's records; None, and noted, if unknown."""
+        """Return our name of a metric in mmengine's logs, or list a miss and return None."""
         prefix, _, rest = wanted.partition("/")
         if rest and prefix in self.prefixes:
             return wanted
@@ -62,64 +62,66 @@ class Draft:
                 return f"{without[0]}/{wanted}"
             if len(self.prefixes) == 1:
                 return wanted
-        self.miss(key, f"which metric {wanted!r} is cannot be told; name one as metric/part")
+        self.miss(key, f"{wanted!r} does not say which metric it is; name it as metric/part")
         return None
 
     def mode(self, rule: Any, metric: str, key: str) -> str:
-        """Return which values of a metric are better, by mmengine's rule or by the name."""
+        """Return "min" or "max" by mmengine's rule, or by the metric's name."""
         if rule is not None and rule not in RULES:
             self.miss(key, f"must be greater or less, got {rule!r}")
         return RULES.get(rule) or ("min" if "loss" in metric.lower() else "max")
 
     def updates(self, batches: Any, key: str) -> int | None:
-        """Return a number of batches as one of updates."""
+        """Convert a number of batches to a number of updates."""
         if not isinstance(batches, int):
             self.miss(key, f"must be a number of batches, got {batches!r}")
             return None
         if batches % self.batches:
-            told = f"{batches} batches are no whole number of updates of {self.batches} batches"
-            self.miss(key, f"{told}: rounded up")
+            what = (
+                f"{batches} batches are not a multiple of the {self.batches} batches of an update"
+            )
+            self.miss(key, f"{what}: rounded up")
         return -(-batches // self.batches)
 
     def look_up(self, wanted: Any, kind: str, scope: str | None = None) -> Any:
-        """Return the class that a type means in mmengine; None if unknown."""
+        """Return the class that mmengine builds for a type; None if unknown."""
         if callable(wanted):
             return wanted
         if not (wanted and isinstance(wanted, str) and find_spec("mmengine")):
             return None
-        theirs = getattr(import_module("mmengine.registry"), kind)
+        table = getattr(import_module("mmengine.registry"), kind)
         scope = scope or self.scope
-        switched = theirs.switch_scope_and_registry(scope) if scope else nullcontext(theirs)
-        with switched as table:
-            return table.get(wanted)
+        switched = table.switch_scope_and_registry(scope) if scope else nullcontext(table)
+        with switched as scoped:
+            return scoped.get(wanted)
 
     def name_of(self, wanted: Any, kind: str, key: str, scope: str | None = None) -> str:
         """Return the name or import path under which our config finds a type."""
         found = self.look_up(wanted, kind, scope)
-        ours = getattr(registry, kind, registry.DATASETS)
+        registered = getattr(registry, kind, registry.DATASETS)
         if found is not None:
             bare = getattr(found, "__name__", "")
-            return bare if bare and ours.get(bare) is found else _path(found)
+            return bare if bare and registered.get(bare) is found else _path(found)
         text = str(wanted or "")
         if not text:
             self.miss(key, NO_TYPE)
-        # Of bare names only torch's optimizers are the same in both: another Accuracy is another.
-        elif "." not in text and not (kind == "OPTIMIZERS" and ours.get(text)):
-            why = "write its import path"
+        # A bare name is safe only for torch's optimizers. Others, such as Accuracy, may differ.
+        elif "." not in text and not (kind == "OPTIMIZERS" and registered.get(text)):
+            remedy = "write its import path"
             if not find_spec("mmengine"):
-                why = f"{why}, or convert where mmengine is installed"
-            self.miss(key, f"nothing of the name {text} is registered here: {why}")
+                remedy = f"{remedy}, or install mmengine for the conversion"
+            self.miss(key, f"{text} is not registered here: {remedy}")
         return text
 
     def known_as(self, wanted: Any, kind: str) -> str:
-        """Return the bare name of a class of mmengine's, the import path of one of the user's."""
+        """Return the bare name of a class of mmengine or torch, the import path of a user's."""
         found = self.look_up(wanted, kind)
         module = str(getattr(found, "__module__", ""))
         is_own = found is not None and module.partition(".")[0] not in ("mmengine", "torch")
         return _path(found) if is_own else bare_name(wanted)
 
     def plain(self, value: Any) -> Any:
-        """Return a value for an argument that gets dicts as they are, as mmengine's classes do."""
+        """Return a value for an mmengine class, which gets dicts without anything built in them."""
         if isinstance(value, Mapping):
             if "type" not in value:
                 return {key: self.plain(one) for key, one in value.items()}
@@ -131,7 +133,7 @@ class Draft:
 
 
 class Section(dict[str, Any]):
-    """A dict of the old config; what no row takes from it is listed in the end."""
+    """A dict of the old config; keys that no row takes are listed as misses at the end."""
 
     def __init__(self, draft: Draft, values: Mapping[str, Any], path: str = "") -> None:
         super().__init__(values)
@@ -139,24 +141,24 @@ class Section(dict[str, Any]):
         self.path = path
 
     def at(self, key: str) -> str:
-        """Return the key path of one of the settings."""
+        """Return the key path of a setting in this section."""
         return f"{self.path}.{key}" if self.path else key
 
     def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
-        """Note one of the settings as not translated, or not wholly."""
+        """List a setting of this section as not converted, or not completely."""
         self.draft.miss(self.at(key), what)
 
     def below(self, key: str) -> Section | None:
-        """Take a dict as a section of its own; None, and noted, where it is none."""
+        """Take a dict as a subsection; list anything else as a miss and return None."""
         value = self.pop(key, None)
         if isinstance(value, Mapping):
             return Section(self.draft, value, self.at(key))
         if value is not None:
-            self.miss(key, "is no dict, and only dicts are translated")
+            self.miss(key, f"must be a dict to be converted, got {type(value).__name__}")
         return None
 
     def each(self, key: str) -> Iterator[Section]:
-        """Take the dicts of a list, or one alone, as sections; what is none is noted."""
+        """Take a dict or a list of dicts as sections; list anything else as a miss."""
         above, names = self, [key]
         if isinstance(self.get(key), (list, tuple)):
             items = {str(at): one for at, one in enumerate(self.pop(key))}
@@ -167,7 +169,7 @@ class Section(dict[str, Any]):
                 yield one
 
     def kind(self, table: str, default: str = "") -> str:
-        """Take the type and return what it is known as: see `Draft.known_as`."""
+        """Take the type and return its name; see ``Draft.known_as``."""
         wanted = self.pop("type", default)
         if not wanted:
             self.miss("type", NO_TYPE)
@@ -175,45 +177,46 @@ class Section(dict[str, Any]):
         return self.draft.known_as(wanted, table)
 
     def part(self, table: str) -> dict[str, Any]:
-        """Return a part by its type, with all that is left here as its arguments."""
+        """Return a part by its type, with all remaining settings as its arguments."""
         wanted, scope = self.pop("type", None), self.pop("_scope_", None)
         name = self.draft.name_of(wanted, table, self.at("type"), scope)
         return {"type": name, **{key: self.draft.plain(self.pop(key)) for key in list(self)}}
 
     def refuse(self, what: str) -> None:
-        """Note all of it as not translated."""
+        """List the whole section as not converted."""
         self.draft.miss(self.path, what)
         self.clear()
 
     def close(self, refusal: str = NO_COUNTERPART) -> None:
-        """List what is left."""
+        """List every remaining setting as not converted."""
         for key in self:
             self.miss(key, refusal)
 
 
-# Takes a setting from its section by its key and makes our value of it, or `NOTHING`.
+# Takes the setting of a key from its section and returns our value, or `NOTHING`.
 Take: TypeAlias = Callable[[Section, str], Any]
 
 
 class Row(NamedTuple):
-    """One line of the mapping: what becomes of a setting."""
+    """One row of the table: how a setting is converted."""
 
-    theirs: str
-    # Its key path here; "" where it needs nothing here.
-    ours: str = ""
-    # Without one the value is taken as it is.
-    to: Take | None = None
-    # What mmengine has where it is not given; without one the row is skipped then.
+    # mmengine's key.
+    source: str
+    # Our key path; "" if the setting needs no counterpart.
+    target: str = ""
+    # By default the value is copied.
+    convert: Take | None = None
+    # mmengine's default; without one the row is skipped if the setting is not given.
     default: Any = NOTHING
-    # The only values that need nothing here, and the refusal of others ("": as without a row).
+    # Values that need no counterpart, and the message for others ("": as if there were no row).
     same: tuple[Any, ...] = ()
     refusal: str = ""
 
 
 def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Take:
-    """Return the function of a row whose setting is a dict, of which `make` makes our value.
+    """Return the function of a row whose setting is a dict that ``make`` converts.
 
-    What `make` leaves in it is listed with the refusal.
+    Settings that ``make`` does not take are listed as misses with the refusal.
     """
 
     def take(section: Section, key: str) -> Any:
@@ -228,54 +231,54 @@ def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Tak
 
 
 def by_rows(*rows: Row, refusal: str = NO_COUNTERPART) -> Take:
-    """Return the function of a row whose setting is a dict, for which there are rows again."""
+    """Return the function of a row whose setting is a dict that is converted by ``rows``."""
     return inside(lambda below: walk(below, rows) or NOTHING, refusal)
 
 
 def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
-    """Return rows of settings that are the same here, and of those with mmengine's defaults."""
+    """Return rows of settings that are copied; ``defaults`` are mmengine's defaults."""
     with_default = (Row(key, key, default=one) for key, one in defaults.items())
     return (*(Row(key, key) for key in keys), *with_default)
 
 
 def only(**values: Any) -> tuple[Row, ...]:
-    """Return rows of settings of which one value alone needs nothing here."""
+    """Return rows of settings of which only one value can be converted, by dropping it."""
     return tuple(Row(key, same=(value,)) for key, value in values.items())
 
 
 def dropped(*keys: str) -> tuple[Row, ...]:
-    """Return rows of settings that need nothing here whatever they are."""
+    """Return rows of settings that are dropped whatever their value."""
     return tuple(map(Row, keys))
 
 
 def walk(
     section: Section, rows: Iterable[Row], made: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Take from a section what the rows say, and return what they make of it, added to `made`."""
+    """Convert the settings of a section by rows, and add the results to ``made``."""
     made = {} if made is None else made
     for row in rows:
-        given = section.get(row.theirs, row.default)
+        given = section.get(row.source, row.default)
         if given is NOTHING:
             continue
-        if given in row.same or not (row.ours or row.to or row.same):
-            section.pop(row.theirs, None)
-        elif row.to is not None:
+        if given in row.same or not (row.target or row.convert or row.same):
+            section.pop(row.source, None)
+        elif row.convert is not None:
             try:
-                _write(made, row.ours, row.to(section, row.theirs))
+                _write(made, row.target, row.convert(section, row.source))
             except (AttributeError, TypeError, ValueError) as error:
-                # The rest of the config is translated; mmengine would refuse the value as well.
-                section.miss(row.theirs, f"cannot be translated ({error}): is its value right?")
-                section.pop(row.theirs, None)
-        elif row.ours:
-            _write(made, row.ours, section.pop(row.theirs, given))
+                # Convert the rest; mmengine would reject this value as well.
+                section.miss(row.source, f"cannot be converted ({error}): is its value right?")
+                section.pop(row.source, None)
+        elif row.target:
+            _write(made, row.target, section.pop(row.source, given))
         elif row.refusal:
-            section.miss(row.theirs, row.refusal)
-            del section[row.theirs]
+            section.miss(row.source, row.refusal)
+            del section[row.source]
     return made
 
 
 def _write(made: dict[str, Any], path: str, value: Any) -> None:
-    """Write a value by its key path, or the keys of one with no path."""
+    """Write a value at a key path; without a path, the items of a dict."""
     if value is NOTHING:
         return
     above, _, key = path.rpartition(".")
@@ -288,7 +291,7 @@ def _write(made: dict[str, Any], path: str, value: Any) -> None:
 
 
 def bare_name(wanted: Any) -> str:
-    """Return the name of a class, or that of a type, without its module."""
+    """Return the name of a class or type without its module."""
     name = wanted if isinstance(wanted, str) else str(getattr(wanted, "__name__", wanted))
     return name.rpartition(".")[2]
 
@@ -305,7 +308,7 @@ def _path(found: Any) -> str:
 
 
 def as_yaml(value: Any) -> Any:
-    """Return what stays a plain dict with lists for tuples, and import paths for classes."""
+    """Return a value with lists instead of tuples, and import paths instead of classes."""
     if isinstance(value, Mapping):
         return {key: as_yaml(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Hooks, and schedules of the learning rate: mmengine's as torch's, between two counts."""
+"""Convert hooks and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .draft import NOTHING, RULES, Row, Section, bare_name, dropped, kept, only,
 
 _INF = 10**9
 _OWN_HOOK = "{} has no counterpart: write a hook (docs/extending.md)"
-_PAGES = "counts passes over the data here; in a loop by iterations mmengine counts none"
+_PASSES = "counts passes over the data here; mmengine counts none in a loop by iterations"
 
 
 def schedulers(section: Section, key: str) -> Any:
-    """Return the schedules of one, a list, or lists by the optimizer's name."""
+    """Convert one schedule, a list of schedules, or lists by the optimizer's name."""
     given, optimizer = section[key], section.draft.sections.get("optimizer", {"type": ""})
     above, pairs = section, [(key, None)]
     if isinstance(given, Mapping) and "type" not in given:
@@ -26,54 +26,54 @@ def schedulers(section: Section, key: str) -> Any:
 
 
 def _schedules(above: Section, key: str, optimizer: str | None) -> list[dict[str, Any]]:
-    """Return the schedules of one optimizer: all of torch, or all of mmengine."""
-    draft, noted = above.draft, len(above.draft.misses)
-    for theirs in (False, True):
-        del draft.misses[noted:]
+    """Convert the schedules of one optimizer, either all to torch's or all to mmengine's."""
+    draft, before = above.draft, len(above.draft.misses)
+    for use_mmengine in (False, True):
+        del draft.misses[before:]
         given = Section(draft, above, above.path)
-        made = [_schedule(one, optimizer, theirs) for one in given.each(key)]
-        # Both patch the optimizer's step, and neither works with the other's patch. Schedules
-        # of the user's own derive from mmengine's as well.
+        made = [_schedule(one, optimizer, use_mmengine) for one in given.each(key)]
+        # Both libraries patch the optimizer's step, and neither works with the other's patch.
+        # Custom schedules are subclasses of mmengine's.
         if not any("." in one.get("type", "") for one in made):
             break
     choice = {} if optimizer is None else {"optimizer": optimizer}
     return [one | choice for one in made if one]
 
 
-def _schedule(section: Section, optimizer: str | None, theirs: bool) -> dict[str, Any]:
-    """Return a schedule of torch's, or mmengine's own, which our hook steps as it steps torch's."""
+def _schedule(section: Section, optimizer: str | None, use_mmengine: bool) -> dict[str, Any]:
+    """Convert a schedule to torch's or, if that is not possible, keep mmengine's class."""
     draft, original = section.draft, section.get("type")
     kind = section.kind("PARAM_SCHEDULERS")
     if not kind:
         return {}
     walk(section, (Row("_scope_"), *only(verbose=False)))
-    if kind == "ReduceOnPlateauLR" and theirs:
-        section.refuse(f"{kind} cannot stand beside a schedule that torch has not")
+    if kind == "ReduceOnPlateauLR" and use_mmengine:
+        section.refuse(f"{kind} cannot be combined with a schedule that torch does not have")
         return {}
     by = _unit(section)
     if not by:
         return {}
     section |= {"begin": section.get("begin", 0), "end": section.get("end", _INF)}
-    if kind in _SCHEDULES and not theirs:
+    if kind in _SCHEDULES and not use_mmengine:
         walk(section, only(param_name="lr", last_step=-1))
-    if theirs or kind not in _SCHEDULES or not _is_torchs(section, kind, optimizer):
-        made = _mmengines(section, original, kind, by)
+    if use_mmengine or kind not in _SCHEDULES or not _is_in_torch(section, kind, optimizer):
+        made = _mmengine_schedule(section, original, kind, by)
     else:
-        # torch's polynomial ends at zero.
+        # torch's PolynomialLR always ends at zero; ours has `eta_min`.
         is_torchs = kind != "PolyLR" or not section.get("eta_min")
-        name = _NAMES.get(kind, kind) if is_torchs else kind
+        name = _TORCH_NAMES.get(kind, kind) if is_torchs else kind
         made = walk(section, (*_SCHEDULES[kind], *_WINDOW), {"type": name})
     if "metric" in made:
         made["metric"] = draft.metric(made["metric"], section.at("monitor")) or made["metric"]
         by = "epoch"
     elif by == "epoch" and not draft.by_epoch:
-        section.miss("by_epoch", _PAGES)
+        section.miss("by_epoch", _PASSES)
     section.close()
     return made | {"by": by}
 
 
 def _unit(section: Section) -> str:
-    """Return what a schedule counts, epochs made batches if need be; "" if that is not known."""
+    """Return the unit of a schedule, converting epochs to batches if asked; "" if unknown."""
     draft, by_epoch = section.draft, section.pop("by_epoch", True)
     by_batches = "step" if draft.batches == 1 else "batch"
     if not section.pop("convert_to_iter_based", False):
@@ -92,8 +92,8 @@ def _unit(section: Section) -> str:
     return by_batches
 
 
-def _is_torchs(section: Section, kind: str, optimizer: str | None) -> bool:
-    """Whether torch's schedule does the same with these settings."""
+def _is_in_torch(section: Section, kind: str, optimizer: str | None) -> bool:
+    """Whether torch's schedule behaves the same with these settings."""
     if kind == "ReduceOnPlateauLR":
         return not section["begin"] and section["end"] >= _INF
     if kind != "CosineAnnealingLR" or section.get("eta_min_ratio") is None:
@@ -106,7 +106,7 @@ def _is_torchs(section: Section, kind: str, optimizer: str | None) -> bool:
     return True
 
 
-def _mmengines(section: Section, original: Any, kind: str, by: str) -> dict[str, Any]:
+def _mmengine_schedule(section: Section, original: Any, kind: str, by: str) -> dict[str, Any]:
     if kind in (*_SCHEDULES, "CosineRestartLR") or kind.endswith("Momentum"):
         name = f"mmengine.optim.scheduler.{kind}"
     else:
@@ -127,11 +127,11 @@ def _cycle(section: Section, key: str) -> Any:
     return total
 
 
-# torch's names, where they are others.
-_NAMES = {"PolyLR": "PolynomialLR", "ReduceOnPlateauLR": "ReduceLROnPlateau"}
+# mmengine's name -> torch's name, if they differ.
+_TORCH_NAMES = {"PolyLR": "PolynomialLR", "ReduceOnPlateauLR": "ReduceLROnPlateau"}
 _WINDOW = (Row("begin", "after", same=(0,)), Row("end", "until", same=(_INF,)))
 _ETA_MIN = Row("eta_min", "eta_min", same=(None, 0))
-# One less: mmengine reaches the last factor in the last count of the window.
+# One less, because mmengine reaches the last factor at the last step of the window.
 _TOTAL = Row("", "total_iters", lambda one, key: one.pop("end") - one["begin"] - 1, default=None)
 _SCHEDULES: dict[str, tuple[Row, ...]] = {
     "ConstantLR": (*kept(factor=1.0 / 3), _TOTAL),
@@ -150,7 +150,7 @@ _SCHEDULES: dict[str, tuple[Row, ...]] = {
         Row("eta_max", "max_lr", default=None),
         Row("total_steps", "total_steps", _cycle, default=None),
         *kept("pct_start", "anneal_strategy", "div_factor", "final_div_factor", "three_phase"),
-        # torch's changes the momentum as well by default.
+        # By default torch changes the momentum as well.
         Row("", "cycle_momentum", lambda section, key: False, default=None),
         Row("begin", "after", same=(0,)),
         Row("end", "until"),
@@ -174,7 +174,7 @@ _DEFAULT_HOOKS = {
     "logger": {"type": "LoggerHook"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},
 }
-_NEEDED = {"sampler_seed": "data are shuffled anew", "param_scheduler": "the schedules step"}
+_NEEDED = {"sampler_seed": "data are reshuffled", "param_scheduler": "the schedules step"}
 _SWITCHES = {"checkpoint": "checkpoint", "logger": "log"}
 
 
@@ -202,7 +202,7 @@ def custom_hooks(section: Section, key: str) -> Any:
 def _by_type(
     sections: Iterable[Section], table: str, kinds: dict[str, tuple[Row, ...]]
 ) -> dict[str, Any]:
-    """Return our hooks for those of mmengine, each by the rows of its kind."""
+    """Convert hooks of mmengine by the rows of their types."""
     made: dict[str, Any] = {}
     for section in sections:
         kind = section.kind(table)
@@ -227,7 +227,7 @@ def _saving(section: Section, key: str) -> Any:
     by_epoch = section.pop("by_epoch", True)
     settings: dict[str, Any] = {"every_epochs": None, "every_secs": None}
     if interval > 0 and by_epoch:
-        # A loop by iterations is one epoch to mmengine: at its end there is a checkpoint anyway.
+        # For mmengine a loop by iterations is one epoch; a checkpoint is saved at its end anyway.
         settings["every_epochs"] = interval if draft.by_epoch else None
     elif interval > 0:
         settings["every_steps"] = draft.updates(interval, section.at(key))
@@ -237,7 +237,7 @@ def _saving(section: Section, key: str) -> Any:
     best, rule = section.pop("save_best", None), section.pop("rule", None)
     if isinstance(best, (list, tuple)):
         if len(best) > 1:
-            section.miss("save_best", "one metric is kept the best of: the first")
+            section.miss("save_best", "only the first metric selects the best checkpoint")
         best = best[0] if best else None
         rule = rule[0] if isinstance(rule, (list, tuple)) and rule else rule
     name = None if best is None else draft.metric(best, section.at("save_best"))
@@ -250,7 +250,7 @@ def _ema(section: Section, key: str) -> Any:
     draft = section.draft
     average = bare_name(section.pop("ema_type", "ExponentialMovingAverage"))
     if average != "ExponentialMovingAverage":
-        section.miss("ema_type", f"{average} is none of ours: see the hook ema")
+        section.miss("ema_type", f"{average} has no counterpart: see the hook ema")
         section.clear()
         return NOTHING
     keep, interval = 1 - section.pop(key, 0.0002), section.pop("interval", 1)
@@ -258,7 +258,7 @@ def _ema(section: Section, key: str) -> Any:
     if epochs and draft.epoch_length is None:
         section.miss("begin_epoch", "needs --epoch-length: it counts updates here")
     elif epochs:
-        # In the first batch of that epoch, which mmengine counts from one.
+        # The first batch of that epoch; mmengine counts epochs from one.
         begin = (epochs - 1) * int(draft.epoch_length or 0) + 1
     times, steps = max(draft.batches // interval, 1), max(interval // draft.batches, 1)
     if draft.batches > 1:
@@ -279,7 +279,7 @@ def _early_stop(section: Section, key: str) -> Any:
 
 _DISK = only(out_dir=None, backend_args=None, file_client_args=None)
 _HOOKS: dict[str, tuple[Row, ...]] = {
-    # What they do is done here anyway: times, the order of the data, the schedules, the records.
+    # Our loop does the work of these hooks.
     "DistSamplerSeedHook": (),
     "IterTimerHook": (),
     "ParamSchedulerHook": (),
@@ -296,13 +296,13 @@ _HOOKS: dict[str, tuple[Row, ...]] = {
     ),
     "EarlyStoppingHook": (
         Row("monitor", "early_stop", _early_stop, default=None),
-        # A metric that is missing is an error, and one that is NaN never an improvement.
+        # A missing metric is always an error here, and NaN is never an improvement.
         *dropped("strict"),
         *only(stopping_threshold=None, check_finite=True),
     ),
     "LoggerHook": (
         Row("interval", "", _log_interval, default=10),
-        # Each record has both the epoch and the update.
+        # Each record has the epoch and the update.
         *dropped("log_metric_by_epoch"),
         *only(ignore_last=True, interval_exp_name=1000, out_suffix=None, keep_local=True),
         *_DISK,
@@ -315,7 +315,7 @@ _WRITERS: dict[str, tuple[Row, ...]] = {
 
 
 def window_size(section: Section, key: str) -> Any:
-    # A record holds the values since the last one.
+    # A record averages the values since the previous record.
     walk(section, only(window_size=section.draft.log_interval))
     return NOTHING
 
@@ -324,6 +324,6 @@ def visualizer(given: Section) -> Any:
     kind = given.kind("VISUALIZERS", "Visualizer")
     hooks = _by_type(given.each("vis_backends"), "VISBACKENDS", _WRITERS)
     if kind != "Visualizer":
-        given.refuse(f"{kind} has no counterpart: draw in a hook of your own")
+        given.refuse(f"{kind} has no counterpart: draw in a custom hook")
     walk(given, (*dropped("name", "_scope_"), *only(save_dir=None)))
     return hooks or NOTHING

@@ -1,4 +1,4 @@
-"""Reading a config file of mmengine: its settings, and the line of each."""
+"""Read a config file of mmengine: its settings, and the line of each."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 from ...registry import ConfigError, Problem
 
 _DELETE = "_delete_"
-# What is no plain Python, or names another file's values.
-_THEIRS = re.compile(r"read_base\(\)|\{\{|\b_base_\.")
+# Syntax that only mmengine can execute, and references to values of another file.
+_MMENGINE_SYNTAX = re.compile(r"read_base\(\)|\{\{|\b_base_\.")
 
 
 def read_source(path: Path) -> tuple[dict[str, Any], Lines]:
-    """Execute a config file, by mmengine where that is installed; returns settings and lines.
+    """Execute a config file, with mmengine if it is installed, and return settings and lines.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     if not path.is_file():
-        raise _error(f"there is no file {path}")
+        raise _error(f"{path} does not exist or is not a file")
     if path.suffix != ".py":
-        raise _error(f"{path} must be a .py file, as mmengine's configs are")
+        raise _error(f"an mmengine config must be a .py file, got {path}")
     try:
         lines = Lines(path)
         return _by_mmengine(path) if find_spec("mmengine") else _by_python(path), lines
@@ -47,18 +47,18 @@ def _error(what: str, origin: Path | str = "") -> ConfigError:
 def _by_mmengine(path: Path) -> dict[str, Any]:
     try:
         config_of = import_module("mmengine.config").Config.fromfile
-        # For the names that configs use; it needs more than the above.
+        # Registers the names that configs use; it has further dependencies.
         import_module("mmengine.registry")
     except ImportError as error:
-        text = f"mmengine, which is to read it, cannot be imported: {error}"
+        text = f"reading it needs mmengine, which cannot be imported: {error}"
         raise _error(text, path) from error
     settings: dict[str, Any] = config_of(str(path)).to_dict()
     return settings
 
 
 def _by_python(path: Path) -> dict[str, Any]:
-    """Execute a file that holds plain values, and the files that it names in `_base_`."""
-    used = _THEIRS.search(path.read_text("utf-8"))
+    """Execute a file without mmengine's syntax, and the files that it names in ``_base_``."""
+    used = _MMENGINE_SYNTAX.search(path.read_text("utf-8"))
     if used is not None:
         raise _error(f"it uses {used.group()}: install mmengine to convert it", path)
     variables = runpy.run_path(str(path))
@@ -75,7 +75,7 @@ def _by_python(path: Path) -> dict[str, Any]:
 
 
 def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the settings of `top` over those of `base`, dict by dict."""
+    """Merge ``top`` over ``base``, dict by dict."""
     keeps = isinstance(base, Mapping) and not top.get(_DELETE)
     result = dict(base) if keeps else {}
     for key, value in top.items():
@@ -86,10 +86,10 @@ def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Lines:
-    """The lines of the values in a file and its base files; the file's own come first.
+    """The line of each value in a file and its base files; the file wins over its bases.
 
     Attributes:
-        read: names that are read in expressions.
+        read: names of the variables that expressions read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class Lines:
         self._files.add(path.resolve())
         tree = ast.parse(path.read_text("utf-8"), str(path))
         for base in _bases(tree, path):
-            # Others, such as YAML, have no lines here.
+            # Lines are known for Python files only, not for YAML and the like.
             if base.suffix == ".py" and base.is_file() and base.resolve() not in self._files:
                 self._add(base)
         for node in ast.walk(tree):
@@ -119,7 +119,7 @@ class Lines:
             self._add_statement(statement, path)
 
     def _add_statement(self, statement: ast.stmt, file: Path) -> None:
-        """Note what a statement sets: `a = b`, `a.b["c"] += d`, `a.update(b=c)`."""
+        """Record the lines set by ``a = b``, ``a.b["c"] += d`` or ``a.update(b=c)``."""
         match statement:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
@@ -127,7 +127,7 @@ class Lines:
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self._set(_path_of(target), value, file)
             case ast.AugAssign(target=target):
-                # What it has so far keeps its lines.
+                # Existing items keep their lines.
                 self._set(_path_of(target), target, file)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=target)) as call):
                 self._set_items(_path_of(target), call, file)
@@ -139,7 +139,7 @@ class Lines:
 
     def _set_items(self, above: str, node: ast.expr, file: Path) -> None:
         variable = _variable(node)
-        # The values of a variable have the lines where it is set.
+        # The values of a variable keep the lines that set it.
         for key, origin in list(self._origins.items()) if variable else ():
             if key.startswith(f"{variable}."):
                 self._origins[f"{above}{key.removeprefix(str(variable))}"] = origin
@@ -151,7 +151,7 @@ class Lines:
 
 
 def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
-    """Yield the parts of a dict or list by key; by None another dict that is merged into it."""
+    """Yield the items of a dict or list; the key None stands for a dict that is merged into it."""
     match node:
         case ast.List(elts=values) | ast.Tuple(elts=values):
             yield from ((str(at), one) for at, one in enumerate(values))
@@ -169,7 +169,7 @@ def _items(node: ast.expr) -> Iterator[tuple[str | None, ast.expr]]:
 
 
 def _variable(node: ast.AST) -> str | None:
-    """Return the variable that an expression names: `a`, `_base_.a` or `{{_base_.a}}`."""
+    """Return the variable of ``a``, ``_base_.a`` or ``{{_base_.a}}``; None for other code."""
     match node:
         case ast.Set(elts=[inner]):
             return _variable(inner)
@@ -181,7 +181,7 @@ def _variable(node: ast.AST) -> str | None:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield statements and those inside of them, but of no function or class."""
+    """Yield statements and those nested in them, except inside functions and classes."""
     for statement in body:
         yield statement
         if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -190,7 +190,7 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _path_of(target: ast.expr) -> str:
-    """Return the key path that an assignment sets: `a`, `a.b` or `a["b"]`; "" for others."""
+    """Return the key path of the assignment target ``a``, ``a.b`` or ``a["b"]``, otherwise ""."""
     match target:
         case ast.Name(id=name):
             return name
@@ -204,7 +204,7 @@ def _path_of(target: ast.expr) -> str:
 
 
 def _bases(tree: ast.Module, path: Path) -> Iterator[Path]:
-    """Yield the files that a config is laid over."""
+    """Yield the base files of a config."""
     for statement in tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id="_base_")], value=value):
@@ -219,7 +219,7 @@ def _bases(tree: ast.Module, path: Path) -> Iterator[Path]:
 
 
 def _imported(names: list[str], level: int, path: Path) -> Iterator[Path]:
-    """Yield the file of a module, relative to that in `path` or installed."""
+    """Yield the file of a module that is relative to ``path`` or installed."""
     places = [str(path.parents[level - 1])] if level else None
     if not level:
         spec = find_spec(names[0])

@@ -93,7 +93,7 @@ def test_a_run_goes_on_in_other_batches(tmp_path: Path, caplog: pytest.LogCaptur
     with caplog.at_level("INFO"):
         train_in_fp64(parts, "train.max_steps=4", "data.train.batch_size=32", resume=True)
     # As many batches as before it was stopped, now that one is an update.
-    assert "nothing was left to train" not in caplog.text
+    assert "nothing is left to train" not in caplog.text
     assert weights_apart(whole, parts) < 1e-12
 
 

@@ -215,8 +215,8 @@ def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsy
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
-        (["runs"], 2, "the following arguments are required: --step"),
-        (["runs", "--step", "0"], 2, "must be a whole number from 1, got '0'"),
+        (["runs"], 2, "stepwrap replay: Missing option '--step'."),
+        (["runs", "--step", "0"], 2, "must be a positive integer, got '0'"),
         (
             ["elsewhere", "--step", "3"],
             2,

@@ -114,7 +114,7 @@ def test_lines_that_draw_or_change_attributes_are_seen(
     ("words", "told"),
     [
         (["--kill-at=1"], "--kill-at must be at least 2"),
-        (["--kill-at=0"], "must be a whole number from 1"),
+        (["--kill-at=0"], "must be a positive integer"),
         (["optimizer.lrr=1"], "optimizer.lrr"),
         (["--then=2", "wrapper={type: single}"], "wrapper.type: SingleDev"),
         (["train=null"], "verify-resume needs this section"),

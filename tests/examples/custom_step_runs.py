@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, softplus
+from weights import apart, whole_weights
 
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.wrappers import (
@@ -37,7 +38,6 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
-from stepwrap.wrappers.sharding.layout import as_global
 
 FOLDER = custom_step_folder.FOLDER
 Batches = Sequence[tuple[Tensor, ...]]
@@ -315,22 +315,6 @@ def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def whole_weights(model: Any) -> dict[str, Tensor]:
-    """All parameters by name, put together; every rank must call this."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        placed: Any = as_global(parameter, like=parameter)
-        whole = placed.full_tensor() if hasattr(placed, "full_tensor") else placed
-        found[name.replace(".module.", ".")] = whole.detach().clone()
-    return found
-
-
 def stepped_in_group(name: str) -> dict[str, Any]:
     """The same for all wrappers of several ranks."""
     return {one: stepped(name, one) for one in BASES if one not in ALONE}
-
-
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference between weights of the same names."""
-    assert one.keys() == other.keys(), (list(one), list(other))
-    return max((one[name] - other[name]).abs().max().item() for name in one)

@@ -10,16 +10,17 @@ import gan
 import pytest
 import tbptt
 import torch
-from custom_step_runs import FOLDER, STEPS, TOLERANCE, apart, doubles, expected
+from custom_step_runs import FOLDER, STEPS, TOLERANCE, doubles, expected
 from marks import slow
 from ranks import run_ranks
 from torch import Tensor
+from weights import apart
 
 from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.launcher import lonely_group
+from stepwrap.runner.launcher import single_process_group
 from stepwrap.wrappers import SingleDevice
 
 # Two optimizers, a closure, and a state that is carried from batch to batch.
@@ -102,7 +103,7 @@ def command(name: str, run: str, updates: int, *words: str) -> None:
 
 def run_alone(name: str, run: str, updates: int) -> None:
     words = [*changes(name, updates), f"run_dir={run}"]
-    with doubles(), lonely_group():
+    with doubles(), single_process_group():
         Runner.from_config(load_config(FOLDER / f"{name}.yaml", words)).train()
 
 

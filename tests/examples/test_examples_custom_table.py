@@ -10,9 +10,10 @@ import custom_step_runs as runs
 import pytest
 import torch
 import torch.distributed as dist
-from custom_step_runs import STEPS, apart, expected, stepped, stepped_in_group, whole_weights
+from custom_step_runs import STEPS, expected, stepped, stepped_in_group
 from ranks import run_ranks
 from torch import Tensor, nn
+from weights import apart, whole_weights
 
 from stepwrap.wrappers import OptimWrapper, StepFullyShardedDataParallel, SupervisedModel
 

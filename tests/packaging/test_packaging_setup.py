@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import setuptools
+from programs import ended
 
 import stepwrap
 
@@ -87,17 +88,8 @@ def test_the_wheel_brings_its_annotations(empty_environment: Path, tmp_path: Pat
     (tmp_path / "theirs.py").write_text(
         "from stepwrap.registry import load_config\n\nload_config(3)\n"
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "mypy", "--python-executable", str(empty_environment)),
-            *("--cache-dir", str(tmp_path / "cache"), "theirs.py"),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ("-m", "mypy", "--python-executable", empty_environment, "theirs.py")
+    done = ended(*command, "--cache-dir", tmp_path / "cache", cwd=tmp_path, timeout=300)
     assert "[arg-type]" in done.stdout
     assert "Found 1 error in 1 file" in done.stdout
 

@@ -1,12 +1,11 @@
 """What a run imports, reads and builds until its first update, in a process of its own."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import ended, run
 
 # What a run without metrics, bars, plots and loggers does without, though it is installed.
 HEAVY = {
@@ -110,12 +109,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("started")
     for name, text in {"parts.py": PARTS, "run.yaml": CONFIG, "program.py": PROGRAM}.items():
         (folder / name).write_text(text)
-    command = [sys.executable, "-X", "importtime", "program.py"]
-    ended = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    before, _, after = ended.stderr.partition("\nours\n")
+    done = ended("-X", "importtime", "program.py", cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    before, _, after = done.stderr.partition("\nours\n")
     took = [
         sum(
             int(line.split("|")[0].removeprefix("import time:"))
@@ -134,10 +130,7 @@ def unused(modules: list[str]) -> list[str]:
 
 
 def test_the_library_imports_nothing_heavy() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert not unused(ended.stdout.split())
+    assert not unused(run("-c", IMPORTED).split())
 
 
 def test_a_run_imports_nothing_heavy_that_it_does_not_use(started: dict[str, Any]) -> None:

@@ -168,8 +168,3 @@ def make_trainer(strategy: Any = None, **options: Any) -> Trainer:
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: one.detach().clone() for name, one in module.state_dict().items()}
-
-
-def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    assert list(one) == list(other)
-    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)

@@ -11,7 +11,6 @@ from lightning_parts import (
     Automatic,
     Calling,
     Manual,
-    distance,
     join_lightning,
     lightning,
     loader,
@@ -21,6 +20,7 @@ from lightning_parts import (
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from weights import apart
 
 from stepwrap.plugins.lightning import StepStrategy
 from stepwrap.plugins.lightning.tree import DDPStrategy
@@ -87,7 +87,7 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
             ours = _fit(setting, "stepwrap" if wrapper == "ddp" else StepStrategy(wrapper))
             logs = max(abs(ours[1][name] - value) for name, value in theirs[1].items())
             same = sorted(ours[1]) == sorted(theirs[1]) and ours[2] == theirs[2]
-            found[setting, wrapper] = (distance(ours[0], theirs[0]), logs, same)
+            found[setting, wrapper] = (apart(ours[0], theirs[0]), logs, same)
         for option in DDP_OPTIONS:
             if option == "static_graph" and "manual" in setting and LOSES_FIRST:
                 with pytest.raises(ValueError, match="update Lightning"):
@@ -95,7 +95,7 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
                 found[setting, option] = 0.0
                 continue
             ours = _fit(setting, StepStrategy(**{option: True}))
-            found[setting, option] = distance(ours[0], theirs[0])
+            found[setting, option] = apart(ours[0], theirs[0])
     return found
 
 

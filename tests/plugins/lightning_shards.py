@@ -8,7 +8,6 @@ from lightning_parts import (
     BATCH,
     Automatic,
     Manual,
-    distance,
     join_lightning,
     lightning,
     loader,
@@ -17,6 +16,7 @@ from lightning_parts import (
 from lightning_runs import whole_weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
+from weights import apart
 
 from stepwrap.configs.digits import Digits
 from stepwrap.plugins.lightning import StepStrategy
@@ -74,7 +74,7 @@ class Thawing(Automatic):
         self.net[1].requires_grad_(self.current_epoch > 0)
 
 
-def _told(run: Callable[[], Any]) -> str:
+def _error_of(run: Callable[[], Any]) -> str:
     try:
         run()
     except (RuntimeError, ValueError) as error:
@@ -117,13 +117,15 @@ def unusual_modules() -> dict[str, Any]:
     left = Automatic()
     _fit(left, StepStrategy("fsdp"))
     return {
-        "left by another": _told(lambda: _fit(left, StepStrategy())),
-        "own, called": distance(_fit(OwnScale(), StepStrategy("fsdp")), plain),
-        "own, not called": _told(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
-        "toggled": distance(_fit(Toggling(), StepStrategy("fsdp")), toggled),
-        "thawed": distance(_fit(Thawing(), StepStrategy("fsdp"), max_epochs=2), _thawed_plainly()),
-        "averaged": _told(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
+        "left by another": _error_of(lambda: _fit(left, StepStrategy())),
+        "own, called": apart(_fit(OwnScale(), StepStrategy("fsdp")), plain),
+        "own, not called": _error_of(lambda: _fit(OwnScaleUncalled(), StepStrategy("fsdp"))),
+        "toggled": apart(_fit(Toggling(), StepStrategy("fsdp")), toggled),
+        "thawed": apart(_fit(Thawing(), StepStrategy("fsdp"), max_epochs=2), _thawed_plainly()),
+        "averaged": _error_of(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
         # Lightning's own sampler gives the first rank a batch more.
-        "unequal": _told(lambda: trainer.predict(Automatic(), data)),
-        "unequal by ddp": _told(lambda: make_trainer(StepStrategy()).predict(Automatic(), data)),
+        "unequal": _error_of(lambda: trainer.predict(Automatic(), data)),
+        "unequal by ddp": _error_of(
+            lambda: make_trainer(StepStrategy()).predict(Automatic(), data)
+        ),
     }

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning_parts import distance, join_lightning, lightning, loader, make_trainer, small_net
+from lightning_parts import join_lightning, lightning, loader, make_trainer, small_net
 from lightning_runs import whole_weights
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
+from weights import apart
 
 from stepwrap.loops import EpochTrainLoop, ValLoop
 from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
@@ -162,7 +163,7 @@ def both_ways(names: list[str]) -> dict[str, Any]:
         trainer, module = by_the_trainer(case)
         names = [type(one).__name__ for one in module.model.modules()]
         found[name] = {
-            "distance": distance(whole_weights(trainer), runner),
+            "distance": apart(whole_weights(trainer), runner),
             "steps": trainer.global_step,
             "logged": sorted(trainer.callback_metrics),
             "wrapped": [one for one in names if "Distributed" in one or one == "_Child"],
@@ -210,8 +211,8 @@ def resumed(folder: str) -> dict[str, Any]:
             third.fit(module(), loader(samples=96), ckpt_path=f"{folder}/{name}/epoch=0.ckpt")
         state = torch.load(path, weights_only=False)
         found[name] = {
-            "distance": distance(whole_weights(whole), whole_weights(second)),
-            "from within": third.model and distance(whole_weights(whole), whole_weights(third)),
+            "distance": apart(whole_weights(whole), whole_weights(second)),
+            "from within": third.model and apart(whole_weights(whole), whole_weights(third)),
             "steps": (whole.global_step, second.global_step),
             "optimizers": len(state["optimizer_states"]),
             "schedules": len(state["lr_schedulers"]),

@@ -5,19 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_parts import (
-    QUIET,
-    Automatic,
-    Manual,
-    distance,
-    join_lightning,
-    loader,
-    make_trainer,
-    weights,
-)
+from lightning_parts import QUIET, Automatic, Manual, join_lightning, loader, make_trainer, weights
 from lightning_runs import WRAPPERS, whole_weights
 from marks import slow
 from ranks import run_ranks
+from weights import apart
 
 from stepwrap.plugins.lightning import StepStrategy
 
@@ -47,7 +39,7 @@ def _exchange(cls: type[Automatic], wrapper: str) -> dict[str, float]:
         "ours by them": _trained(cls, "ddp", "last.ckpt", resume="ours.ckpt"),
         "theirs by us": _trained(cls, StepStrategy(wrapper), "last.ckpt", resume="theirs.ckpt"),
     }
-    return {name: distance(end, straight) for name, end in ends.items()}
+    return {name: apart(end, straight) for name, end in ends.items()}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +61,7 @@ def test_a_run_goes_on_from_either_file_as_if_uninterrupted(
     module = cls.load_from_checkpoint("ours.ckpt")
     theirs = torch.load("theirs.ckpt", weights_only=False)
     ours = torch.load("ours.ckpt", weights_only=False)
-    assert distance(weights(module), theirs["state_dict"]) <= 1e-6
+    assert apart(weights(module), theirs["state_dict"]) <= 1e-6
     assert list(ours) == list(theirs)
     assert all(type(one) is torch.Tensor for one in ours["state_dict"].values())
     for mine, other in zip(ours["optimizer_states"], theirs["optimizer_states"], strict=True):
@@ -94,9 +86,9 @@ def _again() -> dict[str, Any]:
         trainer.fit_loop.max_epochs = 2
         trainer.fit(module, loader())
         (tested,) = trainer.test(module, loader("test", 16), verbose=False)
-        moved = distance(after, whole_weights(trainer))
+        moved = apart(after, whole_weights(trainer))
         trainer.test(module, loader("test", 16), f"again-{wrapper}.ckpt", verbose=False)
-        found[wrapper] = (moved, distance(after, whole_weights(trainer)), tested["test_loss"])
+        found[wrapper] = (moved, apart(after, whole_weights(trainer)), tested["test_loss"])
     return found
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_parts import QUIET, distance, join_lightning, loader, small_net, weights
+from lightning_parts import QUIET, join_lightning, loader, small_net, weights
 from lightning_runs import Messages, sent
 from ranks import run_ranks
 from torch import nn
+from weights import apart
 
 from stepwrap.plugins.lightning import StepFabricStrategy
 from stepwrap.plugins.lightning.tree import FabricDDPStrategy
@@ -56,7 +57,7 @@ def _both(folder: str) -> dict[str, Any]:
         for precision in ("32-true", "bf16-mixed"):
             ours = _train("stepwrap", every, precision=precision, path=f"{folder}/file.ckpt")
             theirs = _train("ddp", every, precision=precision)
-            found[f"{every}, {precision}"] = distance(ours, theirs)
+            found[f"{every}, {precision}"] = apart(ours, theirs)
     strategy = StepFabricStrategy(detect_anomalous_params=True, find_unused_parameters=True)
     with Messages("stepwrap.wrappers.steps.step_checks") as texts:
         _train(strategy, net=Spare())

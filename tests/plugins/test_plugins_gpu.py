@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_parts import QUIET, Automatic, distance, loader, make_trainer, weights
+from lightning_parts import QUIET, Automatic, loader, make_trainer, weights
 from stepped_runs import supervised
+from weights import apart
 
 from stepwrap.plugins.lightning import StepLightningModule, StepStrategy
 from stepwrap.wrappers import AmpOptimWrapper
@@ -27,7 +28,7 @@ def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
 def test_weights_are_those_of_lightnings_ddp(wrapper: str, precision: str) -> None:
     theirs, ours = _fit("ddp", precision), _fit(StepStrategy(wrapper), precision)
     theirs = {name: one.cpu() for name, one in theirs.items()}
-    assert distance({name: one.cpu() for name, one in ours.items()}, theirs) <= 1e-6
+    assert apart({name: one.cpu() for name, one in ours.items()}, theirs) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -39,4 +40,4 @@ def test_a_module_that_steps_itself(dtype: str) -> None:
     module = StepLightningModule(supervised(), optim_wrapper=mixed)
     before = weights(module)
     _fit("stepwrap", "32-true", module)
-    assert distance(before, {name: one.cpu() for name, one in weights(module).items()}) > 1e-3
+    assert apart(before, {name: one.cpu() for name, one in weights(module).items()}) > 1e-3

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import ended
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -137,7 +136,7 @@ SCHEDULERS = [
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda one: one["type"])
 def test_runs_and_rates_are_those_of_their_wrapper(scheduler: Any, tmp_path: Path) -> None:
-    """With several groups, of which the base rate is told as well."""
+    """With several groups, for which the base rate is reported as well."""
     run, reference = (trained(of(place), tmp_path, scheduler) for place in (ours, theirs))
     assert type(run[0]) is ours.OptimWrapper
     assert set(run[2][0][0]) == {"base_lr", "lr"}
@@ -196,7 +195,7 @@ def test_a_run_goes_on_from_their_checkpoint(
 
 def test_without_mmengine_the_extra_is_named() -> None:
     code = f"import sys; sys.modules['mmengine'] = None; import stepwrap.plugins, {PATH}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = ended("-c", code)
     assert done.returncode == 1
     assert "stepwrap.plugins.mmengine needs mmengine" in done.stderr
     assert "pip install 'stepwrap[mmengine]'" in done.stderr

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_parts import QUIET, distance, lightning, loader, make_trainer, weights
+from lightning_parts import QUIET, lightning, loader, make_trainer, weights
 from marks import selected, slow
 from ranks import RanksError, run_ranks
 from stepped_runs import (
@@ -20,6 +20,7 @@ from stepped_runs import (
     watched,
 )
 from torch.utils.data import DataLoader
+from weights import apart
 
 from stepwrap.configs.digits import Digits
 from stepwrap.plugins.lightning import StepLightningModule
@@ -91,7 +92,7 @@ def test_alone_on_one_device_it_steps_itself() -> None:
     optim = plain(other)
     for batch in loader():
         other.train_step(batch, optim)
-    assert distance(weights(module.model), weights(other)) <= 1e-6
+    assert apart(weights(module.model), weights(other)) <= 1e-6
 
 
 CONFIG: dict[str, Any] = {
@@ -112,7 +113,7 @@ def test_configs_build_both_and_checkpoints_hold_them(tmp_path: Path) -> None:
     trainer.fit(module, loader())
     trainer.save_checkpoint(tmp_path / "file.ckpt")
     again = StepLightningModule.load_from_checkpoint(tmp_path / "file.ckpt")
-    assert distance(weights(module), weights(again)) == 0
+    assert apart(weights(module), weights(again)) == 0
     assert trainer.global_step == 4
     state = torch.load(tmp_path / "file.ckpt", weights_only=False)
     assert state["stepwrap"][""]["stepwrap.inner_count"] == 8

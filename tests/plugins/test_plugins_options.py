@@ -80,7 +80,7 @@ def test_fabric_refuses_a_step_that_it_does_not_call() -> None:
         def train_step(self, data: Any, optim_wrapper: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(TypeError, match="Unused has a train_step of its own"):
+    with pytest.raises(TypeError, match="Unused has a custom train_step"):
         StepFabricStrategy(Unused)
 
 
@@ -102,7 +102,7 @@ def test_what_the_page_shows_of_the_strategy_is_true() -> None:
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Import our files anew, where those packages are not installed."""
+    """Make our files be imported again, as if those packages were not installed."""
     for name in list(sys.modules):
         if name.split(".")[0] in names or name.startswith("stepwrap.plugins"):
             monkeypatch.delitem(sys.modules, name)

@@ -165,9 +165,9 @@ def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
         assert "RuntimeError: a manual training_step under fsdp" in rank["own, not called"]
         assert rank["toggled"] <= 1e-6
         assert rank["thawed"] <= 1e-6
-        assert "StochasticWeightAveraging copies whole weights" in rank["averaged"]
-        assert "in predict they need equally many batches" in rank["unequal"]
-        assert "Automatic is sharded already, as fsdp leaves" in rank["left by another"]
+        assert "StochasticWeightAveraging copies full weights" in rank["averaged"]
+        assert "need the same number of batches to predict" in rank["unequal"]
+        assert "Automatic is sharded already, because fsdp leaves" in rank["left by another"]
         assert "[[3], [2]]" in rank["unequal"]
         assert rank["unequal by ddp"] == "no error"
 
@@ -181,7 +181,7 @@ def _step_of_its_own() -> None:
 
     trainer = make_trainer(StepStrategy(Unused))
     trainer.validate(Automatic(), loader("val"), verbose=False)
-    with pytest.raises(TypeError, match="Unused has a train_step.*StepLightningModule"):
+    with pytest.raises(TypeError, match="Unused has a custom train_step.*StepLightningModule"):
         trainer.fit(Automatic(), loader())
 
 

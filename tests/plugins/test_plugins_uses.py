@@ -11,7 +11,6 @@ from lightning_parts import (
     TREE,
     Automatic,
     Manual,
-    distance,
     join_lightning,
     loader,
     make_trainer,
@@ -22,9 +21,10 @@ from marks import slow
 from programs import run_script
 from ranks import run_ranks
 from torch import nn
+from weights import apart
 
 from stepwrap.plugins.lightning import StepStrategy
-from stepwrap.plugins.lightning.strategy import has_own_step
+from stepwrap.plugins.lightning.strategy import has_custom_step
 from stepwrap.registry import MODEL_WRAPPERS
 
 pytestmark = [pytest.mark.filterwarnings(one) for one in QUIET]
@@ -74,12 +74,12 @@ def _compiled() -> dict[str, Any]:
         module.net.compile(backend="eager")
         trainer = make_trainer(StepStrategy(wrapper))
         trainer.fit(module, loader(), loader("val"))
-        found[f"{wrapper}, net"] = distance(whole_weights(trainer), plain)
+        found[f"{wrapper}, net"] = apart(whole_weights(trainer), plain)
         whole = Automatic()
         whole.log = _log_nothing  # type: ignore[method-assign]
         trainer = make_trainer(StepStrategy(wrapper), limit_val_batches=0)
         trainer.fit(torch.compile(whole, backend="eager"), loader())  # type: ignore[arg-type]
-        found[f"{wrapper}, module"] = distance(whole_weights(trainer), plain)
+        found[f"{wrapper}, module"] = apart(whole_weights(trainer), plain)
     return found
 
 
@@ -119,7 +119,7 @@ def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
         assert Path(f"rank{rank}").read_text() == f"{kind}DataParallel gloo"
     # What the processes reached comes back into this one.
     after = weights(module)
-    assert distance(before, after) > 1e-3
+    assert apart(before, after) > 1e-3
     assert all(type(one) is torch.Tensor for one in after.values())
 
 
@@ -173,14 +173,16 @@ def _one_device() -> dict[str, float]:
         optimizer.step()
     found = {}
     # Those of other tests that run in this process have a step of their own.
-    ours = [name for name in MODEL_WRAPPERS.names() if not has_own_step(MODEL_WRAPPERS.get(name))]
+    ours = [
+        name for name in MODEL_WRAPPERS.names() if not has_custom_step(MODEL_WRAPPERS.get(name))
+    ]
     for name in ours:
         module = Automatic(sgd=True)
         options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
         trainer = make_trainer(StepStrategy(name), devices=1, **options)
         trainer.fit(module, loader(whole=True))
         reached = {key.removeprefix("net."): one for key, one in whole_weights(trainer).items()}
-        found[name] = distance(reached, weights(net))
+        found[name] = apart(reached, weights(net))
     return found
 
 
@@ -217,11 +219,11 @@ def _failing() -> dict[str, Any]:
         before = whole_weights(trainer)
         again = trainer if wrapper == "fsdp" else make_trainer(StepStrategy(wrapper))
         again.fit(module, loader())
-        found[wrapper] = (children, distance(before, whole_weights(again)))
+        found[wrapper] = (children, apart(before, whole_weights(again)))
     return found
 
 
-def test_an_error_of_a_step_is_told_and_the_module_can_be_trained_again() -> None:
+def test_an_error_of_a_step_is_reported_and_the_module_can_be_trained_again() -> None:
     for rank in run_ranks(_failing, 2):
         for children, moved in rank.values():
             assert children == ["Sequential"]

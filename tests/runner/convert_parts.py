@@ -23,7 +23,7 @@ class Ones(Dataset[Any]):
 
 
 class Line(BaseModel):
-    """A line that is told its first slope in mmengine's way."""
+    """A line whose initial slope is set in mmengine's way."""
 
     def __init__(self, head: dict[str, Any], init_cfg: dict[str, float] | None = None) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Line(BaseModel):
 
 
 class Loaded(nn.Linear):
-    """A net of another library: weights from a file, and a method that draws them anew."""
+    """A net of another library: weights from a file, and a method that resets them."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import Dataset
+from weights import whole_weights
 
 from stepwrap.runner import Runner
-from stepwrap.wrappers.sharding.layout import as_global
 
 WORDS, TIME, SAMPLES, BATCH = 12, 6, 32, 8
 PLAN = {
@@ -37,7 +37,7 @@ SEQUENCE_PLAN = {
 
 
 class Attention(nn.Module):
-    """The heads are told apart before query, key and value are."""
+    """Splits into heads before it splits into query, key and value."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -131,16 +131,6 @@ def trained(config: dict[str, Any]) -> dict[str, Tensor]:
     return whole_weights(runner.state.model.module)
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters by name, put together; every rank must call this."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        placed: Any = as_global(parameter, like=parameter)
-        whole = placed.full_tensor() if hasattr(placed, "full_tensor") else placed
-        found[name] = whole.detach().clone()
-    return found
-
-
 def by_hand(config: dict[str, Any]) -> dict[str, Tensor]:
     """Train the same model on whole batches by plain PyTorch."""
     arguments = {k: v for k, v in config["model"]["net"].items() if k != "type"}
@@ -161,9 +151,3 @@ def by_hand(config: dict[str, Any]) -> dict[str, Tensor]:
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(name.startswith(f"{one}.") or fnmatch(name, one) for one in patterns)
-
-
-def difference(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """Return the largest difference of weights that have the same names."""
-    assert list(weights) == list(others)
-    return max((weights[name] - others[name]).abs().max().item() for name in weights)

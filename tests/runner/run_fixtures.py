@@ -1,4 +1,4 @@
-"""Commands in processes of their own, none of which outlives its test."""
+"""Fixtures that run commands in separate processes, none of which outlives its test."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,10 +25,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be in a folder that holds the small run; returns it."""
+    """Change into a folder with the small run, and return it."""
     write_run(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # What the command adds to the import path and the modules is gone after the test.
+    # Undo what the command adds to the import path and the modules.
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "points", raising=False)
     return tmp_path
@@ -36,5 +36,5 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be in a folder of the test's own: two runs at a time may not share a run folder."""
+    """Change into a separate folder: two simultaneous runs must not share a run folder."""
     monkeypatch.chdir(tmp_path)

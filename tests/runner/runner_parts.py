@@ -1,7 +1,8 @@
-"""A small run as a user would write it, and the command in processes of its own."""
+"""A small run as a user would write it, and the command in separate processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -100,7 +101,7 @@ hooks:
 
 
 def write_run(folder: Path) -> Path:
-    """Write the user's module and config; returns the config's path."""
+    """Write the user's module and config, and return the config's path."""
     (folder / "points.py").write_text(MODULE)
     config = folder / "points.yaml"
     config.write_text(CONFIG)
@@ -108,7 +109,7 @@ def write_run(folder: Path) -> Path:
 
 
 def points_config(folder: Path, *words: str) -> Config:
-    """Return the small run's config, on a rank that may have another test's module of points."""
+    """Return the small run's config; forget another test's `points` module on this rank."""
     sys.modules.pop("points", None)
     return load_config(folder / "points.yaml", ["hooks.progress=false", *words])
 
@@ -123,37 +124,37 @@ def run_command(folder: Path, *words: str) -> int:
 
 
 class Command:
-    """`stepwrap ...` in a process of its own; it and all its descendants can be found."""
+    """`stepwrap ...` in a separate process, whose descendants can be found."""
 
     def __init__(self, *words: str | Path, cwd: Path) -> None:
         self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-m", "stepwrap.runner", *map(str, words)],
             cwd=cwd,
-            # What a killed process leaves in its temporary folder goes with the test's.
+            # The temporary files of a killed process are removed with the test's folder.
             env={**os.environ, MARK: self.mark, "TMPDIR": str(cwd)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # A group of its own, as a shell makes one: Ctrl-C reaches all that is in it.
+            # A separate process group, as a shell makes one: Ctrl-C reaches every process in it.
             start_new_session=True,
-            # A test runner in the background passes on that SIGINT is ignored.
+            # A test runner in the background would pass on that SIGINT is ignored.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
         )
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for the end; returns exit code, standard output and error output."""
+        """Wait for the end and return the exit code, stdout and stderr."""
         out, err = self.process.communicate(timeout=TIMEOUT_S)
         return self.process.returncode, out, err
 
     def wait_for(self, folder: Path, count: int) -> None:
-        """Wait until `count` checkpoints are there."""
+        """Wait until there are `count` checkpoints."""
         self.wait_until(
             lambda: len(list(folder.glob("checkpoints/step_*"))) >= count, f"no {count} checkpoints"
         )
 
     def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Wait until it holds while the process runs."""
+        """Wait for a condition while the process runs."""
         limit = time.monotonic() + TIMEOUT_S
         while not condition():
             if self.process.poll() is not None or time.monotonic() > limit:
@@ -162,7 +163,7 @@ class Command:
             time.sleep(0.01)
 
     def left_over(self) -> list[int]:
-        """Return the processes of this command that still run, itself included."""
+        """Return the processes of this command that are still running, including itself."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -176,7 +177,7 @@ class Command:
         return found
 
     def process_of(self, rank: int) -> int:
-        """Return the process of a rank that its launcher has started."""
+        """Return the process id of a started rank."""
         launched = (one for one in self.left_over() if one != self.process.pid)
         return next(
             one
@@ -185,14 +186,14 @@ class Command:
         )
 
     def wait_gone(self, limit_s: float = 15.0) -> list[int]:
-        """Wait until none of its processes is left; returns those that are."""
+        """Wait until none of its processes is left, and return those that still are."""
         limit = time.monotonic() + limit_s
         while (left := self.left_over()) and time.monotonic() < limit:
             time.sleep(0.05)
         return left
 
     def close(self) -> None:
-        """End whatever is left of it."""
+        """Kill all processes that are left."""
         for process in self.left_over():
             os.kill(process, signal.SIGKILL)
         with self.process:
@@ -208,6 +209,11 @@ class SignalHook(Hook):
     def on_update(self, state: LoopState) -> None:
         if state.step == self.at_step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the log records of a run."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def final_weights(run_dir: Path) -> dict[str, Tensor]:

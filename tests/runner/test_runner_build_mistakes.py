@@ -90,20 +90,20 @@ def test_parts_are_built_once(nets: Path, capsys: Capture, nproc: str, built: se
     assert list((nets / "mine").iterdir()) == []
 
 
-def test_parts_that_cannot_be_built_are_told_together(nets: Path, capsys: Capture) -> None:
+def test_parts_that_cannot_be_built_are_reported_together(nets: Path, capsys: Capture) -> None:
     err = mistakes(capsys, "check", FAILING, ABSENT, "hooks.checkpoint.keep_last=0")
     for section in ("model.net", "data.train.dataset", "hooks.checkpoint.keep_last"):
         assert err.count(f"{section}: cannot be built: ") == 1, err
 
 
-def test_what_does_not_fit_the_model_is_told_together(nets: Path, capsys: Capture) -> None:
+def test_what_does_not_fit_the_model_is_reported_together(nets: Path, capsys: Capture) -> None:
     blocks = ("wrapper.shard=[Blok]", "activation_checkpointing=[Blok]", "freeze=[layer]")
     err = mistakes(capsys, "check", "wrapper={type: fsdp}", *blocks)
     for text in blocks:
         assert f"override {text}: {text.partition('=')[0]}: cannot be built: ValueError: no " in err
 
 
-def test_mistakes_of_all_sections_are_told_together(nets: Path, capsys: Capture) -> None:
+def test_mistakes_of_all_sections_are_reported_together(nets: Path, capsys: Capture) -> None:
     wrong = [
         "optimizer.lrr=1",
         "seed=x",
@@ -119,7 +119,7 @@ def test_mistakes_of_all_sections_are_told_together(nets: Path, capsys: Capture)
     # The command tells those first that it finds without importing anything.
     first = [line for line in err.splitlines() if ": seed: " in line or ".keep_best: " in line]
     assert mistakes(capsys, "check", *wrong).splitlines() == first
-    for told in (
+    for message in (
         "optimizer.lrr: AdamW has no such argument",
         "seed: must be a whole number",
         "mesh: a mesh has no axis 'dat'",
@@ -128,10 +128,10 @@ def test_mistakes_of_all_sections_are_told_together(nets: Path, capsys: Capture)
         "tensor_parallel.plan.net.0: a style must be one of colwise",
         "hooks.checkpoint.keep_best: there is no metric 'acuracy'",
     ):
-        assert told in err, err
+        assert message in err, err
 
 
-def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
+def test_what_depends_on_a_wrong_section_is_not_reported() -> None:
     """A mesh that cannot be read says nothing about what needs one."""
     config = config_from_dict(
         {
@@ -146,7 +146,7 @@ def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (GAN, "wrapper: cannot be built: TypeError: Gan overrides train_step"),
         (GAN, "averaging of the gradients. Set `wrapper: {type: separate}`"),
@@ -179,8 +179,8 @@ def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
             ["wrapper={type: ddp, uneven_inputs: true, sync_batchnorm: true}"],
             "wrapper.uneven_inputs: excludes sync_batchnorm",
         ),
-        ([UNEVEN, ZERO], "wrapper.uneven_inputs: does not go together with an optimizer that"),
-        ([UNEVEN, LOCAL], "wrapper.uneven_inputs: does not go together with an optimizer that"),
+        ([UNEVEN, ZERO], "wrapper.uneven_inputs: does not work with an optimizer that"),
+        ([UNEVEN, LOCAL], "wrapper.uneven_inputs: does not work with an optimizer that"),
         ([UNEVEN, "optim_wrapper.accumulative_counts=2"], "needs accumulative_counts=1"),
         ([UNEVEN, "train={type: IterTrainLoop, max_steps: 2}"], "needs an EpochTrainLoop"),
         (
@@ -209,9 +209,9 @@ def test_what_hangs_on_a_wrong_section_is_not_told() -> None:
     ],
 )
 def test_check_refuses_what_could_not_start(
-    nets: Path, capsys: Capture, words: list[str], told: str
+    nets: Path, capsys: Capture, words: list[str], message: str
 ) -> None:
-    assert told in mistakes(capsys, "check", "launch.nproc=2", *words)
+    assert message in mistakes(capsys, "check", "launch.nproc=2", *words)
 
 
 def test_loss_weights_in_a_config(nets: Path, capsys: Capture) -> None:
@@ -240,7 +240,7 @@ def test_check_names_wrapper_and_model(nets: Path, capsys: Capture) -> None:
         assert f"wrapper: {name}" in out
 
 
-def test_no_checkpoint_of_another_run_is_told(nets: Path, capsys: Capture) -> None:
+def test_no_checkpoint_of_another_run_is_reported(nets: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", "train.max_epochs=1"]) == 0
     capsys.readouterr()
     bad = "data.train.dataset.bad=9"

@@ -4,14 +4,14 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from programs import ended
+from programs import run as program
 from ranks import run_ranks
-from runner_parts import final_weights, run_command
+from runner_parts import final_weights, records, run_command
 
 from stepwrap.registry import HOOKS, list_registrations
 from stepwrap.runner.command.cli import main
@@ -29,17 +29,17 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["trian"], "there is no command trian; did you mean train?"),
         (
             ["train", "points.yaml", "--nprc", "2"],
-            "there is no option --nprc; did you mean --nproc",
+            "No such option '--nprc'. Did you mean '--nproc'?",
         ),
         (["train"], "CONFIG is missing"),
-        (["train", "points.yaml", "--nproc", "0"], "must be a whole number from 1, got '0'"),
-        (["train", "points.yaml", "--nproc"], "argument --nproc: requires an argument"),
-        (["train", "points.yaml", "--fresh=1"], "argument --fresh: does not take a value"),
+        (["train", "points.yaml", "--nproc", "0"], "must be a positive integer, got '0'"),
+        (["train", "points.yaml", "--nproc"], "Option '--nproc' requires an argument"),
+        (["train", "points.yaml", "--fresh=1"], "Option '--fresh' does not take a value"),
         (["train", "points.yaml", "--run-dir", "--fresh"], "requires a path, got the option --fr"),
         (["train", "--resume="], "CONFIG is missing"),
         (["list", "hoks"], "did you mean HOOKS?"),
@@ -63,16 +63,16 @@ Capture = pytest.CaptureFixture[str]
     ],
 )
 def test_mistakes_exit_with_2_and_one_line(
-    run: Path, capsys: Capture, words: list[str], told: str
+    run: Path, capsys: Capture, words: list[str], message: str
 ) -> None:
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert message in line
     assert not (run / "runs").exists()
 
 
 @pytest.mark.parametrize("words", [["train", "--bogus"], ["train", "a.yaml", "--nproc", "0"]])
-def test_mistakes_are_told_by_one_rank_and_with_their_trace(
+def test_mistakes_are_reported_by_one_rank_and_with_their_trace(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     assert main([*words, "--debug"]) == 2
@@ -96,7 +96,7 @@ def test_help_needs_no_other_words(capsys: Capture) -> None:
     ],
     ids=["names", "arguments"],
 )
-def test_all_mistakes_of_a_kind_are_told_at_once(
+def test_all_mistakes_of_a_kind_are_reported_at_once(
     run: Path, capsys: Capture, wrong: dict[str, str]
 ) -> None:
     assert main(["train", "points.yaml", *wrong]) == 2
@@ -107,15 +107,15 @@ def test_all_mistakes_of_a_kind_are_told_at_once(
         assert right in line
 
 
-def test_an_own_module_that_fails_is_told_with_its_place(run: Path, capsys: Capture) -> None:
+def test_an_own_module_that_fails_is_reported_with_its_place(run: Path, capsys: Capture) -> None:
     (run / "mine.py").write_text("def make():\n    return [][1]\n\n\nmake()\n")
     words = ["check", "points.yaml", "hooks.mine.type=mine.Hook"]
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    told = (
+    message = (
         "hooks.mine.type: mine cannot be imported: IndexError: list index out of range (mine.py:2)"
     )
-    assert told in line
+    assert message in line
     assert main([*words, "--debug"]) == 2
     trace = capsys.readouterr().err
     assert f'{run / "mine.py"}", line 5, in <module>' in trace
@@ -128,7 +128,7 @@ def test_a_part_that_ends_the_program_is_a_mistake(run: Path, capsys: Capture) -
     assert "model.net: cannot be built: SystemExit: no licence" in capsys.readouterr().err
 
 
-def test_mistakes_that_need_no_class_are_told_without_torch(run: Path) -> None:
+def test_mistakes_that_need_no_class_are_reported_without_torch(run: Path) -> None:
     script = (
         "import sys\n"
         "from stepwrap.runner.command.cli import main\n"
@@ -145,10 +145,9 @@ def test_mistakes_that_need_no_class_are_told_without_torch(run: Path) -> None:
         "train=null",
     ]
     for words in wrong:
-        command = [sys.executable, "-c", script, "train", "points.yaml", words]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert ended.returncode == 2, ended.stderr
-        assert len(ended.stderr.splitlines()) == 1
+        done = ended("-c", script, "train", "points.yaml", words)
+        assert done.returncode == 2, done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsys: Capture) -> None:
@@ -160,8 +159,7 @@ def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsy
     assert "test (best checkpoint)" in out
     assert "curves: runs/points/curves.png" in out
     assert "best checkpoint: runs/points/checkpoints/step_" in out
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert {record["phase"] for record in records} == {"train", "val", "test"}
+    assert {record["phase"] for record in records(folder)} == {"train", "val", "test"}
 
 
 def test_the_written_config_repeats_the_run(run: Path) -> None:
@@ -187,7 +185,7 @@ def test_results_are_never_overwritten_unasked(run: Path, capsys: Capture) -> No
 
 def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) -> None:
     assert main(["test", "points.yaml"]) == 1
-    assert "there is no checkpoint in runs/points" in capsys.readouterr().err
+    assert "runs/points has no checkpoint" in capsys.readouterr().err
     assert main(["train", "points.yaml"]) == 0
     trained = capsys.readouterr().out
     best = next(line for line in trained.splitlines() if line.startswith("best checkpoint: "))
@@ -206,8 +204,8 @@ def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture)
     assert main(["train", "points.yaml", *words]) == 0
     out = capsys.readouterr().out
     assert "best by: lowest loss" in out
-    lines = (run / "runs/points/metrics.jsonl").read_text().splitlines()
-    losses = {one["step"]: one["loss"] for one in map(json.loads, lines) if one["phase"] == "val"}
+    evaluations = [one for one in records(run / "runs/points") if one["phase"] == "val"]
+    losses = {one["step"]: one["loss"] for one in evaluations}
     best = min(losses, key=lambda step: losses[step])
     assert losses[best] < max(losses.values())
     assert f"best checkpoint: runs/points/checkpoints/step_{best:08}" in out
@@ -229,13 +227,12 @@ def test_test_and_validate_run_in_the_precision_of_the_training(run: Path, wrapp
     assert main(["train", *words, "hooks.checkpoint.every_epochs=1"]) == 0
     assert main(["validate", *words]) == 0
     assert main(["test", *words, "--checkpoint", "latest"]) == 0
-    lines = (run / "runs/points/metrics.jsonl").read_text().splitlines()
+    logged = records(run / "runs/points")
     for phase in ("val", "test"):
-        losses = [one["loss"] for one in map(json.loads, lines) if one["phase"] == phase]
+        losses = [one["loss"] for one in logged if one["phase"] == phase]
         assert losses[-1] == losses[-2]
     assert main(["test", "points.yaml", "--checkpoint", "latest"]) == 0
-    last = json.loads((run / "runs/points/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["loss"] != losses[-1]
+    assert records(run / "runs/points")[-1]["loss"] != losses[-1]
 
 
 DIVERGES = (
@@ -373,9 +370,11 @@ def test_list_shows_all_of_a_hook(
     for entry in list_registrations("hooks")["HOOKS"]:
         hook = HOOKS.get(entry.name)
         assert " ".join(inspect.getdoc(hook).partition("\n")[0].split()) in text
-        told = {declaration.partition(":")[0]: meaning for declaration, meaning in entry.arguments}
-        assert list(told) == list(inspect.signature(hook).parameters)
-        assert all(told.values()), told
+        message = {
+            declaration.partition(":")[0]: meaning for declaration, meaning in entry.arguments
+        }
+        assert list(message) == list(inspect.signature(hook).parameters)
+        assert all(message.values()), message
     assert " ".join(["mode: str | None = None", '"max" if higher values of that']) in text
     assert "[...]" not in out
 
@@ -401,10 +400,7 @@ def test_help_list_and_show_import_no_torch(run: Path) -> None:
         "    codes += [main(['--version']), main(['--help']), main(['train', '--help'])]\n"
         "print(codes, 'torch' in sys.modules, 'plot' in out.getvalue())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[0, 0, 0, 0, 0, 0] False True"
+    assert program("-c", code).strip() == "[0, 0, 0, 0, 0, 0] False True"
 
 
 THEIRS = """
@@ -437,20 +433,14 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(THEIRS)
 
     def stepwrap(*words: str) -> tuple[int, list[str]]:
-        done = subprocess.run(
-            [sys.executable, "-m", "stepwrap.runner", *words],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = ended("-m", "stepwrap.runner", *words, env=environment)
         return done.returncode, (done.stdout + done.stderr).splitlines()
 
     code, lines = stepwrap("--help")
     assert code == 0
     assert all(len(line) <= 80 for line in lines)
-    for shown in ("  greet ", "  lost ", "  plain ", "  train          train, validate"):
+    for shown in ("  greet ", "  lost ", "  plain ", "  train          train and validate"):
         assert any(line.startswith(shown) for line in lines)
     assert stepwrap("greet", "you", "--debug") == (7, ["hello you"])
     assert stepwrap("greet") == (2, ["stepwrap greet: Missing argument 'NAME'."])

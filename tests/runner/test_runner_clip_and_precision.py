@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from parallel_runs import (
-    BATCH,
-    PLAN,
-    Sentences,
-    Transformer,
-    difference,
-    settings,
-    whole_weights,
-)
+from parallel_runs import BATCH, PLAN, Sentences, Transformer, settings
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.func import functional_call
+from weights import apart, whole_weights
 
 from stepwrap.loops import Hook, LoopState
 from stepwrap.runner import Runner
@@ -147,10 +140,10 @@ def run(place: str, dtype: str, sections: dict[str, Any]) -> Outcome:
 )
 def test_clipping(place: str, clip: dict[str, Any]) -> None:
     expected = Hand(clip).train("float64")
-    assert difference(expected, Hand().train("float64")) > 1e-2
+    assert apart(expected, Hand().train("float64")) > 1e-2
     sections = {"optim_wrapper": {"clip_grad": clip}}
     for weights, _, _ in run_ranks(run, 2, place, "float64", sections):
-        assert difference(weights, expected) <= 1e-12
+        assert apart(weights, expected) <= 1e-12
 
 
 # The first update overflows and is left out, then the scale doubles after every third.
@@ -166,7 +159,7 @@ def test_float16_with_a_scaled_loss(place: str) -> None:
     assert hand.scales == [2.0**10] * 3 + [2.0**11] * 3 + [2.0**12] * 2
     for weights, scales, _ in run_ranks(run, 2, place, "float32", {"optim_wrapper": amp}):
         assert scales == hand.scales
-        assert difference(weights, expected) <= 2e-4
+        assert apart(weights, expected) <= 2e-4
 
 
 @pytest.mark.parametrize("place", ["fsdp", *slow("ddp", "tensor")])
@@ -176,7 +169,7 @@ def test_bfloat16(place: str) -> None:
     expected = Hand(cast=torch.bfloat16).train("float32")
     for weights, scales, _ in run_ranks(run, 2, place, "float32", {"optim_wrapper": amp}):
         assert set(scales) == {1.0}
-        assert difference(weights, expected) <= 2e-3
+        assert apart(weights, expected) <= 2e-3
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -192,6 +185,6 @@ def test_averaged_weights_are_evaluated(place: str) -> None:
         "hooks": {"ema": {"decay": 0.8}},
     }
     for weights, _, losses in run_ranks(run, 2, place, "float64", sections):
-        assert difference(weights, expected) <= 1e-12
+        assert apart(weights, expected) <= 1e-12
         assert losses == pytest.approx(hand.losses, abs=1e-12)
     assert abs(loss_of(expected) - hand.losses[-1]) > 1e-3

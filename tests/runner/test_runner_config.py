@@ -37,7 +37,7 @@ def complaint(folder: Path, extra: str) -> str:
     return str(caught.value)
 
 
-def test_hook_watching_an_unknown_metric_is_told_before_the_run(run: Path) -> None:
+def test_hook_watching_an_unknown_metric_is_reported_before_the_run(run: Path) -> None:
     text = complaint(run, "hooks: {checkpoint: {keep_best: acuracy}}")
     assert "run.yaml:3: hooks.checkpoint.keep_best: there is no metric 'acuracy'" in text
     assert "did you mean accuracy?" in text
@@ -140,7 +140,9 @@ def test_a_run_that_prefetches_ends_with_the_same_weights(kind: str, run: Path) 
     assert_identical(*weights)
 
 
-def test_samples_that_are_no_rows_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_are_not_rows_are_reported(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "rows.py").write_text(ROWS)
     write(run, rows("Noisy", "true"))
     assert main(["check", "run.yaml"]) == 2
@@ -151,16 +153,16 @@ def test_samples_that_are_no_rows_are_told(run: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "message"),
     [
         ("optimizer: {lr: -1}", "run.yaml:3: optimizer: cannot be built: ValueError: Invalid"),
         ("metrics: {accuracy: {avrage: micro}}", "run.yaml:3: metrics.accuracy.avrage: cannot be"),
         ("hooks: {checkpoint: {keep_last: 0}}", "run.yaml:3: hooks.checkpoint.keep_last: cannot"),
     ],
 )
-def test_what_cannot_be_built_is_told_with_its_line(
-    extra: str, told: str, run: Path, capsys: pytest.CaptureFixture[str]
+def test_what_cannot_be_built_is_reported_with_its_line(
+    extra: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(run, extra)
     assert main(["check", "run.yaml"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_what_it_translates_runs(here: Path) -> None:
     ("init_cfg", "weight"),
     [(None, 7.0), ({"type": "Constant", "val": 0.5, "layer": "Linear"}, 0.0)],
 )
-def test_models_of_ours_initialise_themselves_where_they_are_told_to(
+def test_models_of_ours_initialise_themselves_if_they_have_init_cfg(
     here: Path, init_cfg: Any, weight: float
 ) -> None:
     """By mmengine's rules then: what has a method for it does it after the model's settings."""
@@ -228,10 +228,10 @@ tta_model = dict(type="ClsTTAModel")
 custom_hooks += [dict(type="NaiveVisualizationHook")]
 """
 LISTED = """\
-2: model_wrapper_cfg.type: MyWrapper is a class of mmengine's kind
+2: model_wrapper_cfg.type: MyWrapper is an mmengine wrapper
 6: optim_wrapper.paramwise_cfg.dcn_offset_lr_mult: has no counterpart here
-8: optim_wrapper.constructor: paramwise options are all that is translated
-10: train_cfg.max_iters: 10 batches are no whole number of updates of 4 batches: rounded up
+8: optim_wrapper.constructor: is not converted, only its paramwise options are
+10: train_cfg.max_iters: 10 batches are not a multiple of the 4 batches of an update: rounded up
 12: param_scheduler.0.convert_to_iter_based: needs the number of batches in an epoch
 15: default_hooks.visualization: DetVisualizationHook has no counterpart
 16: default_hooks.sampler_seed: cannot be switched off
@@ -239,10 +239,10 @@ LISTED = """\
 34: custom_hooks.1: NaiveVisualizationHook has no counterpart
 22: custom_hooks.0: ProfilerHook has no counterpart
 23: visualizer.vis_backends.0: WandbVisBackend has no counterpart
-24: auto_scale_lr.enable: there is no scaling of the rate
-25: load_from: a checkpoint of mmengine is no run of ours
+24: auto_scale_lr.enable: learning rates are not scaled
+25: load_from: cannot continue a checkpoint of mmengine
 26: env_cfg.cudnn_benchmark: has no counterpart here
-27: speed: no setting of this name is known
+27: speed: is not a known setting
 28: env_cfg.mp_cfg.mp_start_method: has no counterpart here
 29: log_processor.custom_cfg: has no counterpart here
 30: launcher: ranks are started by launch.nproc, --nproc or torchrun
@@ -328,7 +328,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
      {"wrapper": {"type": "fsdp",
                   "auto_wrap_policy": {"type": SIZE_POLICY, "min_num_params": 1000}}}, None),
     ("model_wrapper_cfg = dict(unused=True)", {"wrapper": {"type": "ddp"}},
-     "2: model_wrapper_cfg.unused: is no option of ddp"),
+     "2: model_wrapper_cfg.unused: is not an option of ddp"),
     # Loops; mmengine's defaults are written down.
     ("train_cfg = dict(max_iters=30)",
      {"train.type": "IterTrainLoop", "train.max_steps": 30}, None),
@@ -345,14 +345,14 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     (f"{BATCHES}{saving('interval=2, by_epoch=False')}",
      saved(every_epochs=None, every_steps=2, keep_last=None), None),
     (saving("interval=None"), {},
-     "2: default_hooks.checkpoint.interval: cannot be translated ('>' not supported"),
+     "2: default_hooks.checkpoint.interval: cannot be converted ('>' not supported"),
     # Which metric is meant.
     (TWO_METRICS.format("share"), watched("close/share"), None),
     (TWO_METRICS.format("a/share"), watched("a/share"), None),
     (TWO_METRICS.format("share/x"), watched(None), "3: default_hooks.checkpoint.save_best: "),
     (TWO_METRICS.format("auto"), watched(None), "3: default_hooks.checkpoint.save_best: "),
     ('val_evaluator = dict(type="CocoMetric")', {},
-     "2: val_evaluator.type: nothing of the name CocoMetric is registered"),
+     "2: val_evaluator.type: CocoMetric is not registered here"),
     ('val_evaluator = dict(type="convert_parts.Close")\n'
      'custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="up")]', {},
      "3: custom_hooks.0.rule: must be greater or less, got 'up'"),
@@ -365,7 +365,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     (AVERAGES.format(2, 6), {"hooks.ema.decay": pytest.approx(0.9), "hooks.ema.every_steps": 3},
      "3: custom_hooks.0.momentum: "),
     ('custom_hooks = [dict(type="EMAHook", momentum="x")]', {},
-     "2: custom_hooks.0.momentum: cannot be translated (unsupported operand"),
+     "2: custom_hooks.0.momentum: cannot be converted (unsupported operand"),
     # Several optimizers.
     ('optim_wrapper = dict(constructor="MultiOptimWrapperConstructor",\n'
      'maker=dict(optimizer=dict(type="Adam", lr=0.1), clip_grad=dict(max_norm=1.0)),\n'
@@ -376,7 +376,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
       "schedulers": [{"type": "StepLR", "step_size": 2, "gamma": 0.1, "by": "epoch",
                       "optimizer": "judge"}]}, None),
     ('optim_wrapper = dict(constructor="Odd", a=dict(optimizer=dict(type="SGD", lr=0.1)))', {},
-     "2: optim_wrapper.constructor: here each optimizer has the parameters of the child"),
+     "2: optim_wrapper.constructor: here each optimizer gets the parameters of the child"),
     # Schedules: epochs of ten batches become batches.
     ('param_scheduler = [dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True),'
      ' dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)]',
@@ -397,16 +397,16 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     ('default_scope = "mmpretrain"',
      {"model.head": {"_raw_": True, "_scope_": "mmpretrain", "type": "Linear"}}, None),
     # Sections of the wrong kind.
-    ("custom_hooks = [3]", {}, "2: custom_hooks.0: is no dict"),
-    ("custom_hooks = 3", {}, "2: custom_hooks: is no dict"),
-    ("default_hooks = dict(logger=3)", {}, "2: default_hooks.logger: is no dict"),
-    ("param_scheduler = [3]", {}, "2: param_scheduler.0: is no dict"),
-    ("val_evaluator = [3]", {}, "2: val_evaluator.0: is no dict"),
-    ("visualizer = dict(vis_backends=[3])", {}, "2: visualizer.vis_backends.0: is no dict"),
+    ("custom_hooks = [3]", {}, "2: custom_hooks.0: must be a dict"),
+    ("custom_hooks = 3", {}, "2: custom_hooks: must be a dict"),
+    ("default_hooks = dict(logger=3)", {}, "2: default_hooks.logger: must be a dict"),
+    ("param_scheduler = [3]", {}, "2: param_scheduler.0: must be a dict"),
+    ("val_evaluator = [3]", {}, "2: val_evaluator.0: must be a dict"),
+    ("visualizer = dict(vis_backends=[3])", {}, "2: visualizer.vis_backends.0: must be a dict"),
     ("custom_hooks = [dict(interval=3)]", {}, "2: custom_hooks.0.type: is missing"),
     ("param_scheduler = [dict(begin=3)]", {}, "2: param_scheduler.0.type: is missing"),
     ("optim_wrapper = dict(optimizer=dict(lr=1))", {},
-     "2: optim_wrapper.optimizer.type: is missing: it says what is built"),
+     "2: optim_wrapper.optimizer.type: is missing: it names the class to build"),
 ]  # fmt: skip
 
 
@@ -435,8 +435,8 @@ def test_only_the_config_goes_to_stdout(here: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", "mm.py"]) == 3
     out, err = capsys.readouterr()
     assert yaml.safe_load(out)["run_dir"] == "{1, 2}"
-    assert "mm.py:4: work_dir: YAML cannot hold a set: here is its text" in err
+    assert "mm.py:4: work_dir: YAML cannot represent a set: written as text" in err
     assert yaml.safe_load(out)["model"]["head"] == {"None": 1, 2: 3}
     assert "mm.py:5: model.head.None: a key must be a str or int, not None" in err
-    assert "mm.py:7: train_dataloader.dataset.size: YAML cannot hold a complex" in err
+    assert "mm.py:7: train_dataloader.dataset.size: YAML cannot represent a complex" in err
     assert "loading" in err

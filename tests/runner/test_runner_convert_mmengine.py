@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -14,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
+from programs import ended
 from ranks import run_ranks
 from torch import Tensor
 from torch.optim import SGD
+from weights import apart
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -120,11 +121,6 @@ def train_ours(config: dict[str, Any], folder: Path) -> tuple[Runner, list[list[
 
 def weights(model: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert set(ours) == set(theirs)
-    return max((ours[name] - theirs[name]).abs().max().item() for name in ours)
 
 
 def assert_rates(ours: list[list[float]], theirs: list[list[float]]) -> None:
@@ -375,14 +371,9 @@ def test_a_check_prints_no_line_for_each_parameter(tmp_path: Path) -> None:
     conversion = convert_config(tmp_path / "mm.py")
     assert not conversion.misses
     (tmp_path / "ours.yaml").write_text(conversion.text())
-    checked = subprocess.run(
-        [sys.executable, "-m", "stepwrap.runner", "check", "ours.yaml"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    command = ("-m", "stepwrap.runner", "check", "ours.yaml")
+    checked = ended(*command, cwd=tmp_path, env=environment)
     assert checked.returncode == 0, checked.stderr
     assert "every part can be built" in checked.stdout
     assert "init_weights" not in checked.stdout + checked.stderr

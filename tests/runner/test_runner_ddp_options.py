@@ -316,7 +316,7 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
          "comm_hook.matrix_aproximation_rank", "matrix_approximation_rank"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_before_anything_runs(
+def test_mistakes_are_reported_before_anything_runs(
     wrapper: dict[str, Any], where: str, text: str
 ) -> None:
     with pytest.raises(ConfigError) as error:

@@ -1,6 +1,5 @@
 """Runs under the distributed wrappers, stopped and gone on with, and loaded elsewhere."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from marks import slow
 from ranks import run_ranks
+from runner_parts import records
 from test_runner_ddp_options import HERE, SAMPLES, settings
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -19,7 +19,7 @@ from stepwrap.runner import Runner
 
 @HOOKS.register_module()
 class StopAt(Hook):
-    """Asks for an end after an update, whoever makes it."""
+    """Requests a stop after a given update."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -138,8 +138,7 @@ def test_resume(
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["loss"]) for row in rows]
+    return [(record["step"], record["loss"]) for record in records(folder)]
 
 
 def test_separate_goes_on_in_one_process(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_runner_of_objects_tells_how_to_load_its_model(tmp_path: Path) -> None
         hooks=[CheckpointHook()],
         run_dir=tmp_path,
     ).train()
-    with pytest.raises(FileNotFoundError, match="built from objects writes none") as caught:
+    with pytest.raises(FileNotFoundError, match="the Runner was built from objects") as caught:
         load_model(tmp_path)
     lines = [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
     names = {"build": build}

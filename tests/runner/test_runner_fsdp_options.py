@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
-from parallel_runs import OPTIMIZERS, by_hand, difference, settings, trained
+from parallel_runs import OPTIMIZERS, by_hand, settings, trained
 from ranks import run_ranks
 from torch import Tensor, nn
+from weights import apart
 
 from stepwrap.registry import ConfigError
 from stepwrap.runner import Runner
@@ -57,7 +58,7 @@ def test_options_that_change_no_number() -> None:
     expected = by_hand(EXACT[0])
     for results in run_ranks(trained_by_all, 2, timeout_s=120):
         for config, weights in zip(EXACT, results, strict=True):
-            assert difference(weights, expected) <= 2e-6, config["wrapper"]
+            assert apart(weights, expected) <= 2e-6, config["wrapper"]
 
 
 def test_an_initialiser_of_ones_own() -> None:
@@ -71,6 +72,6 @@ def test_an_initialiser_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("option", "nearest"), [("shards", "did you mean shard"), ("sharding_strat", "_strategy")]
 )
-def test_mistakes_are_told_before_anything_runs(option: str, nearest: str) -> None:
+def test_mistakes_are_reported_before_anything_runs(option: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"wrapper\.{option}: .*{nearest}"):
         Runner.from_config(config_of({option: ["Linear"]}))

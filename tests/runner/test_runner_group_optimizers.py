@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from marks import slow
-from parallel_runs import OPTIMIZERS, PLAN, by_hand, difference, settings, trained
+from parallel_runs import OPTIMIZERS, PLAN, by_hand, settings, trained
 from ranks import RanksError, run_ranks
+from weights import apart
 
 from stepwrap.runner import Runner
 from stepwrap.runner.failure import BuildError
@@ -30,7 +31,7 @@ def test_split_layers_are_stepped_by_ranks_with_the_same_parts(
     plain = optimizer["optimizer_class"]
     expected = by_hand({**settings(), "optimizer": {"type": plain, **OPTIMIZERS[plain]}})
     for weights in run_ranks(trained, ranks, config_of(mesh, optimizer), timeout_s=120):
-        assert difference(weights, expected) <= 1e-12
+        assert apart(weights, expected) <= 1e-12
 
 
 def _built(config: dict[str, Any]) -> None:
@@ -38,16 +39,16 @@ def _built(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("Adafactor", "scales by norms of whole tensors"),
         ("Rprop", "picks elements by signs"),
         ("SparseAdam", "needs sparse gradients"),
     ],
 )
-def test_refused_under_fsdp(name: str, told: str) -> None:
+def test_refused_under_fsdp(name: str, message: str) -> None:
     config = settings(2, wrapper={"type": "fsdp"}, optimizer={"type": name})
-    with pytest.raises(RanksError, match=f"optimizer: .*{name} {told}.*AdamW"):
+    with pytest.raises(RanksError, match=f"optimizer: .*{name} {message}.*AdamW"):
         run_ranks(_built, 2, config)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from marks import slow
 from ports import free_port
-from programs import run, run_script
+from programs import ended, run, run_script
 from ranks import run_ranks
 from runner_parts import assert_identical, final_weights, points_config, run_command, write_run
 
@@ -29,7 +29,7 @@ from stepwrap.runner import guard as _guard
 from stepwrap.runner import launcher as _launcher
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.jobs import _console_log
-from stepwrap.runner.launcher import lonely_group, process_group, started_outside
+from stepwrap.runner.launcher import process_group, single_process_group, started_outside
 
 
 def rank_and_sum(start: float) -> tuple[int, float, str]:
@@ -56,19 +56,7 @@ def test_launch_raises_the_first_error_and_is_quiet(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-def ended(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS` to its end, whatever that is."""
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
-
-
-# What a notebook or a prompt has: a main program without a file.
+# As in a notebook or at a prompt, the main program has no file.
 CELLS = """
 import torch
 import torch.distributed as dist
@@ -156,11 +144,11 @@ def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
 ) -> None:
     monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    told = r"the process exited with code 0 before its work was done \(rank 1\)"
+    message = r"the process exited with code 0 before its work was done \(rank 1\)"
     # Kept until this process ends, for the sockets of multiprocessing.
     get_temp_dir()
     before = list(tmp_path.iterdir())
-    with pytest.raises(LaunchError, match=told):
+    with pytest.raises(LaunchError, match=message):
         launch(leave, (in_what,), nproc=2)
     assert list(tmp_path.iterdir()) == before
 
@@ -173,21 +161,21 @@ def test_more_than_four_processes_for_a_core_are_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = 4 * cores() + 1
-    told = f"{many} processes are too many for the {cores()} cores of this machine"
-    with pytest.raises(ValueError, match=f"{told}.*--oversubscribe"):
+    message = f"{many} processes are too many for the {cores()} cores of this machine"
+    with pytest.raises(ValueError, match=f"{message}.*--oversubscribe"):
         launch(get_world_size, nproc=many)
     assert main(["train", "points.yaml", "--nproc", str(many)]) == 2
-    assert capsys.readouterr().err.startswith(f"launch.nproc: {told}")
+    assert capsys.readouterr().err.startswith(f"launch.nproc: {message}")
     assert not (run / "runs").exists()
 
 
 @pytest.mark.slow
 def test_processes_that_do_not_fit_into_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_launcher, "free_memory", lambda device: 2.0**20)
-    told = (
+    message = (
         r"2 processes do not fit into memory: each takes 0\.[1-9]. GiB .* 0\.00 GiB are free for 1"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         launch(get_world_size, nproc=2)
     assert launch(get_world_size, nproc=2, oversubscribe=True) == {0: 2, 1: 2}
 
@@ -246,7 +234,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_nobody_reads_of_semaphores_that_failed_ranks_leave(tmp_path: Path) -> None:
+def test_semaphores_of_failed_ranks_cause_no_warning(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(LEAKING)
     done = ended("script.py", cwd=tmp_path)
     assert "ValueError: no luck (rank 0)" in done.stderr
@@ -255,9 +243,11 @@ def test_nobody_reads_of_semaphores_that_failed_ranks_leave(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("args", ["text", {"key": 1}, 3])
 def test_arguments_that_are_no_tuple_are_refused(args: Any) -> None:
-    told = re.escape(f"args must be a tuple of arguments, got {args!r}; one alone is ({args!r},)")
+    message = re.escape(
+        f"args must be a tuple of arguments, got {args!r}; one alone is ({args!r},)"
+    )
     for nproc in (1, 2):
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             launch(get_world_size, args, nproc=nproc)
 
 
@@ -362,7 +352,7 @@ def test_who_has_started_this_process(
 
 
 def test_a_group_that_exists_is_left_alone() -> None:
-    with lonely_group():
+    with single_process_group():
         with process_group():
             assert get_world_size() == 1
         assert dist.is_initialized()
@@ -486,8 +476,8 @@ def test_ranks_overwrite_no_results(tmp_path: Path, capfd: pytest.CaptureFixture
     results = tmp_path / "runs/points"
     (results / "checkpoints/step_00000003").mkdir(parents=True)
     assert run_ranks(run_command, 2, tmp_path, "train", "points.yaml") == [2, 2]
-    told = "".join(capfd.readouterr())
-    assert told.count("already holds 1 checkpoint(s), the last step_00000003") == 1
+    message = "".join(capfd.readouterr())
+    assert message.count("already holds 1 checkpoint(s), the last step_00000003") == 1
     assert [path.name for path in results.iterdir()] == ["checkpoints"]
 
 
@@ -526,9 +516,9 @@ def test_only_rank_0_shows_warnings() -> None:
 
 
 def warn_by_log() -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as told, _console_log(debug=False):
+    with contextlib.redirect_stderr(io.StringIO()) as message, _console_log(debug=False):
         logging.getLogger("stepwrap.loops").warning("careful")
-    return told.getvalue()
+    return message.getvalue()
 
 
 def test_only_rank_0_shows_logged_warnings() -> None:

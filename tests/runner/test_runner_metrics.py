@@ -1,12 +1,11 @@
 """A config that lists a metric of the user's own next to torchmetrics."""
 
-import json
 from pathlib import Path
 
 import pytest
 from marks import slow
 from ranks import run_ranks
-from runner_parts import run_command
+from runner_parts import records, run_command
 
 METRIC = """
 from stepwrap.collectives import BaseMetric
@@ -32,8 +31,7 @@ def test_a_base_metric_is_listed_and_watched(run: Path, nproc: int) -> None:
     own = "metrics.correct={type: correct.Correct, dist_backend: torch_cpu}"
     words = ("train", "points.yaml", "--run-dir", "run", own, *WORDS)
     assert run_ranks(run_command, nproc, run, *words) == [0] * nproc
-    records = [json.loads(line) for line in (run / "run/metrics.jsonl").read_text().splitlines()]
-    evaluations = [record for record in records if "correct" in record]
+    evaluations = [record for record in records(run / "run") if "correct" in record]
     assert len(evaluations) == 3
     for record in evaluations:
         assert record["correct"] == pytest.approx(record["accuracy"], abs=1e-6)

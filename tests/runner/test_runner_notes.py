@@ -51,7 +51,7 @@ RAGGED = r"  default_collate was given 3 x \[float32 \(2,\), int\], 1 x \[float3
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         (
             "data.train.dataset.classes=4",
@@ -102,7 +102,7 @@ def test_an_error_tells_where_and_with_which_batch(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     override: str,
-    told: list[str],
+    message: list[str],
 ) -> None:
     (tmp_path / "shapes.py").write_text(MODULE)
     (tmp_path / "shapes.yaml").write_text(CONFIG)
@@ -111,6 +111,6 @@ def test_an_error_tells_where_and_with_which_batch(
     monkeypatch.delitem(sys.modules, "shapes", raising=False)
     assert main(["train", "shapes.yaml", *override.split()]) == 1
     lines = capsys.readouterr().err.splitlines()
-    for expected, line in zip(told, lines, strict=False):
+    for expected, line in zip(message, lines, strict=False):
         assert re.fullmatch(expected, line), (expected, line)
-    assert len(lines) > len(told)
+    assert len(lines) > len(message)

@@ -88,7 +88,7 @@ def test_test_takes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     assert runner.state.step == 12
     runner.test(tmp_path / "checkpoints" / "step_00000006")
     assert runner.state.step == 6
-    with pytest.raises(CheckpointError, match="no best checkpoint in"):
+    with pytest.raises(CheckpointError, match="has no best checkpoint"):
         make_runner(run_dir=tmp_path / "other").test("best")
 
 
@@ -117,9 +117,9 @@ def test_the_state_at_the_end_of_a_notebook_cell_is_one_line() -> None:
 
 def test_missing_parts_are_named() -> None:
     runner = Runner(SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss()))
-    with pytest.raises(ValueError, match=r"Runner\.train needs train_loop"):
+    with pytest.raises(ValueError, match=r"Runner\.train requires train_loop"):
         runner.train()
-    with pytest.raises(ValueError, match=r"Runner\.test needs test_loop"):
+    with pytest.raises(ValueError, match=r"Runner\.test requires test_loop"):
         runner.test()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from runner_parts import assert_identical, final_weights, write_run
+from runner_parts import assert_identical, final_weights, records, write_run
 
 from stepwrap.registry import ConfigError, config_from_dict, load_config
 from stepwrap.runner import Runner
@@ -98,10 +97,6 @@ def gan(run: Path) -> Path:
     sys.modules.pop("gans", None)
     write_gan(run)
     return run
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def runner_of(folder: Path, run_dir: str, *overrides: str) -> Runner:
@@ -256,7 +251,7 @@ def test_a_mistake_below_a_key_with_dots_has_its_line(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (
             "paramwise={custom_keys: {net.3: {lr_mult: 2}, nett: {}}}",
@@ -265,14 +260,14 @@ def test_a_mistake_below_a_key_with_dots_has_its_line(run: Path) -> None:
         ("paramwise={bias_decay_mult: -1}", "bias_decay_mult: must be at least 0, got -1"),
     ],
 )
-def test_what_the_model_tells_is_told_when_it_is_built(
-    run: Path, settings: str, told: str, capsys: pytest.CaptureFixture[str]
+def test_mistakes_that_need_the_model_are_reported_when_it_is_built(
+    run: Path, settings: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", "points.yaml", f"optimizer.{settings}"]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_uneven_shares_are_told_with_the_section(gan: Path) -> None:
+def test_uneven_shares_are_reported_with_the_section(gan: Path) -> None:
     config = load_config("gan.yaml", [SINGLE, "optimizer.generator.params=[generator.0]"])
     with pytest.raises(ConfigError) as caught, as_mistakes_in(config):
         build_parts(read_sections(config))

@@ -7,17 +7,9 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from parallel_runs import (
-    OPTIMIZERS,
-    PLAN,
-    SEQUENCE_PLAN,
-    Transformer,
-    by_hand,
-    difference,
-    settings,
-    trained,
-)
+from parallel_runs import OPTIMIZERS, PLAN, SEQUENCE_PLAN, Transformer, by_hand, settings, trained
 from ranks import run_ranks
+from weights import apart
 
 from stepwrap.runner import Runner
 from stepwrap.wrappers import (
@@ -39,7 +31,7 @@ def worst(ranks: int, config: dict[str, Any]) -> float:
     """Return how far any rank ends from plain PyTorch."""
     expected = by_hand(config)
     everywhere = run_ranks(trained, ranks, config, timeout_s=120)
-    return max(difference(weights, expected) for weights in everywhere)
+    return max(apart(weights, expected) for weights in everywhere)
 
 
 def with_(optimizer: str, data_size: int, dtype: str = "float64", **sections: Any) -> Any:
@@ -153,7 +145,7 @@ def test_checkpointed_copies() -> None:
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     config = with_("AdamW", 1, compile=True)
-    assert difference(trained(config), by_hand(config)) <= 1e-12
+    assert apart(trained(config), by_hand(config)) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -167,7 +159,7 @@ def test_frozen_parameters_stay(form: str) -> None:
     before = {f"net.{name}": value for name, value in start}
     expected = by_hand(config)
     for weights in run_ranks(trained, ranks, config):
-        assert difference(weights, expected) <= 1e-12
+        assert apart(weights, expected) <= 1e-12
         stayed = {name for name, value in weights.items() if torch.equal(value, before[name])}
         norms = {f"net.blocks.{i}.norm1.{kind}" for i in (0, 1) for kind in ("weight", "bias")}
         layer = {"net.blocks.0.up.weight", "net.blocks.0.up.bias"}
@@ -211,5 +203,5 @@ def test_dropout_is_the_same_on_all_ranks_of_a_tensor_group() -> None:
     config = settings(1, mesh={"tensor": 2}, **TP)
     config["model"]["net"]["dropout"] = 0.3
     first, second = run_ranks(trained, 2, config)
-    assert difference(first, second) == 0
-    assert difference(first, by_hand(settings())) > 1e-3
+    assert apart(first, second) == 0
+    assert apart(first, by_hand(settings())) > 1e-3

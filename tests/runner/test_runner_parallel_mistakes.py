@@ -1,4 +1,4 @@
-"""What cannot run together is told before a process starts, each with its key."""
+"""Contradicting settings are reported with their keys before any process starts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ def problems(ranks: int, **sections: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sections", "told"),
+    ("ranks", "sections", "message"),
     [
         (2, {"mesh": {"data": 2, "tensor": 2}, **TP}, "mesh: data 2 x tensor 2 = 4 ranks, but lau"),
         (2, {"mesh": {"dat": 2}}, "mesh: a mesh has no axis 'dat'"),
         (2, TP, "tensor_parallel: needs a tensor axis in mesh"),
-        (2, {"mesh": {"tensor": 2}}, "mesh.tensor: is more than one rank, but no tensor_parallel"),
+        (
+            2,
+            {"mesh": {"tensor": 2}},
+            "mesh.tensor: has several ranks, but there is no tensor_parallel",
+        ),
         (2, {"init_device": "meta"}, "init_device: the model has parameters on the meta device"),
         (1, {"init_device": "metta"}, "init_device: must be auto or meta, got 'metta'; did you"),
         (2, {"wrapper": {"type": "single"}}, "SingleDevice steps in one process, but 2 are to run"),
@@ -64,8 +68,8 @@ def problems(ranks: int, **sections: Any) -> str:
         ),
     ],
 )
-def test_told_before_any_process(ranks: int, sections: dict[str, Any], told: str) -> None:
-    assert told in problems(ranks, **sections)
+def test_reported_before_any_process(ranks: int, sections: dict[str, Any], message: str) -> None:
+    assert message in problems(ranks, **sections)
 
 
 def test_all_at_once_with_their_lines(tmp_path: Path) -> None:
@@ -85,12 +89,12 @@ def test_all_at_once_with_their_lines(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_sections(load_config(path))
     lines = str(caught.value).splitlines()
-    for at, told in ((2, "init_device:"), (3, "mesh:"), (6, "tensor_parallel.plan.net.up:")):
-        assert any(f"run.yaml:{at}: {told}" in line for line in lines), lines
+    for at, message in ((2, "init_device:"), (3, "mesh:"), (6, "tensor_parallel.plan.net.up:")):
+        assert any(f"run.yaml:{at}: {message}" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(
-    ("sections", "section", "told"),
+    ("sections", "section", "message"),
     [
         ({"freeze": ["net.embedding"]}, "freeze", "did you mean net.embed"),
         ({"activation_checkpointing": ["Blok"]}, "activation_checkpointing", "did you mean Block"),
@@ -107,10 +111,12 @@ def test_all_at_once_with_their_lines(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_told_when_the_model_is_there(sections: dict[str, Any], section: str, told: str) -> None:
+def test_reported_when_the_model_is_there(
+    sections: dict[str, Any], section: str, message: str
+) -> None:
     """As `stepwrap check` finds it, in one process."""
     ranks = sections.get("mesh", {}).get("tensor", 1)
-    with pytest.raises(BuildError, match=told) as caught:
+    with pytest.raises(BuildError, match=message) as caught:
         build_parts(read_sections(settings(**sections), ranks))
     assert caught.value.section == section
 

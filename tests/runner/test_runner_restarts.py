@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from runner_parts import Command, assert_identical
-from test_runner_stop import SLOW, TRAIN, records, train_here
+from test_runner_stop import SLOW, TRAIN, timeless_records, train_here
 
 from stepwrap.loops import NoteStepHook, find_checkpoint, load_checkpoint
 from stepwrap.registry import load_config
@@ -27,8 +27,8 @@ def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
     last = [find_checkpoint(folder / name) for name in ("run", "whole")]
     run, whole = (load_checkpoint(path).read("model.pt") for path in last if path)
     assert_identical(run, whole)
-    trained = [one for one in records(folder / "run") if one.get("phase") != "test"]
-    assert trained == records(folder / "whole")
+    trained = [one for one in timeless_records(folder / "run") if one.get("phase") != "test"]
+    assert trained == timeless_records(folder / "whole")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_the_same_error_at_the_same_step_three_times_ends_the_training(
         "restarting the only rank from run/checkpoints/step_00000009; 7 of 9 restarts left",
     ]
     assert lines.count("rank 0 failed after step 10: ValueError: sample 41 is broken") == 3
-    told = lines.index("not restarted: the same error at the same step 3 times")
-    assert lines[told + 1] == "ValueError: sample 41 is broken (rank 0)"
+    message = lines.index("not restarted: the same error at the same step 3 times")
+    assert lines[message + 1] == "ValueError: sample 41 is broken (rank 0)"
 
 
 @pytest.mark.slow

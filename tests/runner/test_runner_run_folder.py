@@ -1,4 +1,4 @@
-"""Two runs and one folder: who has it, and that nobody has it any more."""
+"""Two runs and one folder: the lock, its owner, and its release."""
 
 import os
 import signal
@@ -28,10 +28,10 @@ def test_a_second_run_is_refused_until_the_first_is_gone(
     before = set((run / "run/checkpoints").glob("step_*"))
     for how in ((), ("--resume",), ("--fresh",)):
         assert main([*words, *how]) == 2
-        told = capsys.readouterr().err
+        message = capsys.readouterr().err
         owner = f"run is in use by process {first.process.pid} on {socket.gethostname()}, since "
-        assert owner in told
-        assert "or start another run with --run-dir run-2" in told
+        assert owner in message
+        assert "or start another run with --run-dir run-2" in message
     assert before <= set((run / "run/checkpoints").glob("step_*"))
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
@@ -52,8 +52,8 @@ def _refused(run_dir: Path) -> str:
 
 def test_every_rank_is_refused(tmp_path: Path) -> None:
     with make_runner(tmp_path).hold_run_dir():
-        told = f"{tmp_path} is in use by process {os.getpid()} on "
-        assert all(text.startswith(told) for text in run_ranks(_refused, 2, tmp_path))
+        message = f"{tmp_path} is in use by process {os.getpid()} on "
+        assert all(text.startswith(message) for text in run_ranks(_refused, 2, tmp_path))
     with make_runner(tmp_path).hold_run_dir():
         pass
     assert list(tmp_path.iterdir()) == []

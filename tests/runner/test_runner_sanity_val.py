@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from parallel_runs import BATCH, PLAN, Sentences, settings, whole_weights
+from parallel_runs import BATCH, PLAN, Sentences, settings
 from ranks import run_ranks
 from torch import Tensor
+from weights import whole_weights
 
 from stepwrap.runner import Runner
 

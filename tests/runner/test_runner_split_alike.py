@@ -15,7 +15,7 @@ FORMS = [
 ]
 
 
-def _told(config: dict[str, Any]) -> str:
+def _error_of(config: dict[str, Any]) -> str:
     with pytest.raises(RuntimeError) as caught:
         trained(config)
     return str(caught.value)
@@ -38,8 +38,10 @@ def test_norms_left_out_of_a_sequence_plan(
     config = settings(ranks // 2, tensor_parallel={"plan": plan}, **form)
     if optim:
         config["optim_wrapper"] = optim
-    for told in run_ranks(_told, ranks, config):
-        assert f"the gradient of {first!r} is not the same on the ranks of a tensor group" in told
+    for message in run_ranks(_error_of, ranks, config):
+        assert (
+            f"the gradient of {first!r} is not the same on the ranks of a tensor group" in message
+        )
 
 
 @pytest.mark.parametrize(("ranks", "form"), FORMS)

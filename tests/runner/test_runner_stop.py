@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from marks import slow
 from ranks import run_ranks
-from runner_parts import Command, assert_identical, final_weights, points_config
+from runner_parts import Command, assert_identical, final_weights, points_config, records
 
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
@@ -33,14 +33,13 @@ def assert_same_as_whole(folder: Path, *overrides: str) -> None:
     run_ranks(train_here, 2, folder, "run", True, *overrides)
     run_ranks(train_here, 2, folder, "whole", False, *overrides)
     assert_identical(final_weights(folder / "run"), final_weights(folder / "whole"))
-    assert records(folder / "run") == records(folder / "whole")
+    assert timeless_records(folder / "run") == timeless_records(folder / "whole")
 
 
-def records(run_dir: Path) -> list[dict[str, float | str]]:
-    """Return the log records of a run without what is of the clock."""
-    of_the_clock = {"time", "samples_per_s", "steps_per_s", "data_share"}
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in line.items() if k not in of_the_clock} for line in lines]
+def timeless_records(run_dir: Path) -> list[dict[str, float | str]]:
+    """Return the log records of a run without the values that depend on time."""
+    timed = {"time", "samples_per_s", "steps_per_s", "data_share"}
+    return [{k: v for k, v in one.items() if k not in timed} for one in records(run_dir)]
 
 
 @pytest.mark.slow
@@ -53,7 +52,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("number", "nproc", "told"),
+    ("number", "nproc", "message"),
     [
         (signal.SIGTERM, 1, "stopped by SIGTERM"),
         *slow(
@@ -66,7 +65,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
     ],
 )
 def test_a_signal_saves_says_where_and_leaves_no_process(
-    start: Start, tmp_path: Path, number: signal.Signals, nproc: int, told: str
+    start: Start, tmp_path: Path, number: signal.Signals, nproc: int, message: str
 ) -> None:
     command = start(*TRAIN, f"--nproc={nproc}", SLOW, "train.max_epochs=500")
     command.wait_for(tmp_path / "run", 2)
@@ -81,7 +80,7 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
     again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
     assert err == f"\nstopping after this step, to save{again}\n"
     assert command.left_over() == []
-    line = next(line for line in out.splitlines() if line.startswith(told))
+    line = next(line for line in out.splitlines() if line.startswith(message))
     saved = tmp_path / line.partition("saved ")[2]
     step = json.loads((saved / "checkpoint.json").read_text())["step"]
     assert f"at step {step} " in line
@@ -140,7 +139,7 @@ def test_the_resume_that_is_advised_ends_like_any_run(
     assert "val epoch 4/4 step 48/48" in capsys.readouterr().out
     assert main(["train", "points.yaml", norms, "--run-dir", "whole"]) == 0
     assert_identical(final_weights(run / "runs/points"), final_weights(run / "whole"))
-    assert records(run / "runs/points") == records(run / "whole")
+    assert timeless_records(run / "runs/points") == timeless_records(run / "whole")
 
 
 @pytest.mark.slow
@@ -190,7 +189,7 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
 
 
 @pytest.mark.parametrize(
-    ("part", "deadly", "told"),
+    ("part", "deadly", "message"),
     [
         ("train", "true", "killed by SIGKILL"),
         *slow(
@@ -201,14 +200,14 @@ def test_a_raising_rank_ends_all_and_is_named_and_the_resume_is_exact(
 )
 @pytest.mark.slow
 def test_a_rank_that_is_gone_ends_all_and_is_named(
-    start: Start, tmp_path: Path, part: str, deadly: str, told: str
+    start: Start, tmp_path: Path, part: str, deadly: str, message: str
 ) -> None:
     bad = (f"data.{part}.dataset.bad=7", f"data.{part}.dataset.bad_rank=1")
     how = ("data.train.shuffle=false", f"data.{part}.dataset.deadly={deadly}")
     command = start(*TRAIN, "--nproc=2", *bad, *how)
     code, _, err = command.finish()
     assert code == 1
-    assert told in err.splitlines()[0]
+    assert message in err.splitlines()[0]
     assert err.splitlines()[0].endswith("(rank 1)")
     assert command.left_over() == []
     assert not list(tmp_path.glob("stepwrap_*"))

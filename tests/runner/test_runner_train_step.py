@@ -9,9 +9,10 @@ import pytest
 import torch
 import yaml
 from marks import slow
-from parallel_runs import difference, settings, trained
+from parallel_runs import settings, trained
 from ranks import run_ranks
 from torch import Tensor, nn
+from weights import apart
 
 from stepwrap.loops import EpochTrainLoop, LoopState, load_checkpoint, save_checkpoint
 from stepwrap.registry import ConfigError, config_from_dict
@@ -54,13 +55,13 @@ def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
     return {"loss": loss}
 
 
-def test_what_is_no_step_is_told() -> None:
-    for wrong, told in (
+def test_an_invalid_step_is_an_error() -> None:
+    for wrong, message in (
         (SingleDevice, "is a function"),
         (lambda wrapper, data: {}, "must take"),
         (3, "got 3"),
     ):
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             wrap_model(None, model(), train_step=wrong)
     with pytest.raises(TypeError, match="no train_step: give|already wrapped"):
         Runner(SingleDevice(model()), train_step=doubled)
@@ -96,7 +97,7 @@ def test_a_function_in_a_config_of_one_process(wrapper: str | None) -> None:
     runner = Runner.from_config(config)
     runner.train()
     found = {k: v.detach() for k, v in runner.state.model.module.named_parameters()}
-    assert difference(found, expected()) <= 1e-12
+    assert apart(found, expected()) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -113,11 +114,11 @@ def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
     chosen = {"type": wrapper}
     config = settings(2, optimizer={"type": "SGD", "lr": 0.1}, wrapper=chosen, train_step=step)
     for found in run_ranks(trained, 2, config):
-        assert difference(found, expected()) <= 1e-12
+        assert apart(found, expected()) <= 1e-12
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("step", "message"),
     [
         (f"{HERE}.dubled", "did you mean doubled"),
         ({"type": f"{HERE}.doubled", "factr": 1}, "unexpected keyword argument 'factr'"),
@@ -127,8 +128,8 @@ def test_a_function_in_a_config_of_two_ranks(wrapper: str, step: Any) -> None:
         (["a"], "must be a section of settings or text"),
     ],
 )
-def test_mistakes_in_a_config(step: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)) as caught:
+def test_mistakes_in_a_config(step: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         Runner.from_config(config_from_dict(settings(train_step=step)))
     assert {problem.key for problem in caught.value.problems} == {"train_step"}
 

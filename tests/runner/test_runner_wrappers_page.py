@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from parallel_runs import Sentences, Transformer, settings, whole_weights
+from parallel_runs import Sentences, Transformer, settings
 from ranks import run_ranks
 from torch import Tensor, nn
+from weights import whole_weights
 
 import stepwrap.wrappers
 from stepwrap.registry import MODEL_WRAPPERS
