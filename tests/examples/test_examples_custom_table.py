@@ -123,7 +123,7 @@ def search_uneven() -> Any:
     model = StepFullyShardedDataParallel(
         SupervisedModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), nn.CrossEntropyLoss())
     )
-    with pytest.raises(ValueError, match="cannot be shared out evenly") as caught:
+    with pytest.raises(ValueError, match="cannot be sharded evenly") as caught:
         OptimWrapper(runs.searching(model.parameters()))
     return str(caught.value)
 
