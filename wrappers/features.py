@@ -73,7 +73,7 @@ class OptimFeatures:
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
         precision_context: returns the context for the precision of a forward, such as autocast;
-            None if there is no such context.
+            None if it is not needed.
     """
 
     accumulative_counts: Any = 1

@@ -117,7 +117,7 @@ def _mean(name: str, value: Any) -> Tensor | None:
         return mean
     if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
         raise TypeError(f"{name} is not a tensor or list of tensors, got {type(value).__name__}")
-    means = [mean for part in value if (mean := _mean(name, part)) is not None]
+    means = [one for part in value if (one := _mean(name, part)) is not None]
     return sum(means[1:], means[0]) if means else None
 
 
@@ -312,7 +312,6 @@ class SingleDevice(Steps, nn.Module):
     ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
 
     Args:
-        module: the model.
         detect_anomalous_params: log parameters that get no gradient, in every step. It takes some
             microseconds per parameter and step, so use it for debugging only.
 

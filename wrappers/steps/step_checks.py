@@ -144,7 +144,8 @@ def _leaves(loss: Tensor) -> tuple[set[int], bool]:
     """Return the ids of the leaves of ``loss``, and whether checkpointing hides some of them."""
     leaves, checkpointed = {id(loss)}, False
     # Keeps the nodes themselves, as the id of a node that was freed could be reused.
-    visited, stack = {loss.grad_fn, None}, [loss.grad_fn] if loss.grad_fn else []
+    visited: set[Any] = {None}
+    stack: list[Any] = [loss.grad_fn] if loss.grad_fn else []
     while stack:
         node = stack.pop()
         if hasattr(node, "variable"):
