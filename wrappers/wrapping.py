@@ -354,8 +354,8 @@ def _choose(
         needed = _copy_bytes(model, split, mesh.tensor_size, states) / _GIB
         limit, source = options.get("memory_gib"), "memory_gib"
         if limit is None:
-            place = device_of(model) if device is None else torch.device(device)
-            limit = min(all_gather_object(_available(place))) * _USABLE / _GIB
+            device = device_of(model) if device is None else torch.device(device)
+            limit = min(all_gather_object(_available(device))) * _USABLE / _GIB
             source = f"{_USABLE:.0%} of the free memory"
         name = "ddp" if needed <= limit else "fsdp"
         why = (

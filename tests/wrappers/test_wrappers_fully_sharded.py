@@ -176,4 +176,4 @@ def _made_too_early() -> str:
 def test_an_optimizer_of_the_parameters_before() -> None:
     for told in run_ranks(_made_too_early, 2):
         assert "no parameter of SGD has a gradient at its first update" in told
-        assert "make the optimizer after wrapping" in told
+        assert "create the optimizer after wrapping" in told

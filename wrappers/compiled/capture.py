@@ -229,5 +229,5 @@ def _explanation(error: Exception) -> str:
 def _line(text: str) -> str:
     """Return the innermost line of the user's files in an error."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [place for place in lines if is_users_file(place[0])]
-    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+    users = [":".join(line) for line in lines if is_users_file(line[0])]
+    return f" ({users[-1]})" if users else ""

@@ -132,9 +132,8 @@ def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
 
 def _cache() -> Path:
     """Return the folder of the programs; only this user may write to it, as programs are run."""
-    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    place = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    folder = Path(chosen or place, "stepwrap")
+    default = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default, "stepwrap")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:

@@ -121,7 +121,7 @@ def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
     return kinds
 
 
-def differing(
+def largest_difference(
     made: Values, start: Values, eager: Callable[..., Values], low: float, slack: float = 1.0
 ) -> str | None:
     """Return the name of the tensor that differs most from an eager step; None if all agree.
@@ -261,13 +261,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def draws_from(device: torch.device) -> list[Tensor]:
+def random_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators that a step on ``device`` draws from."""
     gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *gpu]
 
 
-def draw_from(device: torch.device, states: Sequence[Tensor]) -> None:
+def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
     """Set the states of these generators."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":

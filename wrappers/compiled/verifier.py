@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import NotCompilableError, first_line
-from .reference import changed_values, copied, differing, draw_from, draws_from
+from .reference import changed_values, copied, largest_difference, random_states, set_random_states
 from .trace import Places
 
 # Minimum number of steps between two additional verifications.
@@ -69,22 +69,22 @@ class Verifier:
             raise NotCompilableError(
                 f"the model cannot be copied to compare steps: {first_line(error)}"
             ) from error
-        start, before = changed_values(Places(*origin)), draws_from(self._device)
+        start, before = changed_values(Places(*origin)), random_states(self._device)
         ends: list[list[Tensor]] = []
 
         def eager(**options: Any) -> Any:
-            draw_from(self._device, before)
+            set_random_states(self._device, before)
             values = usual(origin, **options)
-            ends.append(draws_from(self._device))
+            ends.append(random_states(self._device))
             return values
 
         try:
             outputs = program()
-            after = draws_from(self._device)
+            after = random_states(self._device)
             with _restored(self._model):
                 # A mismatch later on ends the training, so it must be a clear difference.
                 slack = 1.0 if step <= 2 else _SLACK
-                wrong = differing(made(outputs), start, eager, self._low(), slack)
+                wrong = largest_difference(made(outputs), start, eager, self._low(), slack)
         except Exception as error:
             self._undo(origin, before)
             raise NotCompilableError(f"compiled, it fails: {first_line(error)}") from error
@@ -97,7 +97,7 @@ class Verifier:
         if wrong is not None:
             self._undo(origin, before)
             self._refuse(wrong, step)
-        draw_from(self._device, after)
+        set_random_states(self._device, after)
         # The next power of ten, except that step 2 follows step 1.
         self._last, self._next = step, 2 if step < 2 else int(10 ** len(str(step)))
         return outputs
@@ -129,7 +129,7 @@ class Verifier:
                 one.grad = before.grad
             else:
                 one.grad.copy_(before.grad)
-        draw_from(self._device, draws)
+        set_random_states(self._device, draws)
 
 
 @contextmanager

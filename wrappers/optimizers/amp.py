@@ -78,8 +78,8 @@ class AmpOptimWrapper(OptimWrapper):
         loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad, loss_weight)
-        place = next(parameters_of(optimizer)).device if device is None else torch.device(device)
-        self.device_type = place.type
+        device = next(parameters_of(optimizer)).device if device is None else torch.device(device)
+        self.device_type = device.type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
         self._together = use_fsdp or (enabled and has_placed(optimizer))

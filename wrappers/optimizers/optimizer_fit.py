@@ -38,14 +38,14 @@ def build_optimizer(
     Raises:
         ValueError: parameters are sharded over the ranks, and ``cls`` needs whole tensors.
     """
-    items = walkable(params)
+    items = listed_params(params)
     tensors = tensors_of(items)
     check_fit(cls, tensors)
     if "fused" in option_names(cls) and not any(name in kwargs for name in IMPLEMENTATIONS):
         kinds = {}
         for one in tensors:
-            place = (one.device_mesh, one.placements) if is_dtensor(one) else None
-            kinds[one.device, one.dtype, place] = one
+            sharding = (one.device_mesh, one.placements) if is_dtensor(one) else None
+            kinds[one.device, one.dtype, sharding] = one
         if all(_can_fuse(cls, kwargs, tensor) for tensor in kinds.values()):
             kwargs["fused"] = True
     return cls(items, **kwargs)
@@ -67,7 +67,7 @@ def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tenso
     return True
 
 
-def walkable(params: Iterable[Any]) -> list[Any]:
+def listed_params(params: Iterable[Any]) -> list[Any]:
     """Return parameters, pairs or groups, as torch takes them, with lists for iterators."""
     items = list(params)
     for at, item in enumerate(items):
@@ -78,7 +78,7 @@ def walkable(params: Iterable[Any]) -> list[Any]:
 
 
 def tensors_of(items: Iterable[Any]) -> list[Tensor]:
-    """Return the parameters in what `walkable` returned."""
+    """Return the parameters in what `listed_params` returned."""
     found: list[Tensor] = []
     for item in items:
         if isinstance(item, dict):

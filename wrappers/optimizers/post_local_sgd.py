@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...registry import OPTIMIZERS
 from ..torch_functions import check_options, option_names
-from .optimizer_fit import check_fit, check_group, needs_closure, tensors_of, walkable
+from .optimizer_fit import check_fit, check_group, listed_params, needs_closure, tensors_of
 
 __all__ = ["PostLocalSGD", "ZeroRedundancyOptimizer"]
 
@@ -156,7 +156,7 @@ def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer
 def _checked_params(
     cls: type[Optimizer], inner: Any, params: Iterable[Any], group: ProcessGroup | None
 ) -> list[Any]:
-    items = walkable(params)
+    items = listed_params(params)
     tensors = tensors_of(items)
     for one in (cls, inner):
         check_fit(one, tensors)

@@ -30,18 +30,21 @@ class CountWindow(Gate):
     """A window in which every micro-batch counts the same; losses are divided by its length.
 
     Attributes:
+        counts: micro-batches per window.
         unit: divides the weights; 0 before the first weight.
         weight: weight of the next micro-batch.
         total: weight of the micro-batches on this rank whose gradients are held; None if there are
             none.
     """
 
+    counts = 1
     unit = 0.0
     weight: float | Tensor | None = None
     total: float | Tensor | None = None
 
     def accumulate(self, counts: int) -> None:
         """Set the number of micro-batches per window, from the next window on."""
+        self.counts = counts
 
     def weigh(self, batch: Any) -> float | Tensor | None:
         """Set and return the weight of the next micro-batch; 0 if ``batch`` is None."""
@@ -89,7 +92,7 @@ class WeightedWindow(CountWindow):
         self._model: Callable[[], Any] | None = None
         self.ranks = 1
         self._optimizer = optimizer
-        self._counts = accumulative_counts
+        self.counts = accumulative_counts
         self._group: Any = None
         self._device = torch.device("cpu")
         self._sent: tuple[Tensor, Any] | None = None
@@ -97,10 +100,7 @@ class WeightedWindow(CountWindow):
     @property
     def _is_single(self) -> bool:
         """Whether a window is one micro-batch on one rank, which needs no weight."""
-        return self._counts == 1 and self.ranks == 1
-
-    def accumulate(self, counts: int) -> None:
-        self._counts = counts
+        return self.counts == 1 and self.ranks == 1
 
     def enter(self, model: Any) -> None:
         """Get the ranks that average their gradients from the wrapper ``model``."""

@@ -138,7 +138,7 @@ class Steps(ModelFeatures):
     _preprocessor: DataPreprocessor
     # Whether to run the model's train_step, and whether forward only calls the model.
     _model_steps: bool = False
-    _direct: bool = False
+    _calls_model_directly: bool = False
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch; return the detached values to log. Every rank must call this."""
@@ -151,7 +151,7 @@ class Steps(ModelFeatures):
                 batch = self.preprocess(data, training=True)
                 if getattr(optim_wrapper, "loss_weight", None) is not None:
                     optim_wrapper.weigh(batch, self)  # type: ignore[attr-defined]
-                stage, forward = "forward", model if self._direct else self
+                stage, forward = "forward", model if self._calls_model_directly else self
                 args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
                 losses = forward(*args, **kwargs, mode="loss")
             stage, parse = "losses", getattr(model, "parse_losses", parse_losses)
@@ -323,7 +323,7 @@ class SingleDevice(Steps, nn.Module):
         super().__init__()
         self.module = module
         self._prepare_steps(detect_anomalous_params)
-        self._direct = type(self).forward is SingleDevice.forward
+        self._calls_model_directly = type(self).forward is SingleDevice.forward
         self._model_steps = has_own_train_step(module)
         if detect_anomalous_params and self._model_steps:
             raise ValueError(
