@@ -20,14 +20,19 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
         is_async = data.is_pinned() if non_blocking is None else non_blocking
         return data.to(device, non_blocking=is_async)
     if isinstance(data, Mapping):
-        return {key: move(one, device, non_blocking) for key, one in data.items()}
+        return dict(zip(data, move(list(data.values()), device, non_blocking), strict=True))
     if callable(getattr(data, "to", None)):
         # Some of these methods take only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
     is_atom = isinstance(data, (str, bytes, bytearray, range, memoryview))
     if is_atom or not isinstance(data, Sequence):
         return data
-    return _rebuilt(data, [move(one, device, non_blocking) for one in data])
+    # Tensors on the device, which is the common case, cost no call.
+    moved = [
+        one if isinstance(one, Tensor) and one.device == device else move(one, device, non_blocking)
+        for one in data
+    ]
+    return _rebuilt(data, moved)
 
 
 def _rebuilt(data: Any, items: list[Any]) -> Any:
