@@ -137,7 +137,8 @@ class SupervisedModel(BaseModel):
             ) from None
         output = self.net(given)
         if mode == "loss":
-            return self._losses(output, target)
+            loss = self.loss(output, target)
+            return loss if isinstance(loss, dict) else {"loss": loss}
         if mode == "tensor":
             return output
         if mode != "predict":
@@ -165,16 +166,14 @@ class SupervisedModel(BaseModel):
         key = self.target_key
         if batch.get(key) is not None if named else isinstance(key, int) and key < len(batch):
             result["target"] = batch[key]
-            result["loss"] = self.parse_losses(self._losses(preds, batch[key]))[0]
+            loss = self.loss(preds, batch[key])
+            losses = loss if isinstance(loss, dict) else {"loss": loss}
+            result["loss"] = self.parse_losses(losses)[0]
         return result
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Evaluate one batch as ``val_step`` does."""
         return self.val_step(data)
-
-    def _losses(self, output: Any, target: Any) -> dict[str, Any]:
-        loss = self.loss(output, target)
-        return loss if isinstance(loss, dict) else {"loss": loss}
 
 
 def _count(preds: Any) -> int:
