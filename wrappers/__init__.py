@@ -1,5 +1,5 @@
-"""Models and optimizers that step, under any parallelism. Imports registry and collectives. Start
-with wrapping.py, then steps/step.py.
+"""Model wrappers and optimizer wrappers for any kind of parallelism. Imports registry and
+collectives. Start with wrapping.py, then steps/step.py.
 """
 
 from importlib import import_module
@@ -24,44 +24,30 @@ from .optimizers.amp import AmpOptimWrapper
 from .optimizers.loss_weight import LossWeight
 from .optimizers.optim import OptimWrapper
 from .optimizers.optim_dict import OptimWrapperDict
-from .optimizers.param_groups import (
-    param_groups,
-)
+from .optimizers.param_groups import param_groups
 from .prepare import Preparation
 from .replicas.data_parallel import ReplicationCallbackDataParallel, patch_replication_callback
 from .replicas.replicate import CallbackContext, exec_data_parallel_replication_callback
 from .replicas.scatter_gather import dict_gather, user_scattered
 from .replicas.session import ReplicationError, ReplicationSession
 from .replicas.sync_master import FutureResult, SlavePipe, SyncMaster
-from .sharding.layout import (
-    total_norm,
-)
+from .sharding.layout import total_norm
 from .sharding.mesh import Mesh, build_mesh
 from .sharding.meta_init import meta_parameters
 from .step_data_parallel import StepDataParallel
 from .steps.model import BaseModel, SupervisedModel
 from .steps.preprocess import DataPreprocessor
-from .steps.step import (
-    SingleDevice,
-    parse_losses,
-    with_train_step,
-)
+from .steps.step import SingleDevice, parse_losses, with_train_step
 from .steps.step_checks import detect_anomalous_params
 from .steps.weight_init import BaseModule, initialize
-from .wrapping import (
-    auto,
-    compile_step,
-    is_model_wrapper,
-    is_module_wrapper,
-    wrap_model,
-)
+from .wrapping import auto, compile_step, is_model_wrapper, is_module_wrapper, wrap_model
 
 if TYPE_CHECKING:
     from .fsdp.fully_sharded import StepFullyShardedDataParallel
     from .optimizers.post_local_sgd import PostLocalSGD, ZeroRedundancyOptimizer
     from .sharding.tensor_parallel import parallelize
 
-# Imported when they are asked for: what they need of torch takes as long as half of torch.
+# Imported on first use: they load large parts of torch.
 _LATER = {
     "PostLocalSGD": "optimizers.post_local_sgd",
     "StepFullyShardedDataParallel": "fsdp.fully_sharded",

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and what is done to them: checkpointing, compiling."""
+"""The blocks of a model: how to find, checkpoint and compile them."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ _STEP_OPTIONS = ("step", "max_programs", "min_steps", "custom_optimizer", "backe
 
 
 def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module]:
-    """Modules that ``spec`` names, by path and in module order.
+    """Return the modules that ``spec`` names, by path and in module order.
 
     Args:
-        spec: a class or its name (subclasses count), the path of a module, or a pattern of
-            ``fnmatch`` for paths, of whose matches the outermost count (``net.blocks.*`` are not
-            what is in the blocks); or a list of these. Or a mapping with ``classes`` (such a
-            list) and ``min_params``: then also the smallest modules that have at least so many
-            parameters outside of those already taken.
+        spec: a class or its name (subclasses match too), the path of a module, an ``fnmatch``
+            pattern for paths, or a list of these. Of the matches of a pattern only the outermost
+            are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping with
+            ``classes`` (such a list) and ``min_params``: in addition the smallest modules with at
+            least this many parameters outside of the modules chosen already.
 
     Raises:
-        ValueError: something matches nothing, or is a container without a ``forward``.
-        TypeError: ``spec`` is of another kind.
+        ValueError: a name matches nothing, or a container without a ``forward``.
+        TypeError: ``spec`` has another type.
     """
     modules = dict(model.named_modules())
-    names, min_params = _read(spec)
+    names, min_params = _parse_blocks(spec)
     chosen = {path for name in names for path in _matches(modules, name)}
     for path in chosen:
         if not _can_run(modules[path]):
             raise ValueError(
-                f"{path!r} is a {type(modules[path]).__name__}, which has no forward of its own "
-                f"and can be no block; its children are {path}.*"
+                f"{path!r} is a {type(modules[path]).__name__}, and a block must have a forward; "
+                f"its children are {path}.*"
             )
     if min_params is not None:
         chosen.update(_by_size(modules, chosen, min_params))
     return {path: module for path, module in modules.items() if path in chosen}
 
 
-def _read(spec: Any) -> tuple[list[str | type[nn.Module]], float | None]:
-    """What is named, and the size threshold."""
+def _parse_blocks(spec: Any) -> tuple[list[str | type[nn.Module]], float | None]:
+    """Return the names, and the minimum number of parameters."""
     size = None
     if isinstance(spec, Mapping):
         check_options("a choice of blocks", spec, ["classes", "min_params"])
@@ -104,7 +104,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
-    """Paths of the smallest modules with enough parameters outside of those in ``chosen``."""
+    """Return the smallest modules with enough parameters outside of the modules in ``chosen``."""
     taken = {id(one) for path in chosen for one in modules[path].parameters()}
     found: list[str] = []
     largest = 0
@@ -133,9 +133,10 @@ def _can_run(module: nn.Module) -> bool:
 def find_parameters(
     model: nn.Module, patterns: str | Iterable[str], setting: str
 ) -> dict[str, nn.Parameter]:
-    """Parameters by name: those that ``patterns`` fit, and those of modules whose paths they fit.
+    """Return parameters by name whose names, or modules' paths, match ``patterns``.
 
-    ``setting`` is what the patterns belong to, for the ValueError where one fits nothing.
+    Raises:
+        ValueError: a pattern matches nothing; the message begins with ``setting``.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
@@ -155,18 +156,19 @@ def find_parameters(
 
 
 def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
-    """Compile ``model`` by ``torch.compile``, in place; returns it.
+    """Compile ``model`` by ``torch.compile``, in place, and return it.
 
-    The names of parameters stay what they were. Nothing is compiled before the first forward.
+    The names of parameters do not change. Compilation starts in the first forward.
 
     Args:
         spec: True, or a mapping with ``blocks`` (as for ``find_blocks``; default: the whole
-            model) and what ``torch.compile`` takes: ``backend``, ``mode``, ``dynamic``,
-            ``fullgraph``, ``options``. False compiles nothing, as "step", for ``compile_step``.
+            model) and arguments of ``torch.compile``: ``backend``, ``mode``, ``dynamic``,
+            ``fullgraph``, ``options``. False and "step", which is for ``compile_step``, compile
+            nothing here.
 
     Raises:
-        ValueError: something matches no module, or there is no such backend or mode.
-        TypeError: there is no such option.
+        ValueError: a name matches no module, or the backend or mode is unknown.
+        TypeError: an option is unknown or has another type.
     """
     options = {k: value for k, value in (read_compile(spec) or {}).items() if k != "blocks"}
     for module in find_compiled(model, spec).values():
@@ -175,7 +177,7 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
 
 
 def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
-    """The modules to be compiled, by path; arguments and errors as for ``compile_model``."""
+    """Return the modules to compile by path; arguments and errors as for ``compile_model``."""
     options = read_compile(spec)
     if options is None or "step" in options:
         return {}
@@ -184,22 +186,24 @@ def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             hint = did_you_mean(backend, known)
-            raise ValueError(f"compile: there is no backend {backend!r}{hint}")
+            raise ValueError(
+                f"compile: backend must be one of {', '.join(known)}, got {backend!r}{hint}"
+            )
     if mode is not None:
         if backend != "inductor":
             raise ValueError(f"compile: mode is an option of inductor, not of {backend!r}")
         modes = list(torch._inductor.list_mode_options())
         if mode not in modes:
             hint = did_you_mean(mode, modes)
-            raise ValueError(f"compile: there is no mode {mode!r}, only {', '.join(modes)}{hint}")
+            raise ValueError(f"compile: mode must be one of {', '.join(modes)}, got {mode!r}{hint}")
     return find_blocks(model, options["blocks"]) if "blocks" in options else {"": model}
 
 
 def read_compile(spec: Any) -> dict[str, Any] | None:
-    """Return the options, None when nothing is to be compiled; "step" is an option as well.
+    """Return the options of ``compile``, including "step"; None if nothing is to be compiled.
 
     Raises:
-        TypeError: there is no such option, or it is of another type.
+        TypeError: an option is unknown or has another type.
     """
     if spec is None or isinstance(spec, bool):
         return {} if spec else None
@@ -208,11 +212,10 @@ def read_compile(spec: Any) -> dict[str, Any] | None:
         raise TypeError(f"compile must be true, false, step or options, got {spec!r}")
     options = {name: value for name, value in spec.items() if value is not None}
     of_step = any(name in _STEP_OPTIONS and name != "backend" for name in options)
-    check_options(
-        "compile: step" if of_step else "compile",
-        spec,
-        _STEP_OPTIONS if of_step else _COMPILE_OPTIONS,
-    )
+    if of_step:
+        check_options("compile: step", spec, _STEP_OPTIONS)
+    else:
+        check_options("compile", spec, _COMPILE_OPTIONS)
     for name in ("step", "dynamic", "fullgraph", "custom_optimizer"):
         if not isinstance(options.get(name, True), bool):
             raise TypeError(f"compile: {name} must be true or false, got {options[name]!r}")
@@ -230,20 +233,20 @@ def read_compile(spec: Any) -> dict[str, Any] | None:
 
 
 def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Module:
-    """Have blocks keep only their inputs and run again in the backward; changes them in place.
+    """Checkpoint blocks, in place: keep only their inputs, and run them again in the backward.
 
-    Losses and gradients stay the same, with one more forward of the blocks as the price. Each
-    block gets a subclass of its class, so that names, attributes, ``isinstance``, copies and
-    pickles are what they were. Running statistics are moved once per step, as without.
+    Losses and gradients do not change; each block costs one more forward. A block becomes an
+    instance of a subclass of its class, so names, attributes, ``isinstance``, copies and pickles
+    work as before. Running statistics are updated once per step.
 
     Args:
         spec: as for ``find_blocks``; or a mapping with such ``blocks`` and
             ``preserve_rng_state``: whether the second forward draws the same random numbers
-            (default: True; without dropout False saves a little time).
+            (default: True; False saves a little time without dropout).
 
     Raises:
-        ValueError: something matches no module, or a block has a forward beside its class's.
-        TypeError: there is no such option.
+        ValueError: a name matches no module, or ``forward`` of a block was replaced.
+        TypeError: an option is unknown or has another type.
     """
     _, preserve = read_checkpointing(spec)
     for block in find_checkpointed(model, spec).values():
@@ -254,19 +257,19 @@ def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Modu
 
 
 def find_checkpointed(model: nn.Module, spec: CheckpointingSpec) -> dict[str, nn.Module]:
-    """The blocks that are meant, by path; arguments and errors as ``checkpoint_activations``."""
+    """Return blocks by path; arguments and errors as for ``checkpoint_activations``."""
     found = find_blocks(model, read_checkpointing(spec)[0])
     for path, block in found.items():
         if "forward" in vars(block):
             raise ValueError(
-                f"{path!r} has a forward of its own beside that of {type(block).__name__}, "
-                "which activation checkpointing cannot stand around"
+                f"activation checkpointing needs the forward of the class {type(block).__name__}, "
+                f"but {path!r} has another forward as an attribute"
             )
     return found
 
 
 def read_checkpointing(spec: Any) -> tuple[Any, bool]:
-    """Return which blocks are meant, and whether to preserve the state of the random numbers."""
+    """Return the blocks of a specification, and ``preserve_rng_state``."""
     options = dict(spec) if isinstance(spec, Mapping) else {"blocks": spec}
     allowed = ["blocks", "preserve_rng_state", "classes", "min_params"]
     check_options("activation_checkpointing", options, allowed)
@@ -282,7 +285,7 @@ def read_checkpointing(spec: Any) -> tuple[Any, bool]:
 
 
 class _Checkpointed(nn.Module):
-    """What the classes of checkpointed blocks have in common."""
+    """Base of the classes of checkpointed blocks."""
 
     _made_from: tuple[type[nn.Module], bool]
 
@@ -294,22 +297,22 @@ class _Checkpointed(nn.Module):
         return (_new, (*self._made_from, *arguments), *state)
 
 
-# Cached, so that two blocks alike stay of one class.
+# Cached, so that blocks of one class keep a common class.
 @functools.cache
 def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
-    """The subclass of ``kind`` whose forward is run again in the backward."""
+    """Return the subclass of ``kind`` whose forward runs again in the backward."""
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(kind.forward, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        # The arguments' names are the block's own and may be those of torch's options.
-        call = functools.partial(run, **kwargs) if kwargs else run
+        # Bound here, because a keyword of the block may have the name of an option of torch.
+        call = functools.partial(run, **kwargs)
         norms = [one for one in self.modules() if isinstance(one, _NormBase)]
         norms = [one for one in norms if one.training and one.track_running_stats]
         if norms:
-            return _without_moving_twice(norms, call, args, preserve)
+            return _with_fixed_statistics(norms, call, args, preserve)
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve)
 
     namespace = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -324,28 +327,28 @@ def _new(kind: Any, preserve: bool, *arguments: Any) -> Any:
 
 
 @uncompiled("a checkpointed block with running statistics runs outside of graphs")
-def _without_moving_twice(
+def _with_fixed_statistics(
     norms: Sequence[_NormBase], call: Callable[..., Any], args: Sequence[Any], preserve: bool
 ) -> Any:
+    """Checkpoint a call whose second forward does not update running statistics."""
     for one in norms:
         if isinstance(one, SynchronizedBatchNorm) and one._place is not None:
             raise RuntimeError(
                 "a block with synchronised BatchNorm cannot be checkpointed under dp, whose "
-                "copies do not meet again in the backward; choose smaller blocks, or ddp"
+                "copies do not communicate in the backward; choose smaller blocks, or ddp"
             )
-
     return checkpoint(
         call,
         *args,
         use_reentrant=False,
         preserve_rng_state=preserve,
-        context_fn=lambda: (nullcontext(), _still(norms)),
+        context_fn=lambda: (nullcontext(), _fixed(norms)),
     )
 
 
 @contextmanager
-def _still(norms: Iterable[_NormBase]) -> Iterator[None]:
-    """Leave running statistics where they are; the same tensors are saved for the backward."""
+def _fixed(norms: Iterable[_NormBase]) -> Iterator[None]:
+    """Do not update running statistics, but save the same tensors for the backward."""
     before = [(one, one.momentum, one._buffers.get("num_batches_tracked")) for one in norms]
     try:
         for one, _, _ in before:

@@ -1,4 +1,4 @@
-"""What is done to a model before it is wrapped."""
+"""The preparation of a model before it is wrapped: freeze, split, checkpoint, compile."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ from .sharding.mesh import Mesh
 if TYPE_CHECKING:
     from .sharding.tensor_parallel import Style
 
-# What splitting layers needs of torch is only imported, inside functions, where there is a plan.
+# sharding.tensor_parallel is imported inside functions: it loads large parts of torch, and is only
+# needed if there is a plan.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What is to be done to a model before it is wrapped.
+    """Settings for the preparation of a model before it is wrapped.
 
-    Each attribute is what these take: ``freeze_parameters``, ``parallelize`` (the plan),
-    ``checkpoint_activations`` and ``compile_model``.
+    Attributes:
+        freeze: patterns of ``freeze_parameters``.
+        tensor_parallel: the plan of ``parallelize``.
+        activation_checkpointing: the blocks of ``checkpoint_activations``.
+        compile: the options of ``compile_model``.
     """
 
     freeze: Iterable[str] = ()
@@ -43,7 +47,7 @@ class Preparation:
 
 
 def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
-    """Return what is wrong with a preparation for any model, each as key path and problem."""
+    """Return the problems of a preparation with any model, as pairs of key path and text."""
     checks: dict[str, Callable[[], object]] = {
         "compile": partial(read_compile, preparation.compile)
     }
@@ -65,7 +69,10 @@ def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
 def model_checks(
     model: nn.Module, preparation: Preparation, tensor_size: int
 ) -> dict[str, Callable[[], object]]:
-    """By key path, what raises if ``model`` does not fit, and returns what all ranks must have."""
+    """Return checks by key path: each raises if ``model`` does not fit its setting.
+
+    A check returns a value that must be the same on all ranks.
+    """
     plan, blocks = preparation.tensor_parallel, preparation.activation_checkpointing
     return {
         "freeze": lambda: list(find_parameters(model, preparation.freeze, "freeze")),
@@ -83,7 +90,7 @@ def _check_plan(model: nn.Module, plan: Mapping[str, Style] | None, tensor_size:
     from .sharding.tensor_parallel import check_plan
 
     check_plan(model, plan, tensor_size)
-    # The text of an object of torch's names its place in memory.
+    # Uses the type name, because the repr of an object of torch contains its address.
     return sorted(
         (name, str(style) if isinstance(style, (str, Mapping)) else type(style).__name__)
         for name, style in plan.items()
@@ -102,18 +109,21 @@ def _check_compiled(model: nn.Module, preparation: Preparation) -> list[str]:
         for path, layer in rowwise.items():
             if isinstance(layer, nn.Embedding) and id(layer) in inside:
                 raise ValueError(
-                    f"torch cannot compile the table {path!r}, which is split by rows; compile the "
-                    "blocks without it, or split it colwise_replicate_output"
+                    f"torch cannot compile the embedding {path!r}, which is split by rows; compile "
+                    "the blocks without it, or split it colwise_replicate_output"
                 )
     return list(compiled)
 
 
 def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[str]:
-    """Let parameters require no gradient; returns their names.
+    """Set ``requires_grad`` of parameters to False; return their names.
 
     Args:
-        patterns: names of parameters, paths of modules (for all in them), or ``fnmatch`` patterns
-            of either; ValueError where one matches nothing.
+        patterns: names of parameters, paths of modules (for all their parameters), or ``fnmatch``
+            patterns for either.
+
+    Raises:
+        ValueError: a pattern matches nothing.
     """
     found = find_parameters(model, patterns, "freeze")
     for parameter in found.values():
@@ -122,7 +132,7 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
 
 
 def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Parameter]:
-    """Parameters of the modules that the plan names; mistakes in it are not checked."""
+    """Return the parameters of the modules in the plan, which is not checked here."""
     if not preparation.tensor_parallel:
         return []
     from .sharding.tensor_parallel import planned_layers
@@ -134,16 +144,16 @@ def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Para
 def prepare_model(
     model: nn.Module, preparation: Preparation, mesh: Mesh | None = None, *, localise: bool = True
 ) -> nn.Module:
-    """Do to ``model``, in place, what the preparation says: freeze, split, checkpoint, compile.
+    """Freeze, split, checkpoint and compile ``model`` in place, and return it.
 
-    Every rank must call this, with the same weights; ``wrap_model`` sees to those itself.
+    Every rank must call this with the same weights, which ``wrap_model`` ensures.
 
     Args:
-        mesh: needed for ``tensor_parallel``.
+        mesh: required for ``tensor_parallel``.
         localise: as for ``parallelize``.
 
     Raises:
-        ValueError: there is a plan and no tensor axis, or an axis and no plan; or as
+        ValueError: there is a plan without a tensor axis, or an axis without a plan; or as
             ``parallelize``.
     """
     freeze_parameters(model, preparation.freeze)

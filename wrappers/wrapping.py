@@ -1,4 +1,4 @@
-"""Choose a wrapper and put it around a model; tell whether there is one."""
+"""Choose a wrapper, wrap a model, and check whether a model is wrapped."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
 
-# They average gradients over a group; without one SingleDevice does the same.
+# Wrappers that need a process group; without one SingleDevice takes their place.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
 _GIB = 2**30
-# The rest is left to activations, which nobody knows before a batch has run.
+# The rest is for activations, whose size is unknown before the first batch.
 _USABLE = 0.7
 _WRAPPERS = ("single", "ddp", "fsdp")
 
 
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
-    """Whether ``model`` itself is a wrapper that ``registry`` or a child of it knows.
+    """Return whether the class of ``model`` is in ``registry`` or one of its children.
 
-    Modules inside ``model`` do not count. torch's own DataParallel and
-    DistributedDataParallel count for the registry MODEL_WRAPPERS.
+    Modules inside ``model`` are not checked. For the registry MODEL_WRAPPERS, torch's DataParallel
+    and DistributedDataParallel are wrappers too.
     """
     if registry is MODEL_WRAPPERS and isinstance(model, (DataParallel, DistributedDataParallel)):
         return True
@@ -49,10 +49,10 @@ def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> b
 
 
 def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) -> bool:
-    """Whether ``module`` or any module inside it is a DataParallel or DistributedDataParallel.
+    """Return whether ``module`` or a module inside is a DataParallel or DistributedDataParallel.
 
     Args:
-        extra: further classes that count as wrappers, such as FullyShardedDataParallel.
+        extra: further classes of wrappers, such as FullyShardedDataParallel.
     """
     wrappers = (DataParallel, DistributedDataParallel, *extra)
     return any(isinstance(one, wrappers) for one in module.modules())
@@ -68,37 +68,37 @@ def wrap_model(
     train_step: StepFunction | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Prepare and wrap ``model`` for this process, or for the group when there is one.
+    """Prepare and wrap ``model`` for this process, or for the process group if there is one.
 
-    Every rank must call this. Parameters are frozen, the model is moved, its layers are split (all
-    ranks get the weights of the first before), blocks are checkpointed, then compiled, and the
-    whole is wrapped.
+    Every rank must call this. In this order, it freezes parameters, moves the model, splits layers
+    (after a broadcast of the first rank's weights), checkpoints and compiles blocks, and wraps the
+    model.
 
     Args:
-        wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel where several
-            ranks see different batches, else SingleDevice, which also stands in for it and for
-            SeparateDistributedDataParallel without a group.
-        model: a wrapped one is returned unchanged.
-        device: where to move the model, or to fill one on the meta device; default: it stays.
-        mesh: how the ranks are laid out; default: all see different batches.
-        prepare: what is done to the model before.
-        train_step: a function that is the training step, as for ``with_train_step``.
+        wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel if several
+            ranks see different batches, otherwise SingleDevice. Without a process group
+            SingleDevice also replaces the former and SeparateDistributedDataParallel.
+        model: the model; a wrapped one is returned unchanged.
+        device: the device for the model, also for one on the meta device; default: no move.
+        mesh: the layout of the ranks; default: all see different batches.
+        prepare: the preparation of the model.
+        train_step: a function to use as training step, as for ``with_train_step``.
         options: arguments of the wrapper.
 
     Raises:
         TypeError: the model is wrapped already and a wrapper or options are given, or the
-            wrapper is no class or has no such argument.
-        ValueError: wrapper, mesh and preparation do not go together, or are not the same on every
-            rank. A mistake on one rank is raised on every rank.
-        RuntimeError: a wrapper with a step of its own needs a process group, and there is none.
+            wrapper is not a class, or an argument is unknown.
+        ValueError: wrapper, mesh and preparation contradict each other, or differ between ranks.
+            An error on one rank is raised on every rank.
+        RuntimeError: a wrapper with a custom step needs a process group, and there is none.
     """
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
     preparation, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
     wrapper = wrapper or _default(ranks.data_size)
 
-    def checked() -> dict[str, Any]:
-        """Freeze parameters and check the rest; returns what must be the same on all ranks."""
+    def check() -> dict[str, Any]:
+        """Freeze parameters and check the rest; return values that all ranks must share."""
         if train_step is not None:
             check_step_function(train_step)
         if not callable(wrapper):
@@ -108,14 +108,14 @@ def wrap_model(
             )
         freeze_parameters(model, preparation.freeze)
         checks = model_checks(model, preparation, ranks.tensor_size)
-        prepared = {key.partition(".")[0]: check() for key, check in checks.items()}
+        prepared = {key.partition(".")[0]: run() for key, run in checks.items()}
         if hasattr(wrapper, "check_options"):
             wrapper.check_options(options)
         name = getattr(wrapper, "__name__", str(wrapper))
         return {"wrapper": name, "mesh": ranks.axes, **prepared}
 
-    agree(checked, ranks.device_mesh)
-    wrapper, options = _place(model, wrapper, ranks, preparation, options, device)
+    agree(check, ranks.device_mesh)
+    wrapper, options = _chosen_wrapper(model, wrapper, ranks, preparation, options, device)
     if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
     prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
@@ -133,18 +133,19 @@ def compile_step(
     custom_optimizer: bool = False,
     backend: str = "inductor",
 ) -> nn.Module:
-    """Compile the whole training step of ``wrapper``: forward to update; returns it.
+    """Compile the whole training step of ``wrapper``, from forward to update; return ``wrapper``.
 
-    Nothing is compiled before the fourth update. Steps that cannot be compiled run as usual, and
-    one warning says why; docs/performance.md lists the reasons.
+    Compilation starts at the fourth update. Steps that cannot be compiled run as usual, and a
+    warning gives the reason; docs/performance.md lists all reasons.
 
     Args:
-        wrapper: of this library; SingleDevice and StepDistributedDataParallel are compiled.
-        max_programs: how many programs to compile, for batches of other shapes and after changes
-            of the model.
+        wrapper: a SingleDevice or StepDistributedDataParallel; steps of other wrappers run as
+            usual.
+        max_programs: maximum number of compiled programs, for batches of other shapes and after
+            changes of the model.
         min_steps: do not compile if the run is known to have fewer updates.
-        custom_optimizer: compile optimizers that are not torch's as well. State that they keep
-            outside of ``param_groups`` and ``state`` is not seen.
+        custom_optimizer: also compile optimizers that are not torch's. A program does not see state
+            that they keep outside of ``param_groups`` and ``state``.
         backend: "inductor", or "eager" to run the traced step without a compiler, for debugging.
 
     Raises:
@@ -152,7 +153,7 @@ def compile_step(
     """
     if not isinstance(wrapper, Steps):
         raise TypeError(f"compile_step needs a model wrapper, got {type(wrapper).__name__}")
-    # Imported only when a step is compiled: it loads torch's compiler.
+    # Imported lazily: it loads torch's compiler.
     from .compiled.step import CompiledStep
 
     step = CompiledStep(wrapper, max_programs, min_steps, custom_optimizer, backend)
@@ -161,7 +162,7 @@ def compile_step(
     return wrapper
 
 
-def _place(
+def _chosen_wrapper(
     model: nn.Module,
     wrapper: Callable[..., nn.Module],
     mesh: Mesh,
@@ -169,13 +170,14 @@ def _place(
     options: dict[str, Any],
     device: torch.device | str | None,
 ) -> tuple[Callable[..., nn.Module], dict[str, Any]]:
-    """Move the model, or have the wrapper fill it there; returns what to wrap it by."""
+    """Return the wrapper and its options, after moving the model to ``device``."""
     if wrapper is auto:
         split = split_parameters(model, prepare)
         wrapper, options = _choose(model, mesh, options, device=device, split=split)
     is_filled = device is not None and any(one.is_meta for one in model.parameters())
-    for told in wrapper_misfits(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled).values():
-        raise ValueError(told)
+    problems = wrapper_misfits(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled)
+    for problem in problems.values():
+        raise ValueError(problem)
     if device is not None and is_filled:
         options["device_id"] = options.get("device_id") or torch.device(device)
     elif device is not None:
@@ -184,12 +186,12 @@ def _place(
 
 
 def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
-    """Whether ``wrapper`` spreads the model over the ranks of a mesh, as fsdp does."""
+    """Return whether ``wrapper`` shards the model over the ranks of a mesh, as fsdp does."""
     return _takes(wrapper, "mesh")
 
 
 def steps_in_group_only(wrapper: Callable[..., nn.Module]) -> bool:
-    """Whether ``wrapper`` can only step inside a process group, even of one process."""
+    """Return whether ``wrapper`` needs a process group, even of one process."""
     if takes_mesh(wrapper):
         return True
     grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
@@ -203,12 +205,12 @@ def wrapper_misfits(
     *,
     is_meta: bool = False,
 ) -> dict[str, str]:
-    """Return what keeps ``wrapper`` from running, by the name of the setting that is to blame.
+    """Return the reasons why ``wrapper`` cannot run, by the name of the setting to change.
 
     Args:
-        data_size: how many ranks see different batches.
-        axes: those of the mesh.
-        is_meta: the parameters of the model are on the meta device.
+        data_size: number of ranks that see different batches.
+        axes: axes of the mesh.
+        is_meta: whether parameters of the model are on the meta device.
     """
     if wrapper is auto:
         return {}
@@ -217,14 +219,14 @@ def wrapper_misfits(
     kinds = wrapper if isinstance(wrapper, type) else nn.Module
     if data_size > 1 and issubclass(kinds, (SingleDevice, DataParallel)):
         problems["wrapper.type"] = (
-            f"{name} steps in one process, but {data_size} are to run, each with its own batches; "
+            f"{name} works in one process only, got {data_size} processes with different batches; "
             "use ddp, or launch.nproc=1"
         )
     elif "tensor" in axes and issubclass(kinds, DataParallel):
-        problems["wrapper.type"] = f"{name} copies a model, and cannot copy one split over ranks"
+        problems["wrapper.type"] = f"{name} cannot copy a model that is split over ranks"
     if not takes_mesh(wrapper):
         if {"replicate", "shard"} & set(axes):
-            problems["mesh"] = f"{name} shards nothing: name the axis data, or use fsdp"
+            problems["mesh"] = f"{name} does not shard: name the axis data, or use fsdp"
         if is_meta:
             problems["init_device"] = (
                 f"the model has parameters on the meta device, which {name} cannot fill; use fsdp"
@@ -237,20 +239,20 @@ def _default(data_size: int) -> type[nn.Module]:
 
 
 def _takes(wrapper: Any, name: str) -> bool:
-    made = getattr(wrapper, "config_signature", None)
-    signature: inspect.Signature = inspect.signature(wrapper) if made is None else made()
-    return name in signature.parameters
+    if hasattr(wrapper, "config_signature"):
+        return name in wrapper.config_signature().parameters
+    return name in inspect.signature(wrapper).parameters
 
 
 def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
     if has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
-            "or no wrapper, no wrapper options and no train_step"
+            "or leave out the wrapper, its options and train_step"
         )
     if not hasattr(model, "train_step"):
         raise TypeError(
-            f"{type(model).__name__} has no train_step: give the bare model, it is wrapped here"
+            f"{type(model).__name__} has no train_step: give the bare model, to be wrapped here"
         )
     return model
 
@@ -266,8 +268,8 @@ def _wrapped(
     if in_group and not distributed_available():
         if steps_in_group_only(wrapper):
             raise RuntimeError(
-                f"{wrapper.__name__} has a train_step of its own and needs a process group; start "
-                "several processes, or write the step as a subclass of SingleDevice"
+                f"{wrapper.__name__} defines train_step and needs a process group; start several "
+                "processes, or write the step as a subclass of SingleDevice"
             )
         if issubclass(wrapper, SeparateDistributedDataParallel):
             check_children(model)
@@ -294,23 +296,27 @@ def auto(
     ddp: Mapping[str, Any] | None = None,
     fsdp: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log why; every rank must call this.
+    """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log the reason.
 
-    One data rank takes ``single``. Several take ``ddp`` when a whole copy fits into the memory
-    of each, else ``fsdp``. With w bytes of weights and buffers, of which g belong to parameters
-    that are trained, and s optimizer states per parameter, a copy under ddp needs::
+    Every rank must call this. One data rank uses ``single``. Several use ``ddp`` if a whole copy
+    fits into the memory of each rank, otherwise ``fsdp``. With w bytes of weights and buffers, of
+    which g belong to trained parameters, and s optimizer states per parameter, a copy under ddp
+    needs::
 
         w + 2 g + s g       gradients, ddp's buckets for sending them, optimizer state
 
-    and a rank of n under fsdp (w + g + s g) / n, plus the blocks that are gathered just then.
+    A rank of n under fsdp needs (w + g + s g) / n, and memory for the blocks that are gathered.
 
     Args:
-        memory_gib: what each rank may use for that, in 2**30 bytes. Default: 70% of what the rank
-            with the least has: free on its CUDA device, or its share of its machine's.
-        optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam and its like,
-            1 for SGD with momentum.
-        single: options of the wrapper where it is chosen, as ``ddp`` and ``fsdp``; TypeError for
-            one that it does not have.
+        memory_gib: memory that each rank may use for that, in 2**30 bytes. Default: 70% of the
+            smallest memory of a rank, which is the free memory of its CUDA device or its share of
+            the machine's.
+        optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with
+            momentum.
+        single, ddp, fsdp: options of each wrapper, used if it is chosen.
+
+    Raises:
+        TypeError: a wrapper does not have such an option.
     """
     options = {"memory_gib": memory_gib, "optimizer_states": optimizer_states}
     tables = {"single": single, "ddp": ddp, "fsdp": fsdp}
@@ -326,10 +332,12 @@ def _choose(
     device: torch.device | str | None = None,
     split: Collection[nn.Parameter] = (),
 ) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Return the wrapper that suits ``model``, and its options; every rank must call this.
+    """Return a wrapper for ``model`` and its options; every rank must call this.
 
-    ``options`` are those of ``auto``, ``device`` is where the model will be, and ``split`` the
-    parameters to be shared out over the tensor group.
+    Args:
+        options: the options of ``auto``.
+        device: the future device of the model.
+        split: the parameters that will be split over the tensor group.
     """
     check_options("auto", options, [name for name in option_names(auto) if name != "module"])
     for name in _WRAPPERS:
@@ -346,9 +354,9 @@ def _choose(
         needed = _copy_bytes(model, split, mesh.tensor_size, states) / _GIB
         limit, source = options.get("memory_gib"), "memory_gib"
         if limit is None:
-            place = device_of(model) if device is None else torch.device(device)
-            limit = min(all_gather_object(_available(place))) * _USABLE / _GIB
-            source = f"{_USABLE:.0%} of what is free"
+            device = device_of(model) if device is None else torch.device(device)
+            limit = min(all_gather_object(_available(device))) * _USABLE / _GIB
+            source = f"{_USABLE:.0%} of the free memory"
         name = "ddp" if needed <= limit else "fsdp"
         why = (
             f"a copy needs {needed:.3g} GiB (weights, gradients and their buckets, {states} "
@@ -362,7 +370,7 @@ def _choose(
 
 def _wrapper(name: str) -> Any:
     if name == "fsdp":
-        # Where it is not used, what it needs of torch is not imported.
+        # Imported lazily: heavy.
         from .fsdp.fully_sharded import StepFullyShardedDataParallel
 
         return StepFullyShardedDataParallel
@@ -372,7 +380,7 @@ def _wrapper(name: str) -> Any:
 def _copy_bytes(
     model: nn.Module, split: Collection[nn.Parameter], tensor_size: int, states: int
 ) -> float:
-    """Bytes of a whole copy under ddp, with gradients and optimizer state."""
+    """Return the bytes of a whole copy under ddp, with gradients and optimizer state."""
     over_ranks = {id(one) for one in split}
     total = float(sum(buffer.nbytes for buffer in model.buffers()))
     for parameter in model.parameters():
@@ -382,7 +390,7 @@ def _copy_bytes(
 
 
 def _available(device: torch.device) -> float:
-    """Bytes that this rank may take, where several ranks share a device or a machine."""
+    """Return this rank's share, in bytes, of the free memory of its device or machine."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
     devices = torch.cuda.device_count() if device.type == "cuda" else 1
     return free_memory(device) / -(-ranks_here // devices)

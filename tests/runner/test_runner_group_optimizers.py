@@ -42,7 +42,7 @@ def _built(config: dict[str, Any]) -> None:
     ("name", "message"),
     [
         ("Adafactor", "scales by norms of whole tensors"),
-        ("Rprop", "picks elements by signs"),
+        ("Rprop", "selects elements by sign"),
         ("SparseAdam", "needs sparse gradients"),
     ],
 )

@@ -280,7 +280,7 @@ def test_several_optimizers_need_a_step_of_the_models_own(gan: Path) -> None:
         "{_delete_: true, type: SupervisedModel, net: {type: points.Net}, loss: {type: MSELoss}}"
     )
     config = load_config("gan.yaml", [SINGLE, f"model={model}"])
-    with pytest.raises(BuildError, match="SupervisedModel has no train_step of its own, and that"):
+    with pytest.raises(BuildError, match="SupervisedModel must define train_step to use several"):
         build_parts(read_sections(config))
 
 

@@ -35,13 +35,13 @@ def problems(ranks: int, **sections: Any) -> str:
         ),
         (2, {"init_device": "meta"}, "init_device: the model has parameters on the meta device"),
         (1, {"init_device": "metta"}, "init_device: must be auto or meta, got 'metta'; did you"),
-        (2, {"wrapper": {"type": "single"}}, "SingleDevice steps in one process, but 2 are to run"),
-        (2, {"wrapper": {"type": "dp"}}, "StepDataParallel steps in one process, but 2 are to run"),
-        (2, {"mesh": {"shard": 2}}, "mesh: StepDistributedDataParallel shards nothing: name the"),
+        (2, {"wrapper": {"type": "single"}}, "SingleDevice works in one process only, got 2"),
+        (2, {"wrapper": {"type": "dp"}}, "StepDataParallel works in one process only, got 2"),
+        (2, {"mesh": {"shard": 2}}, "mesh: StepDistributedDataParallel does not shard: name the"),
         (
             2,
             {"mesh": {"tensor": 2}, "wrapper": {"type": "dp"}, **TP},
-            "wrapper.type: StepDataParallel copies a model, and cannot copy one split over ranks",
+            "wrapper.type: StepDataParallel cannot copy a model that is split over ranks",
         ),
         (
             1,

@@ -136,7 +136,7 @@ def _late(model: Any, data: list[Any]) -> None:
     """Make the optimizer between a forward and its backward."""
     loss = model(*data[0], mode="loss")["loss"]
     if isinstance(model, StepFullyShardedDataParallel):
-        with pytest.raises(ValueError, match="is there for a forward of fsdp only"):
+        with pytest.raises(ValueError, match="is a temporary unsharded view of fsdp"):
             sgd(model.module)
     optim = OptimWrapper(torch.optim.SGD(list(model.parameters()), lr=0.1))
     optim.update_params(loss)

@@ -106,7 +106,7 @@ def test_weight_of_a_batch(setting: Any, batch: Any, weight: float) -> None:
         ({"key": 1.5}, ValueError, "must be {key: name or index}"),
         (3, TypeError, "a function or its import path, got 3"),
         ("weighted_models.count_of_masks", ImportError, "did you mean count_of_mask"),
-        ("weighted_models.SAMPLES", TypeError, "weighted_models.SAMPLES is no function"),
+        ("weighted_models.SAMPLES", TypeError, "weighted_models.SAMPLES must be a function"),
     ],
 )
 def test_settings_that_are_none(setting: Any, error: type[Exception], text: str) -> None:
@@ -124,7 +124,7 @@ def test_settings_that_are_none(setting: Any, error: type[Exception], text: str)
             r"needs an entry labels, targets or target .* keys \['image', 'class'\].*{key: ...}",
         ),
         ("tokens", [torch.zeros(2)], KeyError, "needs a second entry .* has 1 entries"),
-        ("tokens", [0, [1, 2]], TypeError, "counts targets in a tensor, got list"),
+        ("tokens", [0, [1, 2]], TypeError, "needs targets in a tensor, got list"),
         ("tokens", torch.zeros(3, 2), KeyError, "needs a second entry .* is of type Tensor"),
         ({"key": 0}, torch.zeros(3, 2), KeyError, "needs that entry, .* is of type Tensor"),
         ("samples", {"text": "a"}, KeyError, r"needs a tensor, but the batch has the keys"),

@@ -211,7 +211,7 @@ def _gathered() -> list[bool]:
     model = StepFullyShardedDataParallel(SupervisedModel(net(width=8), nn.MSELoss()))
     loss = model(data(0), mode="tensor").pow(2).mean()
     parameters = list(model.module.net[0].parameters())
-    match = r"shape \(8, 5\) is there for a forward of fsdp only.* reshard\(wrapper\)"
+    match = r"shape \(8, 5\) is a temporary unsharded view of fsdp.* reshard\(wrapper\)"
     for build in (torch.optim.SGD, partial(build_optimizer, torch.optim.SGD)):
         with pytest.raises(ValueError, match=match):
             OptimWrapper(build(parameters, lr=0.1))

@@ -79,7 +79,7 @@ def test_non_blocking_reaches_what_is_moved() -> None:
         moved = preprocess({"a": [movable, torch.ones(1)]})
         assert movable.asked == [("meta", options)]
         assert moved["a"][1].is_meta
-    with pytest.raises(TypeError, match="mean must be a number, got True; give non_blocking by"):
+    with pytest.raises(TypeError, match="mean must be a number, got True; pass non_blocking by"):
         DataPreprocessor(True)
 
 

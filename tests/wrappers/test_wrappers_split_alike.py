@@ -70,8 +70,8 @@ def test_what_differs_is_named(kind: str) -> None:
     for scale, batch, right in run_ranks(_told, 2, kind):
         assert "the gradient of 'scale' is not the same on the ranks" in scale
         assert "the gradient of 'enter.weight' is not the same on the ranks of a tensor" in batch
-        assert "tensor group (here 0, 1), each of which" in batch
-        assert "these ranks do not see the same batches" in batch
+        assert "tensor group (here 0, 1), and must be" in batch
+        assert "these ranks get different batches" in batch
         assert not right
 
 
@@ -155,5 +155,5 @@ def _made_too_early() -> str:
 
 
 def test_an_optimizer_of_the_layers_before_they_were_split() -> None:
-    told = "SGD has parameters that the model has no more, since its layers were split"
+    told = "SGD has parameters that the model lost when its layers were split"
     assert all(one.startswith(told) for one in run_ranks(_made_too_early, 2))

@@ -207,7 +207,7 @@ def test_pretrained_files_that_are_none(tmp_path: Path) -> None:
     [
         (5, TypeError, "^init_cfg must be a dict or a list of dict, but got 5"),
         ({"type": "Kaming"}, ValueError, "did you mean Kaiming"),
-        ({"layer": "Linear"}, ValueError, "it is one of Constant, Normal"),
+        ({"layer": "Linear"}, ValueError, "must be one of Constant, Normal"),
         ({"type": "Constant", "layer": "Linear"}, TypeError, "needs 'val'"),
         (constant(1, vall=1), TypeError, "has no argument 'vall'; did you mean val"),
         (constant(1, layer=5), TypeError, "^layer must be a str or a list of str"),
@@ -223,7 +223,7 @@ def test_pretrained_files_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings(init_cfg: Any, error: type[Exception], message: str) -> None:
-    """Told when the model is made."""
+    """The constructor of the model raises."""
     with pytest.raises(error, match=message):
         Toy(init_cfg)
 

@@ -77,7 +77,7 @@ def test_options_of_ddp_without_a_group() -> None:
     for no_class in ("ddp", {"type": "ddp"}):
         with pytest.raises(TypeError, match=r"must be a class such as .* got .*ddp.* for configs"):
             wrap_model(no_class, classifier())
-    with pytest.raises(RuntimeError, match="OwnDDP has a train_step of its own and needs a proc"):
+    with pytest.raises(RuntimeError, match="OwnDDP defines train_step and needs a proc"):
         wrap_model(OwnDDP, classifier())
 
 

@@ -1,4 +1,4 @@
-"""The forward of a model as a graph, with guards for the Python state that it read."""
+"""The forward of a model as a graph, with guards for the Python state that it reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .errors import NotCompilableError, first_line
 
-# Attributes must not be assigned in a forward; recurrent layers are followed like any other.
+# A forward must not assign attributes, and recurrent layers are traced like all others.
 _SETTINGS = {"side_effect_replay_policy": "error", "allow_rnn": True}
 _READS_VALUE = (
     "its forward depends on the values of tensors (.item(), `if x.sum() > 0`): use torch.where, or "
     "leave compile: step out"
 )
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
-# Parts of Dynamo's messages, with plain words for them.
+# Parts of Dynamo's messages, with an explanation for users.
 _PLAIN = {
     "Data-dependent": _READS_VALUE,
     "Tensor.item": _READS_VALUE,
@@ -39,14 +39,14 @@ class Captured(NamedTuple):
 
     Attributes:
         graph: takes ``reads`` and returns a list of tensors.
-        reads: for each input its place: ("model", id of the tensor) or ("batch", path).
-        total: which output is the total of the losses.
-        logs: by name, which output is logged.
+        reads: the source of each input: ("model", id of the tensor) or ("batch", path).
+        total: index of the output that is the total of the losses.
+        logs: indices of the outputs to log, by name.
         constants: logged values that are not tensors.
-        guards: returns whether the graph holds for ``{"model": ..., "batch": ...}``.
-        is_alive: returns whether the guards can still be asked.
-        fetch: returns the parameters and buffers that a forward would read now, as the guards do
-            not compare which tensors they are.
+        guards: returns whether the graph is valid for ``{"model": ..., "batch": ...}``.
+        is_alive: returns whether the guards still work.
+        fetch: returns the parameters and buffers that a forward would read now. The guards do not
+            check the identity of tensors.
     """
 
     graph: GraphModule
@@ -60,42 +60,45 @@ class Captured(NamedTuple):
 
 
 def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Return the total and the logs of a preprocessed batch, as the usual step computes them."""
+    """Return the total and the logs of a preprocessed batch, like the usual step."""
     args, kwargs = as_call(batch)
     losses = model(*args, **kwargs, mode="loss")
-    # The usual step leaves autocast before it adds up the losses.
+    # The usual step sums the losses outside of autocast.
     with torch.autocast(device_of(model).type, enabled=False):
         return getattr(model, "parse_losses", parse_losses)(losses)
 
 
 def capture(model: nn.Module, batch: Any) -> Captured:
-    """Follow the forward symbolically: nothing is computed, drawn or changed.
+    """Trace the forward symbolically: nothing is computed, drawn or changed.
 
     Raises:
-        NotCompilableError: the forward cannot be one graph, or has effects besides its result.
+        NotCompilableError: the forward cannot be one graph, or has side effects.
     """
     if any(one.requires_grad for _, one in tensors_in(batch)):
-        raise NotCompilableError("batches require gradients, which no program computes")
+        raise NotCompilableError("batches require gradients, which a program does not compute")
 
     def function(model: Any, batch: Any) -> Any:
         return step_losses(model, batch)
 
-    # Dynamo keeps programs by code object: each capture gets its own.
+    # Dynamo caches graphs by code object, so each capture gets a new one.
     function.__code__ = function.__code__.replace()
     try:
         with torch._dynamo.config.patch(_SETTINGS):
-            (graph, reads, marks), (total, logs) = _follow(function, model, batch)
+            (graph, reads, marks), (total, logs) = _traced(function, model, batch)
         entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
         guards = entries[0].guard_manager
     except Exception as error:
-        raise NotCompilableError(_in_plain_words(error)) from error
+        raise NotCompilableError(_explanation(error)) from error
     outputs = {id(one): at for at, one in enumerate(marks)}
-    tensors, constants = _parted(logs)
+    tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
+    constants = {name: one for name, one in logs.items() if name not in tensors}
+    if any(isinstance(one, Tensor) for one in tree_leaves(constants)):
+        raise NotCompilableError("one of its logs is a list or dict of tensors")
     if not {id(total), *map(id, tensors.values())} <= {*outputs}:
         raise NotCompilableError("one of its losses or logs is itself a parameter or an input")
 
     def is_alive(_kept: Any = function) -> bool:
-        # Dynamo has forgotten a program after torch.compiler.reset(), or once an object died.
+        # Dynamo drops a graph in torch.compiler.reset(), or when a guarded object is deleted.
         return guards.cache_entry is not None
 
     return Captured(
@@ -110,101 +113,87 @@ def capture(model: nn.Module, batch: Any) -> Captured:
     )
 
 
-def _follow(
+def _traced(
     function: Callable[..., Any], model: nn.Module, batch: Any
 ) -> tuple[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]], Any]:
-    """Return the graph of a call, its inputs, one marker per output, and the result.
+    """Return the graph of a call, its inputs, a marker for each output, and the result.
 
-    The markers in the result show which output is the total, and which are logged.
+    The markers in the result show which outputs are the total and the logs.
     """
     found: list[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]]] = []
-    refused: list[NotCompilableError] = []
+    errors: list[NotCompilableError] = []
 
-    def note(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
+    def backend(graph: GraphModule, inputs: list[Any]) -> Callable[..., list[Tensor]]:
         try:
-            reads = list(_located(graph, inputs, model, batch))
+            reads = list(_sources(graph, inputs, model, batch))
         except NotCompilableError as error:
-            # Raised here, before the call would draw numbers that are inputs of the graph.
-            refused.append(error)
+            # Raised here, before the call can draw random numbers for inputs of the graph.
+            errors.append(error)
             raise
         returned: Any = graph.graph.output_node().args[0]
         marks = [torch.empty(()) for _ in returned]
         found.append((graph, reads, marks))
         return lambda *_: marks
 
-    compiled = torch.compile(function, backend=note, fullgraph=True, dynamic=False)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
     try:
         result = compiled(model, batch)
     except Exception:
-        if refused:
-            raise refused[0] from None
+        if errors:
+            raise errors[0] from None
         raise
     if len(found) != 1:
         raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
     return found[0], result
 
 
-def _parted(logs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Part logs into tensors and constants."""
-    tensors = {name: one for name, one in logs.items() if isinstance(one, Tensor)}
-    constants = {name: one for name, one in logs.items() if name not in tensors}
-    if any(isinstance(one, Tensor) for one in tree_leaves(constants)):
-        raise NotCompilableError("one of its logs is a list or dict of tensors")
-    return tensors, constants
-
-
 def _fetcher(
     graph: GraphModule, reads: list[tuple[str, Any]], variables: dict[str, Any]
 ) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Compile the places in Python where a forward reads parameters and buffers."""
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    places = [_place(node) for node, (kind, _) in zip(nodes, reads, strict=True) if kind == "model"]
-    code = f"lambda L: ({''.join(f'{place}, ' for place in places)})"
+    """Return a function that evaluates the expressions of the parameters and buffers."""
+    pairs = zip(graph.graph.find_nodes(op="placeholder"), reads, strict=True)
+    expressions = [_expression(node) for node, (kind, _) in pairs if kind == "model"]
+    code = f"lambda L: ({''.join(f'{one}, ' for one in expressions)})"
     fetch: Callable[[dict[str, Any]], tuple[Any, ...]] = eval(code, {**variables, "G": variables})
     return fetch
 
 
-def _located(
+def _sources(
     graph: GraphModule, inputs: list[Any], model: nn.Module, batch: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Where each input of the graph comes from."""
-    places: dict[int, tuple[str, Any]]
-    places = {id(one): ("batch", path) for path, one in tensors_in(batch)}
-    places |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
+    """Return the source of each input of the graph, for ``Captured.reads``."""
+    sources: dict[int, tuple[str, Any]]
+    sources = {id(one): ("batch", path) for path, one in tensors_in(batch)}
+    sources |= {id(one): ("model", id(one)) for one in (*model.parameters(), *model.buffers())}
     if any(str(node.target) in _CONTROL_FLOW for node in graph.graph.nodes):
         raise NotCompilableError("its forward uses torch.cond or another operator of control flow")
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node, one in zip(nodes, inputs, strict=True):
-        if id(one) in places:
-            yield places[id(one)]
+    for node, one in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if id(one) in sources:
+            yield sources[id(one)]
         elif isinstance(one, Tensor) and not str(node.target).startswith("random_value"):
+            name = _users_name(_expression(node)).removeprefix("___from_numpy(").rstrip(")")
             raise NotCompilableError(
-                f"its forward reads {_source(node)}, which is not a parameter, a buffer or a "
-                "tensor of the batch: let its module register_buffer it, or give batches of tensors"
+                f"its forward reads {name}, which is not a parameter, a buffer or a tensor of the "
+                "batch: call register_buffer for it in its module, or give batches of tensors"
             )
         else:
             raise NotCompilableError("its forward draws random numbers outside of torch")
 
 
-def _source(node: Any) -> str:
-    """The name of an input in the user's program, such as ``model.net.table``."""
-    return _shown(_place(node)).removeprefix("___from_numpy(").rstrip(")")
-
-
-def _place(node: Any) -> str:
-    """The expression of Dynamo that reads an input."""
+def _expression(node: Any) -> str:
+    """Return Dynamo's expression that reads an input."""
     name = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return str(name() if callable(name) else name) or str(node.target)
 
 
-def _shown(name: str) -> str:
-    """A name of Dynamo as in the user's program: ``L['model']._modules['net']`` is model.net."""
+def _users_name(name: str) -> str:
+    """Return a name as in the user's program: ``L['model']._modules['net']`` is model.net."""
     name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
     return re.sub(r"(?:\._modules|\._buffers|\._parameters)?\['(\w+)'\]", r".\1", name)
 
 
 def tensors_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """The tensors in lists, tuples and dicts, each with its path."""
+    """Yield the tensors in lists, tuples and dicts, each with its path."""
     if isinstance(data, Tensor):
         yield path, data
     elif isinstance(data, dict):
@@ -216,22 +205,17 @@ def tensors_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def picked(paths: list[tuple[Any, ...]]) -> Callable[[Any], list[Tensor]]:
-    """Return a function that takes the tensors at these paths out of a batch."""
-    if paths and all(len(path) == 1 for path in paths):
-        pick = operator.itemgetter(*(key for (key,) in paths))
-        if len(paths) == 1:
-            return lambda batch: [pick(batch)]
-        return lambda batch: [*pick(batch)]
+    """Return a function that returns the tensors at these paths of a batch."""
     return lambda batch: [reduce(operator.getitem, path, batch) for path in paths]
 
 
-def _in_plain_words(error: Exception) -> str:
-    """Why the forward cannot be one graph, with the line of the user's code if it is known."""
+def _explanation(error: Exception) -> str:
+    """Return why the forward cannot be one graph, with the line of the user's code if known."""
     if isinstance(error, NotCompilableError):
         return str(error)
     text = str(error)
     if "certain side effects" in text:
-        names = dict.fromkeys(map(_shown, re.findall(r"\"(L\['.*?)\"[,\]]", text)))
+        names = dict.fromkeys(map(_users_name, re.findall(r"\"(L\['.*?)\"[,\]]", text)))
         what = f"attributes of {', '.join(names)}" if names else "global variables or other objects"
         return f"its forward changes {what}; only buffers may change, and in place"
     for known, plain in _PLAIN.items():
@@ -239,11 +223,11 @@ def _in_plain_words(error: Exception) -> str:
             return f"{plain}{_line(text)}"
     explained = re.search(r"Explanation: (.*)", text)
     reason = explained.group(1).strip() if explained else first_line(error)
-    return f"its forward cannot be followed: {reason}{_line(text)}"
+    return f"its forward cannot be traced: {reason}{_line(text)}"
 
 
 def _line(text: str) -> str:
-    """The innermost line of the user's files that an error names."""
+    """Return the innermost line of the user's files in an error."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [place for place in lines if is_users_file(place[0])]
-    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+    users = [":".join(line) for line in lines if is_users_file(line[0])]
+    return f" ({users[-1]})" if users else ""

@@ -1,4 +1,4 @@
-"""A program for a GPU as a CUDA graph: one launch, however many kernels it has."""
+"""A program for a GPU as a CUDA graph: all of its kernels run in one launch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ from .program import Program
 
 
 class CudaGraph:
-    """Does to the same tensors what a program did when it was captured.
+    """Replays a program on the tensors with which it was captured.
 
-    A graph knows tensors by their addresses; nobody checks that they still lie there.
+    A graph finds tensors by their addresses, which are not checked.
 
     Args:
-        inputs: what the program takes, all on one GPU. It reads and changes them where they lie,
-            but for the last ``given``, which are copied before each launch to where it reads them.
-        changed: so many of those that are given are changed, and copied back.
+        inputs: the inputs of the program, all on one GPU. It reads and changes them in place,
+            except for the last ``given`` inputs: these are copied to fixed tensors before each
+            launch.
+        given: number of inputs at the end of ``inputs`` that differ from call to call.
+        changed: number of the given inputs, from the first, that are copied back after a launch.
 
     Raises:
-        NotCompilableError: the program does what no graph holds, as waiting for the GPU.
+        NotCompilableError: the program does something that a graph cannot contain, such as waiting
+            for the GPU.
     """
 
     def __init__(
         self, program: Program, inputs: Sequence[Tensor], given: int, changed: int
     ) -> None:
         self._fixed, self._changed = len(inputs) - given, changed
-        # It has the constants that the graph reads.
+        # Keeps the constants that the graph reads.
         self._program = program
         self._copies = [one.clone() for one in inputs[self._fixed :]]
-        with _side_stream(inputs[0].device) as stream:
-            self._graph, self._outputs = capture(
-                program, [*inputs[: self._fixed], *self._copies], stream
-            )
+        self._graph = torch.cuda.CUDAGraph()
+        with (
+            _side_stream(inputs[0].device) as stream,
+            # Not "global", because other threads may pin memory during the capture.
+            torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            self._outputs = program([*inputs[: self._fixed], *self._copies])
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         given = inputs[self._fixed :]
@@ -46,25 +52,15 @@ class CudaGraph:
         self._graph.replay()
         for copy, one in zip(self._copies[: self._changed], given, strict=False):
             one.copy_(copy)
-        # The next launch writes to the same ones.
+        # Copies, because the next launch writes to the same tensors.
         return [one.clone() for one in self._outputs]
 
 
-def capture(
-    program: Program, inputs: list[Tensor], stream: torch.cuda.Stream
-) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """Return a graph of what a program does, which is not done, and the outputs it will have."""
-    graph = torch.cuda.CUDAGraph()
-    # Not "global": other threads may pin memory meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        return graph, program(inputs)
-
-
 def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
-    """Run a program on copies, twice: a first run loads and tunes kernels, which no graph holds.
+    """Run a program twice on copies, because a graph cannot load and tune kernels.
 
     Raises:
-        NotCompilableError: it fails, or waits for the GPU, after which a capture could not go on.
+        NotCompilableError: the program fails, or waits for the GPU, which a capture does not allow.
     """
     with _side_stream(inputs[0].device):
         program([one.clone() for one in inputs])
@@ -78,11 +74,11 @@ def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Work on another stream, without autocast, and leave random numbers as they are."""
+    """Enter another stream, without autocast, and restore the random state afterwards."""
     stream, autocast = _stream(device), torch.autocast(device.type, enabled=False)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        # Here too, as a capture that fails does not take its stream back.
+        # Entered here as well, because a capture that fails does not restore the stream.
         with torch.cuda.stream(stream), torch.random.fork_rng([device]), torch.no_grad(), autocast:
             yield stream
     except Exception as error:
@@ -92,5 +88,5 @@ def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    # One for all: libraries keep memory for each that they have met.
+    # One stream per device, because libraries keep memory for each stream.
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,14 +1,14 @@
-"""Why a step is not compiled."""
+"""Errors that explain why a step is not compiled."""
 
 
 class NotCompilableError(Exception):
-    """A step that would not do compiled what it does eagerly; the text says why."""
+    """A step cannot be compiled with the same results; the text gives the reason."""
 
 
 class NotReadyError(NotCompilableError):
-    """A step that can be compiled once it has run."""
+    """A step cannot be compiled before it has run eagerly."""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, without the pages that compilers add."""
+    """Return the first line of an error; compilers add many more."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Graphs as compiled programs, kept on disk from run to run."""
+"""Compilation of graphs, with a cache on disk."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from .errors import NotCompilableError, first_line
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 
-# What changes a program beside its graph. Random numbers are drawn as in eager mode.
+# Options of Inductor: programs draw the same random numbers as eager mode.
 _SETTINGS = {"fallback_random": True}
 
 
 class Compiler:
-    """Makes programs of graphs.
+    """Compiles graphs.
 
     Args:
-        backend: "inductor", or "eager": run the graph as it is.
-        announce: called before a graph is compiled that is not in the cache, with an estimate of
-            the time in seconds.
+        backend: "inductor", or "eager" to run the graph without a compiler.
+        announce: called with an estimate of the time in seconds, before a graph is compiled that is
+            not in the cache.
     """
 
     def __init__(self, backend: str, announce: Callable[[float], None]) -> None:
         self._backend, self._announce = backend, announce
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Program:
-        """Return ``graph`` as a program for inputs like these, from the cache if it is there.
+        """Return ``graph`` as a program, from the cache if possible.
 
-        It changes the inputs as the graph does. Those of the program must have the same shapes,
-        data types, strides and devices, which is not checked.
+        The program changes its inputs in place, as the graph does. Its inputs must have the shapes,
+        data types, strides and devices of ``inputs``, which is not checked.
 
         Raises:
-            NotCompilableError: the compiler fails, or the cache is not for this user alone.
+            NotCompilableError: the compiler fails, or other users can write to the cache.
         """
         kind = inputs[0].device.type
         try:
-            # The graph has all casts of autocast in it.
+            # The graph contains the casts of autocast already.
             with torch.autocast(kind, enabled=False):
                 if self._backend == "eager":
-                    return partial(_run_as_it_is, graph, kind)
+                    return partial(_run_eagerly, graph, kind)
                 if kind == "cpu":
                     return self._ahead_of_time(graph, inputs)
-                # A CUDA graph needs no program without Python, whose compiler needs CUDA's headers.
+                # Ahead-of-time compilation needs CUDA's headers and gains nothing for CUDA graphs.
                 settings = {**_SETTINGS, "triton.cudagraphs": False}
                 self._announce(_seconds(graph))
                 with warnings.catch_warnings():
@@ -73,7 +73,7 @@ class Compiler:
         if not path.exists():
             self._announce(_seconds(graph))
             with Path(f"{path}.lock").open("w") as lock:
-                # One of the ranks compiles, and the others find what it made.
+                # One of the ranks compiles, and the others load its program.
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     _compile(graph, inputs, path)
@@ -83,13 +83,13 @@ class Compiler:
 
 
 def _seconds(graph: GraphModule) -> float:
-    """Estimate how long compiling takes, by the size of the graph; measured on one core."""
-    # The first program of a cache prepares headers.
+    """Estimate the time of compilation by the size of the graph, as measured on one core."""
+    # The first program in a cache also compiles headers.
     is_first = not any(_cache().glob("*.pt2"))
     return 5 + 0.025 * len(graph.graph.nodes) + 10 * is_first
 
 
-def _run_as_it_is(graph: GraphModule, kind: str, inputs: list[Tensor]) -> list[Tensor]:
+def _run_eagerly(graph: GraphModule, kind: str, inputs: list[Tensor]) -> list[Tensor]:
     with torch.no_grad(), torch.autocast(kind, enabled=False):
         outputs: list[Tensor] = graph(*inputs)
         return outputs
@@ -103,17 +103,17 @@ def _compile(graph: GraphModule, inputs: Sequence[Tensor], path: Path) -> None:
 
     with warnings.catch_warnings(), tempfile.TemporaryDirectory(dir=path.parent) as folder:
         warnings.simplefilter("ignore")
-        # Parameters would be refused: they are changed in place.
+        # Detached, because export does not allow parameters to be changed in place.
         exported = torch.export.export(Flat(), tuple(one.detach() for one in inputs))
         made = torch._inductor.aoti_compile_and_package(
             exported, package_path=f"{folder}/step.pt2", inductor_configs=dict(_SETTINGS)
         )
-        # At once: another run may be looking for it.
+        # Atomic, because another run may read the file.
         os.replace(made, path)
 
 
 def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
-    """What a program depends on, as a hash."""
+    """Return a hash of everything that determines a program."""
     described = [
         graph.code,
         *(f"{one.dtype} {tuple(one.shape)} {one.stride()} {one.device}" for one in inputs),
@@ -131,15 +131,14 @@ def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
 
 
 def _cache() -> Path:
-    """The folder of the programs, which must be this user's own: they are run."""
-    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    place = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    folder = Path(chosen or place, "stepwrap")
+    """Return the folder of the programs; only this user may write to it, as programs are run."""
+    default = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default, "stepwrap")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
-            f"{folder} can be written by others, whose programs would run here: set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of your own"
+            f"the cache of programs must be writable for this user only, and others can write to "
+            f"{folder}: set TORCHINDUCTOR_CACHE_DIR to a private folder"
         )
     return folder

@@ -1,4 +1,4 @@
-"""The usual step on copies of model and optimizer, and how far a program may be from it."""
+"""Eager steps on copies of model and optimizer, and the comparison of a program with them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .trace import Places, Plan, joined, taken_apart
 # By kind (weights, state, logs, ...) and name.
 Values = Mapping[str, Mapping[str, Tensor]]
 
-# By which part of the change of a step a program may differ at once, without a closer look.
-_AT_ONCE = {torch.float64: 1e-12, torch.float32: 1e-6}
-# How much farther a program may be from the exact step than eager steps are.
+# Difference, relative to the change by a step, up to which no exact step is computed.
+_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+# A program may differ from the exact step this many times as much as eager steps.
 _FACTOR = 4.0
-# Eager steps from weights that are one rounding apart: they show what rounding does to a step.
+# Number of eager steps with weights changed by one rounding error, to measure its effect.
 _NUDGES = 3
 
 
 class EagerStep:
-    """A usual step on copies.
+    """An eager step on copies.
 
     Args:
-        origin: the model and optimizer that are copied; they stay as they are.
+        origin: the model and optimizer to copy.
         batch: a preprocessed batch.
-        dtype: of the copies and the batch; default: as they are.
-        nudge: seed of roundings by which the weights of the copy differ; 0: they do not.
+        dtype: data type of the copies and the batch; default: unchanged.
+        nudge: seed for changes of the weights by one rounding error; 0 for no changes.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class EagerStep:
         self.places = Places(self.model, self.optimizer)
 
     def backward(self, plan: Plan, share: float | Tensor) -> dict[str, Tensor]:
-        """Run forward and backward; returns the logs."""
+        """Run forward and backward; return the logs."""
         total, logs = step_losses(self.model, self._batch)
         (total / plan.divisor * share).backward()  # type: ignore[no-untyped-call]
         return {name: one.detach() for name, one in logs.items() if isinstance(one, Tensor)}
 
     def parts(self, plan: Plan) -> list[Tensor]:
-        """Return the gradients as the ranks add them up."""
+        """Return the gradients in the joined tensors that the ranks add up."""
         wanted = self.places.trained_tensors()
         return [one / plan.ranks for one in joined(wanted, [one.grad for one in wanted])]
 
@@ -79,11 +79,11 @@ def update(
     factor: float | Tensor,
     parts: Sequence[Tensor] = (),
 ) -> Tensor | None:
-    """Clip and step by gradients as usual; returns their norm.
+    """Clip the gradients and update eagerly; return the norm of the gradients.
 
     Args:
-        factor: multiplies the gradients; 0 stands for no gradients at all.
-        parts: the gradients, as the ranks have added them up; default: those that are held.
+        factor: multiplies the gradients; 0 makes them zero, even NaN.
+        parts: the joined gradients after their reduction; default: ``grad`` of the parameters.
     """
     wanted = places.trained_tensors()
     given = taken_apart(wanted, parts) if parts else [one.grad for one in wanted]
@@ -97,10 +97,9 @@ def update(
 
 
 def copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Return copies of both, with the gradients; schedulers stay with the original optimizer."""
+    """Return copies of both, with the gradients, which deepcopy leaves out."""
     copies = copy.deepcopy((model, optimizer))
     for one, other in zip(model.parameters(), copies[0].parameters(), strict=True):
-        # Copies of parameters have none.
         other.grad = None if one.grad is None else one.grad.clone()
     return copies
 
@@ -111,7 +110,7 @@ def cloned(batch: Any) -> Any:
 
 
 def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
-    """Return what an update changes: weights, buffers and the optimizer's state."""
+    """Return the tensors that an update changes: weights, buffers and the optimizer's state."""
     names, count = places.names, places.count
     kinds = {
         "weights": dict(zip(names[:count], places.parameters, strict=True)),
@@ -122,23 +121,23 @@ def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
     return kinds
 
 
-def differing(
+def largest_difference(
     made: Values, start: Values, eager: Callable[..., Values], low: float, slack: float = 1.0
 ) -> str | None:
-    """Name the tensor in which a program differs most from the usual step; None if it does not.
+    """Return the name of the tensor that differs most from an eager step; None if all agree.
 
-    Values that differ by more than a rounding are compared with the step in double precision: the
-    program may be ``_FACTOR`` times as far from it as eager steps whose weights differ by one
-    rounding.
+    Values that differ by more than rounding errors are compared with a step in double precision.
+    The program may differ from it by ``_FACTOR`` times the largest difference of eager steps whose
+    weights are changed by one rounding error.
 
     Args:
         made: the values that the program has computed.
-        start: the same tensors before the step, as far as there were any.
-        eager: makes the usual step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
-        low: the rounding of autocast, 0 without it.
-        slack: multiplies all that is allowed.
+        start: the same tensors before the step, if they existed.
+        eager: runs an eager step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
+        low: the precision of autocast, 0 without autocast.
+        slack: multiplies the allowed difference.
     """
-    # Drawn once: in double precision other numbers would be drawn.
+    # All steps use the same random numbers, as double precision would draw others.
     drawn = Draws()
     with drawn:
         usual = eager()
@@ -150,7 +149,7 @@ def differing(
         with Draws(drawn.tensors):
             exact = eager(dtype=torch.float64)
     except (RuntimeError, TypeError, ValueError, StopIteration):
-        # Its forward names a data type, or draws otherwise in double precision.
+        # The forward does not support double precision, or draws other random numbers there.
         exact = usual
     others = [usual]
     for seed in range(1, _NUDGES + 1):
@@ -184,21 +183,21 @@ def _is_close(
         elif not torch.equal(one.isfinite(), new.isfinite()):
             return False
         else:
-            tolerance = max(tolerance, _AT_ONCE.get(new.dtype, 1e-3))
+            tolerance = max(tolerance, _TOLERANCE.get(new.dtype, 1e-3))
             epsilon = max(epsilon, torch.finfo(new.dtype).eps)
     size = _distance(wanted, {}, kind)
-    way = _distance(wanted, start, kind)
-    # In half precision, rounding hides all but coarse differences.
-    limit = allowed + max(tolerance, 4 * low) * way + 2 * epsilon * size
+    change = _distance(wanted, start, kind)
+    # Half precision rounds so much that only large differences can be detected.
+    limit = allowed + max(tolerance, 4 * low) * change + 2 * epsilon * size
     return _distance(made, wanted, kind) <= slack * limit + torch.finfo(torch.float32).tiny
 
 
 def _distance(some: Values, others: Values, kind: str) -> float:
     own, other = some[kind], others.get(kind, {})
-    return math.sqrt(sum(_off(one, other.get(name)) ** 2 for name, one in own.items()))
+    return math.sqrt(sum(_difference(one, other.get(name)) ** 2 for name, one in own.items()))
 
 
-def _off(one: Tensor, other: Tensor | None) -> float:
+def _difference(one: Tensor, other: Tensor | None) -> float:
     if not one.is_floating_point():
         return 0.0
     finite = one.isfinite()
@@ -214,8 +213,8 @@ def _relative(made: Values, exact: Values, start: Values, kind: str, name: str) 
         return math.inf
     if not one.is_floating_point():
         return 0.0 if torch.equal(one, new) else math.inf
-    way = _off(one, start.get(kind, {}).get(name))
-    return _off(new, one) / max(way, 1e-300)
+    change = _difference(one, start.get(kind, {}).get(name))
+    return _difference(new, one) / max(change, 1e-300)
 
 
 def _cast(one: Any, dtype: torch.dtype) -> Any:
@@ -224,16 +223,19 @@ def _cast(one: Any, dtype: torch.dtype) -> Any:
 
 
 def _nudge(model: nn.Module, seed: int) -> None:
-    """Change each weight by at most one rounding."""
+    """Change each weight by at most one rounding error."""
     with torch.no_grad():
         for one in model.parameters():
-            # Without random numbers, which would be kept as numbers of the step.
+            # Not random, because ``Draws`` would record the numbers as part of the step.
             sign = (torch.arange(one.numel(), device=one.device) * (3 * seed + 1) // 2) % 3 - 1
             one.mul_(1 + sign.view(one.shape).to(one.dtype) * torch.finfo(one.dtype).eps)
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the random numbers that are drawn inside, or gives those that were kept.
+    """Records the random numbers that are drawn inside, or replaces them by recorded ones.
+
+    Args:
+        kept: recorded numbers to use; default: record.
 
     Attributes:
         tensors: the numbers drawn, one list for each operation.
@@ -247,7 +249,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation of torch, and keep or replace what it has drawn."""
+        """Run an operation of torch, and record or replace the numbers it has drawn."""
         made = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             leaves = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
@@ -259,14 +261,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def draws_from(device: torch.device) -> list[Tensor]:
+def random_states(device: torch.device) -> list[Tensor]:
     """Return the states of torch's generators that a step on ``device`` draws from."""
     gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *gpu]
 
 
-def draw_from(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Set these generators."""
+def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
+    """Set the states of these generators."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

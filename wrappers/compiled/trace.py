@@ -1,9 +1,9 @@
-"""A training step as graphs: forward, backward, clipping and update, traced without running."""
+"""A training step as graphs: forward, backward, clipping and update, traced symbolically."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,21 +17,21 @@ from torch.optim import Optimizer
 
 from .errors import NotCompilableError, NotReadyError, first_line
 
-# From here on a gradient is reduced where it lies: that takes less time than a copy.
+# Larger gradients are reduced alone, because joining them would take a copy.
 _LARGE_BYTES = 2**22
-# About so many of small ones are one tensor: from 32 MiB on it would be mapped anew in every step.
+# Maximum size of joined gradients: memory of 32 MiB or more would be mapped again in every step.
 _MOST_BYTES = 2**24
 
 
 class Plan(NamedTuple):
-    """What becomes of the gradients of a micro-batch.
+    """How a step uses the gradients of a micro-batch.
 
     Attributes:
-        held: by trained parameter, strides and type of the gradient of earlier micro-batches to add
-            to, None without one; empty if there are none.
-        updates: the window ends with it.
-        divisor: the micro-batches of the window.
-        ranks: how many average the gradients before an update.
+        held: for each trained parameter the strides and type of the gradient of earlier
+            micro-batches, or None; empty if all are None.
+        updates: whether the micro-batch ends its window.
+        divisor: number of micro-batches in the window.
+        ranks: number of ranks that average the gradients before an update.
     """
 
     held: tuple[Any, ...] = ()
@@ -41,13 +41,13 @@ class Plan(NamedTuple):
 
 
 class Places:
-    """Where the tensors are that a step reads and changes.
+    """The tensors of model and optimizer that a step reads and changes.
 
     Attributes:
-        names: of the parameters, then of the buffers.
-        index: by the id of a tensor, which of ``tensors`` it is.
-        count: how many of them are parameters.
-        trained: indices of the parameters that get gradients and are updated.
+        names: names of the parameters, then of the buffers.
+        index: positions of the tensors in the same order, by id.
+        count: number of parameters.
+        trained: positions of the parameters that get gradients and are updated.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -74,7 +74,7 @@ class Places:
         return self._tensors[self.count :]
 
     def updates(self, one: Tensor) -> bool:
-        """Whether the optimizer has this parameter."""
+        """Return whether the optimizer has this parameter."""
         return id(one) in self._updated
 
     def trained_tensors(self) -> list[Tensor]:
@@ -82,8 +82,8 @@ class Places:
         return [self._tensors[at] for at in self.trained]
 
     def states(self) -> list[tuple[int, str, dict[str, Any]]]:
-        """Where the tensors of the optimizer's state are: index of the parameter, name, dict."""
-        # Not the state itself, a defaultdict: a look must not add to it.
+        """Return index of the parameter, name and dict of each tensor in the optimizer's state."""
+        # Uses get(), because reading a missing key of the state, a defaultdict, would add it.
         known = [self.optimizer.state.get(one, {}) for one in self.parameters]
         return [
             (at, name, state)
@@ -93,16 +93,16 @@ class Places:
         ]
 
     def twin(self, parameters: Sequence[Tensor], rates: Iterable[Tensor]) -> Any:
-        """The optimizer over other tensors, with learning rates that are tensors; no state."""
+        """Return the optimizer over other tensors, with learning rates as tensors and no state."""
         made: Any = object.__new__(type(self.optimizer))
-        # Schedulers put a counter around its step.
+        # Leaves out the counter that schedulers put around ``step``.
         vars(made).update({k: v for k, v in vars(self.optimizer).items() if k != "step"})
-        ways = {"foreach": True, "fused": None, "capturable": True}
+        options = {"foreach": True, "fused": None, "capturable": True}
         groups = self.optimizer.param_groups
         made.param_groups = [
             {
                 **group,
-                **{name: way for name, way in ways.items() if name in group},
+                **{name: value for name, value in options.items() if name in group},
                 "params": [parameters[self.index[id(one)]] for one in group["params"]],
                 "lr": rate,
             }
@@ -113,10 +113,11 @@ class Places:
 
 @dataclass
 class Tensors:
-    """What a graph takes, in its order.
+    """The inputs of a graph, in order.
 
     Attributes:
         weights: with ``loss_weight``, the share of the micro-batch and the factor of the window.
+        held: gradients of earlier micro-batches, or joined gradients.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
@@ -128,29 +129,25 @@ class Tensors:
     batch: list[Tensor] = field(default_factory=list)
 
     def flat(self) -> list[Tensor]:
-        """All in one list."""
+        """Return all tensors in one list."""
         return [one for part in vars(self).values() for one in part]
 
-    def lengths(self) -> list[int]:
-        """How many there are of each kind."""
-        return [len(part) for part in vars(self).values()]
-
     def cut(self, flat: Iterable[Tensor]) -> Tensors:
-        """As many other tensors in the same order."""
+        """Return other tensors with the same structure."""
         rest = iter(flat)
         return Tensors(*([next(rest) for _ in part] for part in vars(self).values()))
 
 
 class StepFunctions:
-    """A step as functions of all its tensors, which change in place.
+    """A step as functions of all its tensors, which they change in place.
 
     Args:
-        forward: the total of the losses and what is logged, by parameters, buffers and batch.
-        clip: clips the gradients of an optimizer, and returns their norm.
+        forward: returns the total of the losses and the values to log.
+        clip: clips the gradients of an optimizer and returns their norm.
 
     Attributes:
         has_norm: after a call, whether there is a norm of the gradients.
-        kept: after a call, for which trained parameters there are new gradients to be kept.
+        kept: after a call, positions of the trained parameters with new gradients to keep.
     """
 
     def __init__(
@@ -167,30 +164,29 @@ class StepFunctions:
         self.kept: list[int] = []
 
     def whole(self, given: Tensors) -> list[Tensor]:
-        """Step; returns logs, then the norm of the gradients or the gradients to be kept."""
+        """Run a step; return logs, then the norm of the gradients or the gradients to keep."""
         outputs, gradients = self._backward(given)
         with torch.no_grad():
             if self._plan.updates:
                 return outputs + self.update(given, gradients)
-            held = self._plan.held
-            self.kept = [
-                at
+            held = self._plan.held or [None] * len(gradients)
+            new = {
+                at: one.contiguous()
                 for at, one in enumerate(gradients)
-                if one is not None and not (held and held[at])
-            ]
-            return outputs + [
-                one.contiguous() for at in self.kept if (one := gradients[at]) is not None
-            ]
+                if one is not None and not held[at]
+            }
+            self.kept = [*new]
+            return [*outputs, *new.values()]
 
     def joined_gradients(self, given: Tensors) -> list[Tensor]:
-        """Run forward and backward; returns logs, then the gradients over ranks, in parts."""
+        """Run forward and backward; return logs, then joined gradients divided by the ranks."""
         outputs, gradients = self._backward(given)
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
             return outputs + joined(wanted, gradients)
 
     def update_by_joined(self, given: Tensors) -> list[Tensor]:
-        """Clip and step by gradients in parts, those that are held; returns the norm, if any."""
+        """Clip and update by the joined gradients in ``held``; return the norm, if any."""
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
             return self.update(given, taken_apart(wanted, given.held))
@@ -204,13 +200,13 @@ class StepFunctions:
         total, logs = self._forward(replace(given, parameters=leaves))
         with torch.autocast(leaves[0].device.type, enabled=False):
             wanted = [leaves[at] for at in self._places.trained]
-            # Not the gradients by the ranks: that would be another pass over them.
+            # Divides the loss by the ranks, to avoid another pass over the gradients.
             divisor = plan.divisor * (plan.ranks if plan.updates else 1)
             scaled = total if divisor == 1 else total / divisor
             if given.weights:
                 scaled = scaled * given.weights[0].to(total.dtype)
             found = torch.autograd.grad(scaled, wanted, allow_unused=True)
-            gradients = _of_their_own(found)
+            gradients = _separate(found)
         with torch.no_grad():
             held = iter(given.held)
             for at in (at for at, is_held in enumerate(plan.held) if is_held):
@@ -221,29 +217,29 @@ class StepFunctions:
                     gradients[at] = before
                 else:
                     gradients[at] = before + new if plan.updates else before.add_(new)
-        # Copies: a value may be an input, or come twice, and the caller keeps it.
+        # Copies, because a value may be an input or be logged twice, and the caller keeps it.
         return [one.detach().clone() for one in logs], gradients
 
     def update(self, given: Tensors, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Clip and step; returns the norm of the gradients, if there is one."""
+        """Clip and update; return the norm of the gradients, if there is one."""
         twin = self._places.twin(given.parameters, given.rates)
         if given.weights:
             factor = given.weights[1]
-            # Not times 0, which would leave a NaN.
+            # A product with 0 would keep NaN.
             gradients = [
                 one if one is None else (one * factor.to(one.dtype)).where(factor != 0, 0.0)
                 for one in gradients
             ]
         for at, gradient in zip(self._places.trained, gradients, strict=True):
-            # As clipping expects it.
+            # Clipping uses parameters that require gradients.
             given.parameters[at].requires_grad_().grad = gradient
         states: dict[Tensor, dict[str, Any]] = {one: {} for one in given.parameters}
         for (at, name), value in zip(self._keys, given.states, strict=True):
-            # A count of steps in double precision: Adam's corrections are powers of it.
+            # Adam's corrections are powers, so the number of steps needs double precision.
             exact = value.double() if name == "step" and value.ndim == 0 else value
             states[given.parameters[at]][name] = exact
         known = {one: set(state) for one, state in states.items()}
-        twin.state = _State(states)
+        twin.state = defaultdict(dict, states)
         norm = None if self._clip is None else self._clip(twin)
         settings = _settings(twin)
         with _as_compiling():
@@ -263,28 +259,27 @@ class StepFunctions:
 
 
 def _settings(optimizer: Any) -> list[Any]:
-    """All that an optimizer keeps, except for its parameters and their state."""
+    """Return the attributes and settings of an optimizer, without parameters and state."""
     left_out = ("state", "param_groups")
     own = {name: one for name, one in vars(optimizer).items() if name not in left_out}
     return [own, *({**group, "params": None} for group in optimizer.param_groups)]
 
 
-def _of_their_own(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Gradients that can be changed in place: a sum gives one tensor to all that it adds up."""
-    kept: list[Tensor | None] = []
+def _separate(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients with separate memory, as the terms of a sum share one gradient."""
+    separate: list[Tensor | None] = []
     seen: set[int] = set()
     for one in gradients:
         if one is not None:
             memory = one.untyped_storage()._cdata
-            kept.append(one.clone() if memory in seen or 0 in one.stride() else one)
+            one = one.clone() if memory in seen or 0 in one.stride() else one
             seen.add(memory)
-        else:
-            kept.append(None)
-    return kept
+        separate.append(one)
+    return separate
 
 
 def joined(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients as what the ranks add up: in tensors of one dimension, by ``like`` alone."""
+    """Join gradients to 1-d tensors for a reduction; only ``like`` decides which are joined."""
     filled = [
         (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
         for one, gradient in zip(like, gradients, strict=True)
@@ -293,7 +288,7 @@ def joined(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[T
 
 
 def taken_apart(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that were joined, in the shapes of ``like``."""
+    """Return joined gradients in the shapes of ``like``."""
     found: dict[int, Tensor] = {}
     for whole, part in zip(parts, _parts(like), strict=True):
         pieces = torch.split(whole, [like[at].numel() for at in part])
@@ -302,7 +297,7 @@ def taken_apart(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]
 
 
 def _parts(like: Sequence[Tensor]) -> list[list[int]]:
-    """Which are joined, by index: small ones of a type up to a size; a large one stays alone."""
+    """Return the indices of the tensors to join; large ones stay alone."""
     parts: dict[Any, list[int]] = {}
     taken: Counter[torch.dtype] = Counter()
     for at, one in enumerate(like):
@@ -314,14 +309,9 @@ def _parts(like: Sequence[Tensor]) -> list[list[int]]:
     return list(parts.values())
 
 
-class _State(dict[Tensor, dict[str, Any]]):
-    def __missing__(self, key: Tensor) -> dict[str, Any]:
-        return self.setdefault(key, {})
-
-
 @contextmanager
 def _as_compiling() -> Iterator[None]:
-    """Let optimizers take tensors for numbers that change from step to step."""
+    """Make optimizers accept tensors for numbers that change from step to step."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -331,27 +321,26 @@ def _as_compiling() -> Iterator[None]:
 
 
 def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> GraphModule:
-    """Return the graph of a function, without running it.
+    """Return the graph of a function without running it.
 
     Raises:
-        NotCompilableError: it depends on values, or has an operation that cannot be traced.
+        NotCompilableError: the function depends on values, or an operation cannot be traced.
     """
     inputs = [one.detach() for one in tensors.flat()]
     try:
-        cut = tensors.cut
-        # Without MKL-DNN, recurrent layers become products of matrices, which can be compiled.
         with warnings.catch_warnings():
-            # The flags of some builds warn about hardware that is not there.
+            # Setting the flags of some builds warns about missing hardware.
             warnings.simplefilter("ignore")
+            # Without MKL-DNN, recurrent layers become matrix products, which can be compiled.
             with torch.backends.mkldnn.flags(enabled=False):
-                made = make_fx(lambda *flat: function(cut(flat)), _DECOMPOSITIONS, "fake")
+                made = make_fx(lambda *flat: function(tensors.cut(flat)), _DECOMPOSITIONS, "fake")
                 graph = made(*inputs)
     except NotCompilableError:
         raise
     except Exception as error:
         raise NotCompilableError(f"tracing fails: {first_line(error)}") from error
     for node in reversed(graph.graph.nodes):
-        # Time stamps for a profiler.
+        # Removes time stamps for a profiler.
         if node.op == "call_function" and str(node.target).startswith("profiler."):
             graph.graph.erase_node(node)
     graph.recompile()
@@ -359,10 +348,10 @@ def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Grap
 
 
 def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
-    """With the bias where it costs nothing: as a part of what follows, not as a copy before it.
+    """Add the bias after the product, where the compiler can fuse it with the next operation.
 
-    It is subtracted, as the compiler would make a sum one call again. Half precision would be
-    rounded once more, and on GPUs the compiler decides by itself.
+    The bias is subtracted, because the compiler would turn a sum into ``addmm`` again. Not for half
+    precision, which would be rounded once more, and not on GPUs, where the compiler decides.
     """
     if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4 or bias.device.type != "cpu":
         return NotImplemented
@@ -370,9 +359,9 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
 
 
 def _bernoulli(one: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
-    """Draw as dropout does, where the compiler would draw in the order of another layout.
+    """Draw random numbers by ``native_dropout`` for tensors that are not contiguous.
 
-    Which number goes where depends on the layout, and the compiler keeps it for this call alone.
+    The order of the numbers depends on the layout, which the compiler keeps only in that call.
     """
     if one.is_contiguous() or generator is not None or one.device.type != "cpu":
         return NotImplemented

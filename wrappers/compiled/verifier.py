@@ -1,4 +1,4 @@
-"""Verification of a program: when it is compared with the usual step, and what then happens."""
+"""Verification of a program: when it is compared with an eager step, and the consequences."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import NotCompilableError, first_line
-from .reference import changed_values, copied, differing, draw_from, draws_from
+from .reference import changed_values, copied, largest_difference, random_states, set_random_states
 from .trace import Places
 
-# At least this many steps lie between two verifications out of turn.
+# Minimum number of steps between two additional verifications.
 _BETWEEN = 100
-# How much farther than its first steps a later step of a program may be from the usual one.
+# The allowed difference is this many times larger after the first two steps.
 _SLACK = 16.0
 
 
 class StepMismatchError(RuntimeError):
-    """A compiled step differs from the usual one, after earlier steps that were not compared."""
+    """A compiled step differs from the eager step, and earlier steps were not compared."""
 
 
 class Verifier:
-    """Compares steps 1, 2, 10, 100, 1,000, ... of a program with the usual step on copies.
+    """Compares steps 1, 2, 10, 100, 1,000, ... of a program with eager steps on copies.
 
-    A step that differs is undone.
+    It undoes a step that differs.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
@@ -35,11 +35,11 @@ class Verifier:
         self._next, self._last = 1, 0
 
     def is_due(self, step: int) -> bool:
-        """Whether this step of the program is to be compared."""
+        """Return whether to compare this step of the program."""
         return step >= self._next
 
     def expect_change(self, step: int) -> None:
-        """Compare the step after this one, unless the last comparison was shortly before."""
+        """Compare the next step too, unless the last comparison was less than 100 steps ago."""
         if step - self._last >= _BETWEEN:
             self._next = step + 1
 
@@ -50,15 +50,17 @@ class Verifier:
         made: Callable[[list[Tensor]], Any],
         usual: Callable[..., Any],
     ) -> list[Tensor]:
-        """Run a program and compare; returns its outputs.
+        """Run a program, compare it with an eager step and return its outputs.
 
         Args:
-            made: all values that the program has computed, by its outputs.
-            usual: computes the same values by a usual step on copies of its first argument; takes
+            step: number of this step of the program, from 1.
+            program: runs the program.
+            made: returns all values that the program has computed, given its outputs.
+            usual: computes the same values by an eager step on copies of its first argument; takes
                 ``dtype`` and ``nudge`` of ``EagerStep``.
 
         Raises:
-            NotCompilableError: the program fails, or its first steps differ.
+            NotCompilableError: the program fails, or one of its first two steps differs.
             StepMismatchError: a later step differs.
         """
         try:
@@ -67,27 +69,27 @@ class Verifier:
             raise NotCompilableError(
                 f"the model cannot be copied to compare steps: {first_line(error)}"
             ) from error
-        start, before = changed_values(Places(*origin)), draws_from(self._device)
+        start, before = changed_values(Places(*origin)), random_states(self._device)
         ends: list[list[Tensor]] = []
 
         def eager(**options: Any) -> Any:
-            draw_from(self._device, before)
+            set_random_states(self._device, before)
             values = usual(origin, **options)
-            ends.append(draws_from(self._device))
+            ends.append(random_states(self._device))
             return values
 
         try:
             outputs = program()
-            after = draws_from(self._device)
-            with _kept(self._model):
-                # An error ends the training: nothing but a clear difference may cause it.
+            after = random_states(self._device)
+            with _restored(self._model):
+                # A mismatch later on ends the training, so it must be a clear difference.
                 slack = 1.0 if step <= 2 else _SLACK
-                wrong = differing(made(outputs), start, eager, self._low(), slack)
+                wrong = largest_difference(made(outputs), start, eager, self._low(), slack)
         except Exception as error:
             self._undo(origin, before)
             raise NotCompilableError(f"compiled, it fails: {first_line(error)}") from error
         except BaseException:
-            # Such as Ctrl-C: the step has not been counted.
+            # The user pressed Ctrl-C, and the step has not been counted.
             self._undo(origin, before)
             raise
         if wrong is None and not all(map(torch.equal, after, ends[0])):
@@ -95,8 +97,8 @@ class Verifier:
         if wrong is not None:
             self._undo(origin, before)
             self._refuse(wrong, step)
-        draw_from(self._device, after)
-        # The power of ten after it, but the second step first.
+        set_random_states(self._device, after)
+        # The next power of ten, except that step 2 follows step 1.
         self._last, self._next = step, 2 if step < 2 else int(10 ** len(str(step)))
         return outputs
 
@@ -109,9 +111,9 @@ class Verifier:
         if step <= 2:
             raise NotCompilableError(f"compiled, it gives other numbers ({name})")
         raise StepMismatchError(
-            f"the compiled training step differs from the usual one in {name}, found at its step "
-            f"{step}: they were last equal at step {self._last}, and the steps since then may be "
-            "wrong. Resume from a checkpoint from before that, without compile: step"
+            f"the compiled training step differs from the usual one in {name} at its step {step}: "
+            f"they were last equal at step {self._last}, and the steps since then may be wrong. "
+            "Resume from an earlier checkpoint, without compile: step"
         )
 
     @torch.no_grad()
@@ -127,12 +129,12 @@ class Verifier:
                 one.grad = before.grad
             else:
                 one.grad.copy_(before.grad)
-        draw_from(self._device, draws)
+        set_random_states(self._device, draws)
 
 
 @contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Restore the model's tensors and gradients: closures of a copy may refer to the original."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore the model's tensors and gradients, which closures of a copy may change."""
     tensors = [*model.parameters(), *model.buffers()]
     before = [
         (one, one.detach().clone(), one.grad, None if one.grad is None else one.grad.clone())

@@ -1,3 +1,3 @@
-"""How a loss becomes new weights: optimizer wrappers, clipping, mixed precision, parameter groups.
+"""Optimizer wrappers: backward, accumulation, clipping, mixed precision, parameter groups.
 Imports sharding and steps. Start with optim.py.
 """

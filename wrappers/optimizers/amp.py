@@ -25,7 +25,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _in_either_order(init: _Init) -> _Init:
-    """Take ``(loss_scale, dtype, use_fsdp, *, optimizer, ...)``, mmengine's order, as well."""
+    """Also accept mmengine's order, ``(loss_scale, dtype, use_fsdp, *, optimizer, ...)``."""
     names = ("loss_scale", "dtype", "use_fsdp")
 
     @wraps(init)
@@ -40,10 +40,10 @@ def _in_either_order(init: _Init) -> _Init:
 
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
-    """An optimizer wrapper in mixed precision, on any device with autocast.
+    """An optimizer wrapper for mixed precision, on any device with autocast.
 
-    The loss is scaled for float16 only: bfloat16 has the exponents of float32. By position the
-    arguments may come as here or as in mmengine: ``AmpOptimWrapper("dynamic", "bfloat16",
+    The loss is scaled only for float16, as bfloat16 has the range of float32. Positional arguments
+    may have the order below or mmengine's: ``AmpOptimWrapper("dynamic", "bfloat16",
     optimizer=optimizer)``.
 
     Args:
@@ -51,15 +51,15 @@ class AmpOptimWrapper(OptimWrapper):
         clip_grad: as in ``OptimWrapper``; the gradients are unscaled first.
         loss_scale: "dynamic", a number (a fixed scale), or arguments of
             ``torch.amp.GradScaler``.
-        dtype: a ``torch.dtype`` or its name; default: autocast's own for the device. "float32"
-            and "float64" switch autocast off.
-        use_fsdp: decide together with all ranks whether an update is skipped, at one small
-            collective per update; so it is anyway where the optimizer's parameters are sharded.
-        device: default: the device of the parameters.
+        dtype: a ``torch.dtype`` or its name; default: autocast's default for the device. "float32"
+            and "float64" disable autocast.
+        use_fsdp: skip an update on all ranks if one rank must skip it, by a small collective per
+            update. Always done if the optimizer's parameters are sharded.
+        device: the device of autocast; default: the device of the parameters.
 
     Raises:
-        TypeError: a ``loss_scale`` of another type, or an unknown scaler argument in it.
-        ValueError: another ``dtype``.
+        TypeError: ``loss_scale`` has another type, or contains an unknown argument.
+        ValueError: ``dtype`` is not one of these.
     """
 
     config_plain = ("clip_grad", "loss_scale")
@@ -78,31 +78,31 @@ class AmpOptimWrapper(OptimWrapper):
         loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(optimizer, accumulative_counts, clip_grad, loss_weight)
-        place = next(parameters_of(optimizer)).device if device is None else torch.device(device)
-        self.device_type = place.type
+        device = next(parameters_of(optimizer)).device if device is None else torch.device(device)
+        self.device_type = device.type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
         self._together = use_fsdp or (enabled and has_placed(optimizer))
         scaler: Any = torch.amp.GradScaler
         if self._together:
-            # It imports a good part of torch.distributed.
+            # Imported lazily: it loads large parts of torch.distributed.
             from ..sharding.part_scaler import PartScaler as scaler
         options, self._fixed_scale = _scaler_options(loss_scale)
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
         self.scales_losses = self.loss_scaler.is_enabled()
         if enabled and isinstance(optimizer, torch.optim.SGD):
-            # Fused and told to skip its first step, it would take for its momentum what happens
-            # to be in memory; now the scaler does not call it then.
+            # A fused SGD that skips its first step would use uninitialised momentum. With this
+            # flag the scaler does not call the optimizer at all if a gradient is infinite.
             vars(optimizer)["_step_supports_amp_scaling"] = False
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
-        """The arguments by name, which the decorator of ``__init__`` passes on as they are."""
+        """Return the signature, whose arguments the registry passes by name."""
         return inspect.signature(cls)
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """The scale of this window's losses, a tensor on the device; 1 but for float16."""
+        """The scale of this window's losses, a tensor on the device; 1 unless in float16."""
         device = next(parameters_of(self.optimizer)).device
         scale: Tensor = self.loss_scaler.scale(torch.ones((), device=device))
         return scale
@@ -118,31 +118,31 @@ class AmpOptimWrapper(OptimWrapper):
     def apply(self, **kwargs: Any) -> None:
         """Update the parameters unless a gradient is infinite, and adapt the loss scale."""
         if self._together and self.clip is None:
-            # Fused optimizers unscale by themselves, and would ask no other rank.
+            # Fused optimizers would unscale by themselves, without the other ranks.
             self.unscale()
         self.loss_scaler.step(self.optimizer, **kwargs)
         self.loss_scaler.update(self._fixed_scale)
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Autocast, inside ``model.no_sync()`` where the micro-batch does not end its window."""
+        """Return autocast, with ``model.no_sync()`` unless the micro-batch ends its window."""
         context = super().optim_context(model)
         return context if self.cast_dtype not in _HALF else _both(context, self.precision_context())
 
     def precision_context(self) -> AbstractContextManager[Any]:
-        """Autocast alone, as an evaluation of the model in training runs in."""
+        """Return autocast alone, for evaluations during training."""
         if self.cast_dtype not in _HALF:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.cast_dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """As ``OptimWrapper.state_dict()``, with ``loss_scaler``."""
+        """Return ``OptimWrapper.state_dict()`` with ``loss_scaler``."""
         return {**super().state_dict(), _SCALE_KEY: self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``, also that of an ``OptimWrapper``."""
+        """Restore ``state_dict()`` of this class or of ``OptimWrapper``."""
         state = dict(state_dict)
         scale = state.pop(_SCALE_KEY, None)
-        # A disabled scaler saves nothing, and an enabled one refuses to load nothing.
+        # The state of a disabled scaler is empty, and an enabled one cannot load that.
         if scale and self.loss_scaler.is_enabled():
             self.loss_scaler.load_state_dict(scale)
         super().load_state_dict(state)
@@ -166,7 +166,7 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
 
 
 def _scaler_options(loss_scale: Any) -> tuple[dict[str, Any], float | None]:
-    """Arguments for the scaler, and the scale to return to after every update."""
+    """Return the arguments of the scaler, and the fixed scale if there is one."""
     if loss_scale == "dynamic":
         return {}, None
     if isinstance(loss_scale, Mapping):

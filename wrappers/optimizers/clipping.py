@@ -1,4 +1,4 @@
-"""Gradient clipping by torch's functions, also where parameters are spread over ranks."""
+"""Gradient clipping by torch's functions, also for parameters that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ _CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
 
 
 class GradClip:
-    """Clips the gradients of an optimizer by torch's function for "norm" or "value"."""
+    """Clips the gradients of an optimizer by torch's function for "norm" or "value".
+
+    Raises:
+        AssertionError: ``settings`` is not a mapping, or has no arguments for torch's function.
+        TypeError: an argument is unknown.
+        ValueError: ``type`` is neither "norm" nor "value".
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         if not isinstance(settings, Mapping) or not settings:
@@ -43,9 +49,9 @@ class GradClip:
         return f"GradClip(kind={self.kind!r}, options={self.options})"
 
     def __call__(self, optimizer: Optimizer) -> Tensor | None:
-        """Clip in place; returns the total norm before (None for "value").
+        """Clip in place; return the total norm before clipping, None for "value".
 
-        Where parameters are sharded every rank must call this.
+        Every rank must call this if parameters are sharded.
         """
         parameters: Any = [
             parameter
@@ -55,7 +61,7 @@ class GradClip:
         clip: Callable[..., Tensor | None] = _CLIPS[self.kind]
         if not has_placed(optimizer):
             return clip(parameters, **self.options)
-        # torch's functions fail on parameters of different meshes; they only look at `grad`.
+        # torch's functions fail on parameters of different meshes, but only read `grad`.
         parts = [SimpleNamespace(grad=local_part(one.grad)) for one in parameters]
         if self.kind == "norm":
             return _clip_parts_by_norm(parameters, parts, **self.options)

@@ -1,4 +1,4 @@
-"""The check of the first update: gradients that are missing, or that differ between ranks."""
+"""The check of the first update for gradients that are missing or differ between ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .gates import Gate
 
 
 class FirstUpdate(Gate):
-    """Checks the gradients of the first update, then leaves.
+    """Checks the gradients of the first update, then removes itself from the gates.
 
-    A custom step (by a second backward or ``torch.autograd.grad``) and, in a tensor group, a layer
-    left out of the plan leave the ranks' gradients apart, and nothing else fails then.
+    A custom step with a second backward or ``torch.autograd.grad``, or a layer that is missing in
+    the plan of a tensor group, makes the ranks' gradients differ without any other error.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -61,40 +61,40 @@ class FirstUpdate(Gate):
             name = names.get(id(parameters[int(index)]), "a parameter")
             raise RuntimeError(
                 f"the ranks have different gradients of {name!r} at the first update in "
-                f"{type(self._model).__name__}.train_step, and would train apart. Only the first "
-                "backward after a call of self(...), or of a child under separate, averages: not "
-                "torch.autograd.grad, and no second backward of calls made before the first. Add "
-                "up the losses that share calls, call again before each backward, or take "
+                f"{type(self._model).__name__}.train_step, and must have the same. Only the first "
+                "backward after a call of self(...), or of a child under separate, averages "
+                "gradients; torch.autograd.grad does not, nor does a second backward. Add up the "
+                "losses that share calls, call again before each backward, or use "
                 "self.average(gradient)"
             )
-        # Infinities hide what differs.
+        # Infinite gradients hide differences, so the next update is checked again.
         return is_finite
 
 
 def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
-    """Whether there is a gradient; raise RuntimeError if one is missing."""
+    """Return whether any parameter has a gradient; raise RuntimeError if one should have one."""
     if any(getattr(one, "is_replaced", False) for one in parameters):
         raise RuntimeError(
-            f"{name} has parameters that the model has no more, since its layers were split; make "
-            "the optimizer after wrapping"
+            f"{name} has parameters that the model lost when its layers were split; create the "
+            "optimizer after wrapping"
         )
     if any(one.grad is not None for one in parameters):
         return True
     # Frozen parameters may be trained later, and another wrapper's backward may reach others.
     if has_run and any(one.requires_grad for one in parameters):
         raise RuntimeError(
-            f"no parameter of {name} has a gradient at its first update: either the loss reaches "
-            "none of them, or the model has other parameters now; create the optimizer after "
+            f"no parameter of {name} has a gradient at its first update: either the loss depends "
+            "on none of them, or the model has other parameters now; create the optimizer after "
             "wrapping, because fsdp and split layers replace parameters"
         )
     return False
 
 
 def _is_averaged(model: Any) -> bool:
-    """Whether each rank is to update by the same gradients, and comes to every update."""
+    """Return whether all ranks take part in every update, with the same gradients."""
     if not distributed.is_initialized() or model_features(model).uneven_inputs is not None:
         return False
-    # A hook may leave them different, like local SGD, and so may parameters that torch ignores.
+    # Communication hooks, such as local SGD, and ignored parameters may leave them different.
     return not any(
         getattr(one, "_comm_hooks", None) or getattr(one, "parameters_to_ignore", None)
         for one in model.modules()
@@ -102,7 +102,7 @@ def _is_averaged(model: Any) -> bool:
 
 
 def _tensor_ranks_agree(parameters: Iterable[Tensor]) -> bool:
-    """Whether all gradients of tensor groups are finite; RuntimeError where the ranks' differ."""
+    """Return whether the gradients of tensor groups are finite; RuntimeError if ranks differ."""
     own, all_finite = {id(one) for one in parameters}, True
     for model, (group, everywhere) in list(split_models.items()):
         named = {name: one for name, one in model.named_parameters() if id(one) in own}
@@ -111,30 +111,28 @@ def _tensor_ranks_agree(parameters: Iterable[Tensor]) -> bool:
         whole = {k: v for k, v in named.items() if v.requires_grad and not _is_split(v, group)}
         differs, is_finite = _differing(whole.values(), group, 0.02, 1e-3)
         wrong = differs.nonzero()
-        # As many as there are from the first one on: the greatest number is the first of all.
+        # Counted from the end, so that MAX finds the first parameter that differs on any rank.
         found = torch.tensor([len(differs) - int(wrong[0]) if len(wrong) else 0, not is_finite])
         if everywhere:
             found = found.to(comm_device())
             distributed.all_reduce(found, ReduceOp.MAX)
-        left, infinite = found.tolist()
+        from_end, infinite = found.tolist()
         all_finite = all_finite and not infinite
-        if not left:
-            continue
-        name = list(whole)[-left]
-        ranks = ", ".join(map(str, distributed.get_process_group_ranks(group)))
-        raise RuntimeError(
-            f"the gradient of {name!r} is not the same on the ranks of a tensor group (here "
-            f"{ranks}), each of which holds this parameter whole and would train it apart. Either "
-            "the plan leaves out a layer that sees a part of the sequence or of the features: give "
-            'it a style (such as "sequence" for a norm), or let the layer before give out whole '
-            'tensors ("replicate"). Or these ranks do not see the same batches, or draw other '
-            "random numbers"
-        )
+        if from_end:
+            name = list(whole)[-from_end]
+            ranks = ", ".join(map(str, distributed.get_process_group_ranks(group)))
+            raise RuntimeError(
+                f"the gradient of {name!r} is not the same on the ranks of a tensor group (here "
+                f"{ranks}), and must be, because the parameter is not split. Either the plan "
+                "leaves out a layer that gets a part of the sequence or of the features: give it a "
+                'style (such as "sequence" for a norm), or make the previous layer return whole '
+                'tensors ("replicate"). Or these ranks get different batches or random numbers'
+            )
     return all_finite
 
 
 def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
-    # By their ranks: of equal meshes made one after the other torch keeps the first one's groups.
+    # Compares ranks, because torch reuses the groups of an earlier mesh with the same ranks.
     ranks = distributed.get_process_group_ranks(group)
     over = layout_of(parameter).sharded_over
     return any(distributed.get_process_group_ranks(one) == ranks for one in over)
@@ -144,13 +142,13 @@ def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
 def _differing(
     parameters: Iterable[Tensor], group: ProcessGroup | None, tolerance: float, noise: float
 ) -> tuple[Tensor, bool]:
-    """Return whose gradients differ between the ranks, and whether all are finite; collective.
+    """Return which gradients differ between the ranks, and whether all are finite; collective.
 
     Args:
-        tolerance: allowed difference relative to the gradient: kernels add in any order.
-        noise: size of pure rounding errors, relative to the largest gradient.
+        tolerance: allowed difference relative to the gradient, as kernels sum in any order.
+        noise: size of pure rounding errors relative to the largest gradient.
     """
-    # One more, so that there is something to send.
+    # The row of zeros avoids an empty message.
     own = torch.stack([torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)])
     own = own.to(comm_device(group))
     everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]

@@ -1,4 +1,4 @@
-"""Gates attach to an optimizer wrapper from outside, and may prevent its updates."""
+"""Gates: objects that attach to an optimizer wrapper and may prevent its updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..steps.step_checks import has_own_step
 
 
 class Gate:
-    """Takes part in each micro-batch and update of an optimizer wrapper; this one does nothing."""
+    """An object that an optimizer wrapper calls in each micro-batch and update; does nothing."""
 
     def begin(self, model: Any) -> None:
         """Handle the start of the training of ``model``."""
@@ -21,55 +21,52 @@ class Gate:
         """Handle the start of a forward of ``model``."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to run backward from; every rank must call this."""
+        """Return the loss whose backward runs; every rank must call this."""
         return loss
 
     def begin_backward(self, ends_window: bool) -> None:
-        """Handle the start of a backward."""
+        """Handle the start of a backward; ``ends_window`` is True in the last one of a window."""
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Whether to update by the current (unclipped, scaled) gradients."""
+        """Return whether to apply the current (unclipped, scaled) gradients."""
         return True
 
     def clear(self) -> None:
-        """Handle that the gradients are cleared."""
+        """Handle the clearing of the gradients."""
 
 
 class UpdateGuard(Protocol):
-    """Decides before each update whether it is made."""
+    """An object that allows or prevents each update."""
 
     def note(self, loss: Tensor) -> None:
-        """Receive the loss of a micro-batch, before its backward."""
+        """Receive the loss of a micro-batch before its backward."""
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Whether to update by the current (unclipped, scaled) gradients."""
+        """Return whether to apply the current (unclipped, scaled) gradients."""
 
 
 class GuardGate(Gate):
-    """Asks an ``UpdateGuard``."""
+    """Attaches an ``UpdateGuard``."""
 
     def __init__(self, guard: UpdateGuard) -> None:
         self.guard = guard
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Report the loss, unchanged."""
         self.guard.note(loss.detach())
         return loss
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Ask the guard."""
         return self.guard.allows(optim_wrapper)
 
 
 class ClosureGate(Gate):
-    """Refuses the updates of an optimizer that needs a closure."""
+    """Raises ValueError when an optimizer that needs a closure is updated without one."""
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Raise ValueError."""
-        raise ValueError(closure_advice(optim_wrapper.optimizer))
+        raise ValueError(_closure_advice(optim_wrapper.optimizer))
 
 
-def closure_advice(optimizer: Optimizer) -> str:
+def _closure_advice(optimizer: Optimizer) -> str:
     return (
         f"{type(optimizer).__name__} needs a closure that computes the loss again, several times "
         "in a step: override the wrapper's train_step and call "
@@ -79,35 +76,31 @@ def closure_advice(optimizer: Optimizer) -> str:
 
 
 def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
-    """Raise ValueError if the optimizer needs a closure and no step of `model` can give one."""
+    """Raise ValueError if the optimizer needs a closure, and the step of `model` has none."""
     if optim_features(optim_wrapper).needs_closure and not has_own_step(model):
-        raise ValueError(closure_advice(optim_wrapper.optimizer))
+        raise ValueError(_closure_advice(optim_wrapper.optimizer))
 
 
 def check_closure(optim_wrapper: Any, model: Any = None) -> None:
-    """Raise ValueError where ``optim_wrapper`` cannot update by a closure."""
-    name = type(optim_wrapper.optimizer).__name__
-    every = optim_wrapper.accumulative_counts
+    """Raise ValueError if ``optim_wrapper`` cannot update by a closure."""
+    every, clip = optim_wrapper.accumulative_counts, optim_wrapper.clip
+    problem = ""
     if every != 1:
-        raise ValueError(
-            f"{name} with a closure needs accumulative_counts=1, got {every}: it computes "
-            "the loss several times, always on the same data; use larger batches"
+        problem = (
+            f"needs accumulative_counts=1, got {every}: it computes the loss several times, always "
+            "on the same data; use larger batches"
         )
-    if optim_wrapper.loss_weight is not None:
-        raise ValueError(
-            f"{name} with a closure needs loss_weight=None: each of its losses must be the mean "
-            "that it compares; compute that in the closure"
+    elif optim_wrapper.loss_weight is not None:
+        problem = (
+            f"needs loss_weight=None, got {optim_wrapper.loss_weight}: the closure must return the "
+            "weighted mean"
         )
-    if optim_wrapper.clip is not None:
-        raise ValueError(
-            f"{name} with a closure needs clip_grad=None, got {optim_wrapper.clip}: it compares "
-            "losses with gradients, which clipped are of another loss"
-        )
-    if optim_wrapper.scales_losses:
-        raise ValueError(
-            f"{name} with a closure takes no scaled loss: use dtype bfloat16 or float32"
-        )
-    if model_features(model).uneven_inputs is not None:
-        raise ValueError(
-            f"{name} with a closure needs as many batches on all ranks: leave uneven_inputs out"
-        )
+    elif clip is not None:
+        problem = f"needs clip_grad=None, got {clip}: its line search needs unclipped gradients"
+    elif optim_wrapper.scales_losses:
+        problem = "accepts no scaled loss: use dtype bfloat16 or float32"
+    elif model_features(model).uneven_inputs is not None:
+        problem = "needs the same number of batches on all ranks: leave uneven_inputs out"
+    if problem:
+        name = type(optim_wrapper.optimizer).__name__
+        raise ValueError(f"{name} with a closure {problem}")

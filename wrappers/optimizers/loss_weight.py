@@ -1,10 +1,9 @@
-"""The weight of a micro-batch: its samples, its tokens, or what the user counts."""
+"""The weight of a micro-batch: its number of samples or tokens, or a user's measure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,45 +12,38 @@ from torch import Tensor
 from ...registry import did_you_mean, import_path
 
 _TARGETS = ("labels", "targets", "target")
-_NAMED_TARGETS = "tokens needs an entry labels, targets or target with the targets"
-_SECOND_ENTRY = "tokens needs a second entry with the targets"
 _IGNORED = -100
 _BY_NAME = ("samples", "tokens")
 _INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a function of the batch"
 
 
 class LossWeight:
-    """What the losses of a batch are means over: how much of it there is in a batch.
+    """A measure of a batch: the number of items over which its losses are means.
 
     Args:
-        setting: "samples": the first dimension of the first tensor. "tokens": the targets that are
-            not -100, torch's ``ignore_index``; targets are the entry "labels", "targets" or
-            "target", or the second one. ``{"key": name_or_index}``: the sum of that entry, a mask
-            or weights. A function, or its import path, called with the preprocessed batch, that
-            returns a number or a tensor without dimensions.
+        setting: "samples": the first dimension of the first tensor. "tokens": the number of targets
+            that are not -100, torch's ``ignore_index``; the targets are the entry "labels",
+            "targets" or "target", or the second entry. ``{"key": name_or_index}``: the sum of that
+            entry, such as a mask. A function of the preprocessed batch, or its import path, that
+            returns a number or a 0-d tensor.
 
     Raises:
-        TypeError, ValueError: the setting is none of these.
-        ImportError: the path leads to nothing.
+        TypeError, ValueError: the setting has another form.
+        ImportError: the import path does not exist.
     """
 
     def __init__(self, setting: Any) -> None:
         self.setting = setting
-        function = _read(setting)
-        is_own = function in (_samples, _tokens)
-        self._measure = function if is_own else partial(self._checked, function)
+        self._measure = _function_of(setting)
 
     def of(self, batch: Any) -> float | Tensor:
-        """The weight of a preprocessed batch: a number, on accelerators maybe a 0-d tensor.
+        """Return the weight of a preprocessed batch: a number, or a 0-d tensor on an accelerator.
 
         Raises:
-            KeyError: the batch has no such entry.
-            ValueError: it is negative or not finite; of a tensor on an accelerator nobody looks.
+            KeyError: an entry is missing in the batch.
+            ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
-        return self._measure(batch)
-
-    def _checked(self, function: Callable[[Any], Any], batch: Any) -> float | Tensor:
-        found = function(batch)
+        found = self._measure(batch)
         if isinstance(found, Tensor):
             if found.numel() != 1:
                 shape = tuple(found.shape)
@@ -68,15 +60,15 @@ class LossWeight:
         return f"loss_weight={getattr(self.setting, '__qualname__', None) or repr(self.setting)}"
 
 
-def _read(setting: Any) -> Callable[[Any], Any]:
-    """The function that measures a batch."""
+def _function_of(setting: Any) -> Callable[[Any], Any]:
+    """Return the function that measures a batch."""
     if callable(setting):
         return setting  # type: ignore[no-any-return]
     if isinstance(setting, Mapping):
         key = setting.get("key")
         if list(setting) != ["key"] or isinstance(key, bool) or not isinstance(key, (str, int)):
             raise ValueError(f"loss_weight must be {{key: name or index}}, got {dict(setting)!r}")
-        return lambda batch: _summed(_entry(batch, key, f"{{key: {key!r}}} needs that entry"))
+        return lambda batch: _sum_of_entry(batch, key)
     if not isinstance(setting, str):
         raise TypeError(
             "loss_weight must be samples, tokens, {key: ...}, a function or its import path, "
@@ -91,27 +83,23 @@ def _read(setting: Any) -> Callable[[Any], Any]:
         )
     found = import_path(setting)
     if not callable(found):
-        raise TypeError(f"loss_weight: {setting} is no function, but {type(found).__name__}")
+        raise TypeError(f"loss_weight: {setting} must be a function, got {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 
-def _samples(batch: Any) -> float:
-    """The first dimension of the first tensor; the length of a list inside: it holds samples."""
-    count = _first_count(batch)
+def _samples(batch: Any) -> int:
+    """Return the first dimension of the first tensor, or the length of a list in the batch."""
+    count = _first_count([batch] if isinstance(batch, Tensor) else batch)
     if count is None:
         raise KeyError(f"loss_weight=samples needs a tensor, but {_described(batch)}; {_INSTEAD}")
-    return float(count)
+    return count
 
 
 def _first_count(data: Any) -> int | None:
-    if isinstance(data, (tuple, list)):
-        entries = data
-    else:
-        entries = (data,) if isinstance(data, Tensor) else getattr(data, "values", tuple)()
-    for one in entries:
+    for one in data if isinstance(data, (tuple, list)) else getattr(data, "values", tuple)():
         if isinstance(one, Tensor):
-            if shape := one.shape:
-                return shape[0]
+            if one.ndim:
+                return len(one)
         elif isinstance(one, list):
             return len(one)
         elif isinstance(one, (tuple, Mapping)) and (count := _first_count(one)) is not None:
@@ -119,30 +107,26 @@ def _first_count(data: Any) -> int | None:
     return None
 
 
-def _tokens(batch: Any) -> float | Tensor:
-    is_pair = isinstance(batch, (tuple, list)) and len(batch) > 1
-    target = batch[1] if is_pair else _target_in(batch)
-    if not isinstance(target, Tensor):
-        kind = type(target).__name__
-        raise TypeError(f"loss_weight=tokens counts targets in a tensor, got {kind}; {_INSTEAD}")
-    count = (target != _IGNORED).count_nonzero()
-    return float(count) if target.is_cpu else count.double()
-
-
-def _target_in(batch: Any) -> Any:
-    # Not isinstance(batch, Mapping), which takes as long as the counting.
+def _tokens(batch: Any) -> Tensor:
     if hasattr(batch, "keys"):
         key = next((name for name in _TARGETS if name in batch), None)
-        return _entry(batch, key, _NAMED_TARGETS)
-    return _entry(batch, 1, _SECOND_ENTRY)
+        needed = "tokens needs an entry labels, targets or target with the targets"
+        target = _entry(batch, key, needed)
+    else:
+        target = _entry(batch, 1, "tokens needs a second entry with the targets")
+    if not isinstance(target, Tensor):
+        kind = type(target).__name__
+        raise TypeError(f"loss_weight=tokens needs targets in a tensor, got {kind}; {_INSTEAD}")
+    return (target != _IGNORED).count_nonzero()
 
 
-def _summed(entry: Any) -> Any:
+def _sum_of_entry(batch: Any, key: Any) -> Any:
+    entry = _entry(batch, key, f"{{key: {key!r}}} needs that entry")
     return entry.sum(dtype=torch.float64) if isinstance(entry, Tensor) else entry
 
 
 def _entry(batch: Any, key: Any, needed: str) -> Any:
-    # An index into a tensor would choose a sample.
+    # The index of a tensor would select a sample.
     if not isinstance(batch, Tensor):
         try:
             return batch[key]

@@ -1,4 +1,4 @@
-"""How a loss becomes new weights: backward, accumulation, clipping, the update."""
+"""The optimizer wrapper: backward, gradient accumulation, clipping and the update."""
 
 from __future__ import annotations
 
@@ -31,26 +31,25 @@ _COUNT_KEY = "stepwrap.inner_count"
 _UNIT_KEY = "stepwrap.loss_unit"
 _KIND_KEY = "stepwrap.optimizer"
 _BASE_KEY = "base_param_settings"
-# Entering this costs a tenth of a generator-based context, on every step.
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 class Accumulation(OptimFeatures):
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
 
     Attributes:
-        max_counts: micro-batches at the end of the training; -1 if that is not known.
+        max_counts: micro-batches at the end of the training; -1 if unknown.
         resumed_at: micro-batches before the training began or was resumed.
-        window: the micro-batches of an update, and their weights.
-        gates: take part in each micro-batch and update; empty in the common case.
+        window: the micro-batches of an update and their weights.
+        gates: objects called in each micro-batch and update; empty in the common case.
     """
 
     def __init__(self, accumulative_counts: int) -> None:
-        # Integers of numpy have an index as well, and bools must not count.
+        # Accepts numpy's integers, which have __index__, but not bools, which have it too.
         if isinstance(accumulative_counts, bool) or not hasattr(accumulative_counts, "__index__"):
             raise TypeError(f"accumulative_counts must be an int, got {accumulative_counts!r}")
         if accumulative_counts < 1:
-            # As documented by the system that this is for.
+            # The error type and the text are mmengine's.
             raise AssertionError(
                 "_accumulative_counts at least greater than or equal to 1, "
                 f"got {accumulative_counts!r}"
@@ -58,7 +57,6 @@ class Accumulation(OptimFeatures):
         self._accumulative_counts = operator.index(accumulative_counts)
         self._inner_count = 0
         self.max_counts = -1
-        self._remainder_counts = -1
         self.resumed_at = 0
         self._pass_start, self._pass_end = 0, -1
         self.window = CountWindow()
@@ -78,8 +76,11 @@ class Accumulation(OptimFeatures):
     def inner_count(self, count: int) -> None:
         self._inner_count = count
 
-    # mmengine's name, which code for its optimizer wrappers reads.
+    # mmengine's names, which code for its optimizer wrappers reads.
     _max_counts = property(lambda self: self.max_counts)
+    _remainder_counts = property(
+        lambda self: self.max_counts % self._accumulative_counts if self.max_counts > 0 else -1
+    )
 
     @property
     def guard(self) -> UpdateGuard | None:
@@ -92,10 +93,10 @@ class Accumulation(OptimFeatures):
         self.gates = others if guard is None else [*others, GuardGate(guard)]
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Tell where training starts and ends, in micro-batches.
+        """Set where training starts and ends, in micro-batches.
 
-        With ``max_counts`` known, a shorter last window still ends in an update, and its losses
-        are averaged over its own length.
+        If ``max_counts`` is known, a shorter last window still ends with an update, and its losses
+        are averaged over its length.
         """
         for gate in self.gates:
             gate.begin(model)
@@ -103,7 +104,6 @@ class Accumulation(OptimFeatures):
         self._inner_count = self.resumed_at = init_counts
         self._pass_start, self._pass_end = 0, -1
         self.max_counts = max_counts
-        self._remainder_counts = max_counts % every if max_counts > 0 else -1
         if init_counts % every and self.loss_weight is None:
             logger.warning(
                 "Resumed iteration number is not divisible by accumulative_counts "
@@ -120,45 +120,46 @@ class Accumulation(OptimFeatures):
             )
 
     def accumulate(self, counts: int) -> None:
-        """Take that many micro-batches per update from here on, where a window begins."""
+        """Change the number of micro-batches per update; call it between two windows."""
         self._accumulative_counts = counts
         self.window.accumulate(counts)
 
     def begin_pass(self, start: int, length: int | None) -> None:
-        """Tell where a pass over the data begins and, where it is known, how long it is.
+        """Set the start of a pass over the data and, if it is known, its length.
 
-        With ``loss_weight`` a window begins with the pass, and a shorter last one ends with it;
-        without, windows go on over its end, and this changes nothing. May be called again as soon
-        as the length is known.
+        With ``loss_weight`` windows begin and end with the pass, so the last one may be shorter.
+        Otherwise windows continue in the next pass, and this changes nothing. Call it again when
+        the length becomes known.
 
         Args:
-            start: micro-batches before the pass, also where it is resumed inside.
-            length: micro-batches in it.
+            start: micro-batches before the pass, even if training resumes inside the pass.
+            length: micro-batches in the pass.
         """
         if self.loss_weight is not None:
             self._pass_start = start
             self._pass_end = -1 if length is None else start + length
 
     def should_update(self) -> bool:
-        """Whether the micro-batch just counted ends its window."""
+        """Return whether the last micro-batch ended its window."""
         count = self._inner_count
         full = (count - self._pass_start) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def should_sync(self) -> bool:
-        """Whether the coming micro-batch ends its window (asked before its backward)."""
+        """Return whether the next micro-batch ends its window; call it before the backward."""
         count = self._inner_count + 1
         full = (count - self._pass_start) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
-        """Set what the coming micro-batch weighs; without ``loss_weight`` nothing happens.
+        """Set the weight of the next micro-batch; without ``loss_weight`` nothing happens.
 
-        To be called with the preprocessed batch before the backward; the usual steps do.
+        A custom training step calls it before the backward; the default steps do so too.
 
         Args:
-            model: the wrapper, which knows the ranks whose gradients are averaged; default: that
-                of the last ``optim_context``.
+            batch: the preprocessed batch.
+            model: the wrapper whose ranks average their gradients; default: the wrapper of the last
+                ``optim_context``.
         """
         if self.loss_weight is None:
             return
@@ -168,9 +169,9 @@ class Accumulation(OptimFeatures):
 
     @property
     def window_weight(self) -> float:
-        """Weight of the micro-batches whose gradients this rank holds; for checkpoints.
+        """Weight of the micro-batches whose gradients this rank holds, for checkpoints.
 
-        Set it together with the gradients of a window: otherwise held gradients count as 0.
+        Set it when you restore the gradients of a window; otherwise they count as 0.
         """
         return float(self.window.total or 0.0)
 
@@ -182,9 +183,9 @@ class Accumulation(OptimFeatures):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide ``loss`` by the number of micro-batches in its window.
 
-        With ``loss_weight``: multiply it by its weight; ``step`` divides by those of the window.
+        With ``loss_weight``, multiply it by its weight; ``step`` divides by the window's weight.
         """
-        # The last gate, a guard, sees the loss as it came.
+        # In reverse order: the last gate, a guard, gets the original loss.
         for gate in reversed(self.gates):
             loss = gate.scale(loss)
         if self._accumulative_counts == 1:
@@ -194,15 +195,15 @@ class Accumulation(OptimFeatures):
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """The factor of this window's gradients; other backwards than `backward` multiply by it."""
+        """The scale of this window's losses, for code that does not call `backward`."""
         return 1.0
 
     def window_length(self) -> int:
-        """Return what the next loss is divided by: the length of its window, 1 if it is weighed."""
+        """Return the divisor of the next loss: the length of its window, 1 with ``loss_weight``."""
         return 1 if self.loss_weight is not None else self._length_at(self._inner_count)
 
     def _length_at(self, index: int) -> int:
-        """Micro-batches whose gradients meet in the update that micro-batch ``index`` feeds."""
+        """Return the number of micro-batches in the window of micro-batch ``index``."""
         every = self._accumulative_counts
         start = index - index % every
         end = start + every
@@ -210,7 +211,7 @@ class Accumulation(OptimFeatures):
             return every
         if self.max_counts > 0:
             end = min(end, self.max_counts)
-        # Gradients gathered before a restart are lost, so they must not be averaged over.
+        # A restart loses the gradients of earlier micro-batches, so they do not count.
         return end - max(start, self.resumed_at)
 
 
@@ -218,10 +219,10 @@ class Accumulation(OptimFeatures):
 class OptimWrapper(Accumulation):
     """An optimizer with gradient accumulation and clipping.
 
-    ``update_params(loss)`` scales the loss, runs backward and, at the end of a window, clips,
-    steps and then clears the gradients. A subclass may override ``backward`` and ``step``,
-    ``optim_context`` or ``update_params``. An optimizer that needs a closure, as LBFGS, is
-    updated by ``update_by_closure``, from a training step of your own::
+    ``update_params(loss)`` scales the loss, runs backward and, at the end of a window, clips the
+    gradients, updates the parameters and clears the gradients. If the optimizer needs a closure,
+    like LBFGS, call ``update_by_closure`` in a custom training step. A subclass may override
+    ``backward``, ``step``, ``optim_context`` or ``update_params``::
 
         class TwiceNoisy(OptimWrapper):
             def backward(self, loss, **kwargs):
@@ -233,32 +234,32 @@ class OptimWrapper(Accumulation):
         accumulative_counts: micro-batches per update.
         clip_grad: ``{"max_norm": 1.0}``, or ``{"type": "value", "clip_value": 0.5}``;
             further keys are arguments of torch's clipping functions.
-        loss_weight: what the losses are means over, over the window and over all ranks that
-            average their gradients: "samples", "tokens", ``{"key": name}`` or a function, as for
-            ``LossWeight``. Default: each micro-batch of each rank counts the same.
+        loss_weight: the weight of a batch's loss in the mean over the window and over all ranks
+            that average their gradients: "samples", "tokens", ``{"key": name}`` or a function, as
+            for ``LossWeight``. Default: all micro-batches of all ranks count the same.
 
     Attributes:
-        guard: asked before each update; if it says no the gradients are cleared, and nothing
-            else happens. ``SpikeGuardHook`` sets it.
-        loss_weight: the ``LossWeight``, None if every micro-batch counts the same.
-        batch_counts: whether the next micro-batch is a real one. A loop sets it to False for
-            one that only keeps other ranks company: it weighs 0.
+        guard: allows or prevents each update; if it prevents one, the gradients are cleared.
+            ``SpikeGuardHook`` sets it.
+        loss_weight: the ``LossWeight``; None if every micro-batch counts the same.
+        batch_counts: whether the next micro-batch is real. A loop sets it to False for a batch that
+            only serves the communication with other ranks; its weight is 0.
         last_weight: weight of the last micro-batch of this rank.
-        clip: clips the gradients; None if nothing is clipped.
+        clip: clips the gradients; None without clipping.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
-        clip_grad_kwargs: ``clip_grad`` without its ``type``; None if nothing is clipped.
+        reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
+        clip_grad_kwargs: ``clip_grad`` without its ``type``; None without clipping.
         grad_norm: total norm before clipping at the last update, a tensor on the device
-            of the gradients; None while nothing was clipped by norm.
+            of the gradients; None before the first clipping by norm.
 
     Raises:
-        AssertionError: ``accumulative_counts`` below 1, or ``clip_grad`` says nothing.
-        TypeError: an argument of another type, or one in ``clip_grad`` that torch does not take.
-        ValueError: the optimizer cannot step parameters spread over the ranks, or it needs a
-            closure and there is accumulation, clipping or ``loss_weight``.
+        AssertionError: ``accumulative_counts`` is below 1, or ``clip_grad`` has no arguments.
+        TypeError: an argument has another type, or ``clip_grad`` has one that torch does not take.
+        ValueError: the optimizer cannot update sharded parameters, or it needs a closure and there
+            is accumulation, clipping or ``loss_weight``.
     """
 
-    # How to clip may have a type, but is no part of its own.
+    # Its settings may have a ``type``, but the registry does not build them.
     config_plain: tuple[str, ...] = ("clip_grad",)
     reads_parts = True
     collective_state = property(lambda self: is_spread(self.optimizer))
@@ -307,30 +308,31 @@ class OptimWrapper(Accumulation):
         step_kwargs: Mapping[str, Any] | None = None,
         zero_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Backward, and at the end of a window step and clear the gradients."""
+        """Run backward; at the end of a window update and clear the gradients."""
         self.backward(self.scale_loss(loss))
         if self.should_update():
             self.step(**(step_kwargs or {}))
             self.zero_grad(**(zero_kwargs or {}))
 
     def update_by_closure(self, closure: Callable[[], Tensor], model: Any) -> Tensor:
-        """Update by a loss that the optimizer may ask for several times (LBFGS).
+        """Update with an optimizer that computes the loss several times (LBFGS).
 
-        Counts one micro-batch and returns the loss before the update, detached. Every rank must
-        call this: the optimizer sees the mean of the ranks' losses, so that all decide alike.
+        Counts one micro-batch and returns the detached loss before the update. Every rank must
+        call this. The optimizer gets the mean of the ranks' losses, so that all ranks update alike.
 
         Args:
-            closure: computes the loss of the batch, without backward; runs in ``optim_context``.
-            model: the wrapper, which knows the ranks; anything else is a TypeError.
+            closure: computes the loss of the batch, without backward, in ``optim_context``.
+            model: the model wrapper.
 
         Raises:
+            TypeError: ``model`` is not a model wrapper.
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
         check_closure(self, model)
         if not hasattr(model, "average"):
             raise TypeError(
-                "update_by_closure needs the model wrapper, which knows the ranks whose losses are "
-                f"to be averaged, got {type(model).__name__}: give self, not self.module"
+                "update_by_closure needs the model wrapper, which averages the loss over the "
+                f"ranks, got {type(model).__name__}: give self, not self.module"
             )
         wrapper: Any = model
         self._inner_count += 1
@@ -356,14 +358,14 @@ class OptimWrapper(Accumulation):
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
-        """Clip, if so configured, and update the parameters.
+        """Clip the gradients, if configured, and update the parameters.
 
         Raises:
-            RuntimeError: none of them has ever had a gradient, though `backward` has run; they
-                are no longer the model's; or the first gradients differ between ranks.
+            RuntimeError: no parameter has a gradient at the first update, the model has other
+                parameters, or the first gradients differ between ranks.
             ValueError: the optimizer needs a closure.
         """
-        # A copy: the check of the first update leaves the list.
+        # A copy, because the check of the first update removes itself from the list.
         for gate in (*self.gates,):
             if not gate.allows(self):
                 self.zero_grad()
@@ -374,14 +376,14 @@ class OptimWrapper(Accumulation):
         self.apply(**kwargs)
 
     def unscale(self) -> None:
-        """Undo the scale of the losses in the gradients; called before they are clipped."""
+        """Undo the loss scale in the gradients; called before clipping."""
 
     def apply(self, **kwargs: Any) -> None:
         """Update the parameters by the optimizer."""
         self.optimizer.step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients, under fsdp also those that wait for the end of their window."""
+        """Clear the gradients, including gradients that fsdp holds until the window ends."""
         for gate in self.gates:
             gate.clear()
         optimizer = self.optimizer
@@ -390,44 +392,44 @@ class OptimWrapper(Accumulation):
         if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(**kwargs)
             return
-        # What torch does by default, without its profiler entry: 5 us on a small step.
+        # The default of torch, without its profiler entry: saves 5 us in a small step.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """``model.no_sync()`` where the coming micro-batch does not end its window."""
+        """Return ``model.no_sync()``, or no context if the next micro-batch ends its window."""
         for gate in self.gates:
             gate.enter(model)
         if self._accumulative_counts == 1 or self.should_sync():
-            return _NOTHING
+            return _NO_CONTEXT
         own: Any = getattr(model, "no_sync", None)
         return no_sync(model) if own is None else own()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups; with several, a further one that carries the base settings."""
+        """The optimizer's groups; if there are several, also one with the base settings."""
         groups = self.optimizer.param_groups
         return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Learning rate of every group, and ``base_lr`` when there are several."""
+        """Return the learning rate of every group, and ``base_lr`` if there are several groups."""
         base = self.base_param_settings
         rates = {} if base is None else {"base_lr": [base["lr"]]}
         return {**rates, "lr": [group["lr"] for group in self.optimizer.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Momentum (Adam-like: the first beta; else 0) of every group."""
+        """Return the momentum of every group: the first beta for Adam, 0 if there is none."""
         groups = self.optimizer.param_groups
         found = (one.get("momentum", one.get("betas", (0.0,))[0]) for one in groups)
         return {"momentum": list(map(float, found))}
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state with its kind and our count of micro-batches beside it.
+        """Return the optimizer's state, with its class and the count of micro-batches.
 
-        State of sharded parameters appears as ``DTensor``s. Every rank must call this where
-        `collective_state`; under ``ZeroRedundancyOptimizer`` the first rank alone gets the state
-        of the parameters.
+        The state of sharded parameters consists of ``DTensor``s. Every rank must call this if
+        `collective_state`. With ``ZeroRedundancyOptimizer`` only the first rank gets the state of
+        the parameters.
         """
         state = state_of(self.optimizer)
         if self.base_param_settings is not None:
@@ -439,19 +441,20 @@ class OptimWrapper(Accumulation):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``, or the state of the bare optimizer.
+        """Restore ``state_dict()``, or the state of the optimizer without a wrapper.
 
-        It may come from another kind of parallelism: a whole tensor, or anything with ``shape``
-        and ``[slices]`` that returns tensors, may stand for this rank's part.
+        It may come from another kind of parallelism. In place of this rank's part of a tensor it
+        may contain the whole tensor, or an object with ``shape`` and ``[slices]`` that returns
+        tensors.
 
         Raises:
-            ValueError: it is the state of another kind of optimizer, or of other parameters.
+            ValueError: the state belongs to another kind of optimizer, or to other parameters.
         """
         state = dict(state_dict)
         own = kind_of(self.optimizer)
         kind = state.pop(_KIND_KEY, own)
         if kind != own:
-            # torch would take it and fail at the next step for want of a setting.
+            # torch would load it, and fail in the next step because a setting is missing.
             raise ValueError(f"it is the state of {kind}, but the optimizer is {own}")
         base = state.pop(_BASE_KEY, None)
         if base is not None and self.base_param_settings is not None:

@@ -1,4 +1,4 @@
-"""Several optimizer wrappers under one name, for models that step them one by one."""
+"""A group of optimizer wrappers, for models that update by each of them separately."""
 
 from __future__ import annotations
 
@@ -13,32 +13,29 @@ from ..features import OptimFeatures, optim_features
 from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
-# What decides in which precision a member's forward runs.
-_CAST = ("device_type", "cast_dtype")
 
-
-def _refused(name: str) -> Callable[..., Any]:
+def _not_for_groups(name: str) -> Callable[..., Any]:
     def method(self: OptimWrapperDict, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"`{name}` should be called by each optimizer separately, as in "
+            f"`{name}` should be called by each optimizer separately, for example "
             f"optim_wrapper[{next(iter(self), 'name')!r}].{name}(...)"
         )
 
     method.__name__ = name
-    method.__doc__ = "Not for a group: raises NotImplementedError."
+    method.__doc__ = "Raise NotImplementedError: call the method of a member."
     return method
 
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
-    """Named optimizer wrappers, as a mapping.
+    """A mapping of names to optimizer wrappers.
 
-    The model's or wrapper's ``train_step`` picks its optimizers by name; what concerns all
-    of them (clearing, counters, state, rates) is forwarded to each.
+    The ``train_step`` of the model or wrapper selects an optimizer by name. Clearing gradients,
+    counters, state and learning rates are forwarded to every member.
 
     Attributes:
-        collective_state: every rank must call ``state_dict``, since a member's is spread.
-        reads_parts: ``load_state_dict`` takes what can be cut in place of tensors.
+        collective_state: whether every rank must call ``state_dict``.
+        reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
 
     Raises:
         AssertionError: a value is not an optimizer wrapper.
@@ -46,7 +43,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
         for name, wrapper in optim_wrappers.items():
-            # mmengine's own wrapper is welcome as well, hence by its interface.
+            # Checks the interface, to accept mmengine's wrapper as well.
             if not (hasattr(wrapper, "optimizer") and hasattr(wrapper, "update_params")):
                 raise AssertionError(
                     "`OptimWrapperDict` only accept OptimWrapper instance, "
@@ -54,7 +51,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
                 )
         self.optim_wrappers = dict(optim_wrappers)
         self._followers: set[str] = set()
-        # By member, the micro-batches before the running batch; None: nobody tells of batches.
+        # Each member's micro-batches before the current batch; None without `begin_batch`.
         self._before: dict[str, int] | None = None
         members = optim_wrappers.values()
         self.collective_state = any(optim_features(one).collective_state for one in members)
@@ -75,71 +72,73 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def __repr__(self) -> str:
         return "\n".join(f"name: {name}\n{wrapper!r}" for name, wrapper in self.items())
 
-    update_params = _refused("update_params")
-    backward = _refused("backward")
-    step = _refused("step")
-    optim_context = _refused("optim_context")
+    update_params = _not_for_groups("update_params")
+    backward = _not_for_groups("backward")
+    step = _not_for_groups("step")
+    optim_context = _not_for_groups("optim_context")
 
     def precision_context(self) -> AbstractContextManager[Any]:
-        """What an evaluation of the model in training runs in, where it is the same for all."""
-        casts = {tuple(getattr(one, a, None) for a in _CAST) for one in self.values()}
+        """Return the context for evaluations in training, if all members use the same precision."""
+        casts = {
+            (getattr(one, "device_type", None), getattr(one, "cast_dtype", None))
+            for one in self.values()
+        }
         member: Any = next(iter(self.values())) if len(casts) == 1 else None
-        own = optim_features(member).precision_context or nullcontext
-        context: AbstractContextManager[Any] = own()
+        make_context = optim_features(member).precision_context or nullcontext
+        context: AbstractContextManager[Any] = make_context()
         return context
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients of all."""
+        """Clear the gradients of all members."""
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
     @property
     def loss_weight(self) -> LossWeight | None:
-        """That of the first member that has one."""
-        return next((one.loss_weight for one in self._weighing()), None)
+        """``loss_weight`` of the first member that has one."""
+        return next((one.loss_weight for one in self._weighted()), None)
 
     @property
     def last_weight(self) -> float | Tensor | None:
-        """That of the first member that has a ``loss_weight``."""
-        return next((one.last_weight for one in self._weighing()), None)
+        """``last_weight`` of the first member that has a ``loss_weight``."""
+        return next((one.last_weight for one in self._weighted()), None)
 
     @property
     def batch_counts(self) -> bool:
-        """Whether the coming batch is a real one; to be set, for all members."""
-        return all(one.batch_counts for one in self._weighing())
+        """Whether the next batch is real; setting it sets it for all members."""
+        return all(one.batch_counts for one in self._weighted())
 
     @batch_counts.setter
     def batch_counts(self, counts: bool) -> None:
-        for one in self._weighing():
+        for one in self._weighted():
             one.batch_counts = counts
 
     def weigh(self, batch: Any, model: Any = None) -> None:
-        """Set what the coming micro-batch of each member weighs."""
-        for one in self._weighing():
+        """Set the weight of the next micro-batch in each member that has a ``loss_weight``."""
+        for one in self._weighted():
             one.weigh(batch, model)
 
     def begin_pass(self, start: int, length: int | None) -> None:
-        """Tell the `followers` where a pass over the data begins, and how long it is."""
+        """Set the start and length of a pass over the data in the `followers`."""
         for wrapper in self.followers():
             if optim_features(wrapper).loss_weight is not None:
                 wrapper.begin_pass(start, length)
 
-    def _weighing(self) -> list[OptimWrapper]:
-        # Members may be mmengine's.
+    def _weighted(self) -> list[OptimWrapper]:
         return [one for one in self.values() if optim_features(one).loss_weight is not None]
 
     def begin_batch(self) -> None:
-        """Make `should_update` consider only the members that take part in the coming batch.
+        """Make `should_update` consider only the members that take part in the next batch.
 
-        To be called before each training step; our training loops do.
+        Call it before each training step; our training loops do so.
         """
         self._before = {name: wrapper._inner_count for name, wrapper in self.items()}
 
     def should_update(self) -> bool:
-        """Whether the last batch ended a window of a member that took part in it.
+        """Return whether the last batch ended a window of a member that took part in it.
 
-        Without `begin_batch`, or where a step updates by hand so that no member has counted:
-        whether the last micro-batch of any member, however long ago, ended its window.
+        Without `begin_batch`, or if a step updates without counting in any member, return whether
+        the last micro-batch of any member ended its window.
         """
         before = self._before
         if before is None or all(
@@ -150,16 +149,16 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Tell the `followers` where training starts and ends.
+        """Set where training starts and ends in the `followers`.
 
-        A member that does not see every batch once is to be initialised beforehand.
+        Initialise a member yourself, before this, if it does not get every batch exactly once.
         """
         self._before = None
         for wrapper in self.followers():
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
     def followers(self) -> list[OptimWrapper]:
-        """The members that the caller has not initialised: they follow the run's counts."""
+        """Return the members that count the run's batches, since the user set no other counts."""
         self._followers.update(
             n for n, wrapper in self.items() if optim_features(wrapper).max_counts < 0
         )
@@ -167,7 +166,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     @property
     def inner_count(self) -> int:
-        """Micro-batches so far, of the member that has seen most."""
+        """Largest number of micro-batches that a member has counted."""
         return max((wrapper._inner_count for wrapper in self.values()), default=0)
 
     @property
@@ -176,22 +175,22 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return {name: wrapper.param_groups for name, wrapper in self.items()}
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Learning rates as ``name.lr`` (and ``name.base_lr``)."""
+        """Return learning rates as ``name.lr`` (and ``name.base_lr``)."""
         return {f"{n}.{k}": rates for n, one in self.items() for k, rates in one.get_lr().items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Momenta as ``name.momentum``."""
+        """Return momenta as ``name.momentum``."""
         return {f"{n}.{k}": v for n, one in self.items() for k, v in one.get_momentum().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State by member; every rank must call this where `collective_state`."""
+        """Return the state by member; every rank must call this if `collective_state`."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the members that ``state_dict`` names.
 
         Raises:
-            AssertionError: it names something else.
+            AssertionError: ``state_dict`` contains another name.
         """
         self._before = None
         for name, state in state_dict.items():
@@ -204,9 +203,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
 
 def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
-    """Whether a window of ``wrapper`` has ended since it had counted to ``before``."""
+    """Return whether a window of ``wrapper`` has ended since its count was ``before``."""
     every = wrapper._accumulative_counts
-    # Of several micro-batches in a batch an earlier one may have ended it.
+    # One batch may have several micro-batches, of which an earlier one may have ended a window.
     start = wrapper._pass_start if isinstance(wrapper, OptimWrapper) else 0
     earlier = (wrapper._inner_count - 1 - start) // every > (before - start) // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())

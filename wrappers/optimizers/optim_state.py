@@ -1,8 +1,8 @@
-"""The state of an optimizer in a form that loads under any other kind of parallelism: that of
-torch's own optimizer over whole tensors, whose parts are ``DTensor``s when saved.
+"""Optimizer state that loads under any other kind of parallelism.
 
-``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` count as the optimizer inside them, and
-are told by what they have, since importing them costs half a second.
+It has the format of torch's optimizers over whole tensors; parts of tensors are saved as
+``DTensor``s. ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` are saved as the optimizer
+inside them. They are recognised by their attributes, because importing them takes half a second.
 """
 
 from __future__ import annotations
@@ -27,56 +27,60 @@ from .optimizer_fit import IMPLEMENTATIONS
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the name of the optimizer's class, or of that inside it."""
+    """Return the class name of the optimizer, or of the optimizer inside it."""
     return type(_inner(optimizer)).__name__
 
 
 def is_spread(optimizer: Optimizer) -> bool:
-    """Whether no rank alone can tell the whole state of ``optimizer``."""
+    """Return whether the state of ``optimizer`` is sharded over ranks."""
     if _is_zero(optimizer):
         return True
     return any(layout_of(p).sharded_over for p in parameters_of(optimizer) if is_placed(p))
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state, parts of tensors as ``DTensor``s.
+    """Return the state, with parts of tensors as ``DTensor``s.
 
-    Every rank must call this for ``ZeroRedundancyOptimizer``; the first of its group gets the
-    state, the others the settings alone.
+    Every rank must call this for ``ZeroRedundancyOptimizer``: the first rank of the group gets the
+    state, the others get the settings only.
     """
     state = dict(_consolidated(optimizer) if _is_zero(optimizer) else optimizer.state_dict())
     if has_placed(optimizer):
-        by_key = dict(enumerate(parameters_of(optimizer)))
+        owners = dict(enumerate(parameters_of(optimizer)))
         state["state"] = {
-            key: _spread(values, by_key[key]) if key in by_key else values
+            key: _as_dtensors(values, owners[key]) if key in owners else values
             for key, values in state["state"].items()
         }
     return state
 
 
 def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `state_of` returned under any kind of parallelism; ValueError for another model's.
+    """Load what `state_of` returned under any kind of parallelism.
 
-    Whole tensors, and what can be cut like them, may stand where this optimizer has parts.
+    In place of this rank's part of a tensor, the state may contain the whole tensor or an object
+    that can be sliced like it.
+
+    Raises:
+        ValueError: the state belongs to another model.
     """
     state = dict(state)
     groups = state["param_groups"]
     pairs = zip(groups, optimizer.param_groups, strict=False)
     state["param_groups"] = [
-        # Another device or sharding may not have the implementation that was saved.
+        # The saved implementation may not exist for this device or sharding.
         {**saved, **{name: own[name] for name in IMPLEMENTATIONS if name in saved and name in own}}
         for saved, own in pairs
     ] + list(groups[len(optimizer.param_groups) :])
     keys = chain.from_iterable(group["params"] for group in groups)
     owners = dict(zip(keys, parameters_of(optimizer), strict=False))
-    mine = {id(p) for p in parameters_of(_inner(optimizer))}
+    local = {id(p) for p in parameters_of(_inner(optimizer))}
     state["state"] = {
-        key: _fitted(values, owners[key]) if key in owners else values
+        key: _local_part_of(values, owners[key]) if key in owners else values
         for key, values in state["state"].items()
-        if key not in owners or id(owners[key]) in mine
+        if key not in owners or id(owners[key]) in local
     }
     if hasattr(optimizer, "averager"):
-        # It warns of states that were saved without it.
+        # PostLocalSGDOptimizer warns if the state has no step.
         state.setdefault("step", optimizer.averager.step)
     optimizer.load_state_dict(state)
 
@@ -95,12 +99,12 @@ def _consolidated(optimizer: Any) -> dict[str, Any]:
     if optimizer.rank != 0:
         return {"state": {}, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
     state: dict[str, Any] = optimizer.state_dict()
-    # It would keep this copy of the state of all ranks until the next time.
+    # Frees the copy of all ranks' state, which it would keep until the next call.
     optimizer._all_state_dicts = []
     return state
 
 
-def _spread(values: Any, owner: Tensor) -> Any:
+def _as_dtensors(values: Any, owner: Tensor) -> Any:
     if not isinstance(values, Mapping):
         return values
     sizes = layout_of(owner).sizes
@@ -112,20 +116,20 @@ def _spread(values: Any, owner: Tensor) -> Any:
     }
 
 
-def _fitted(value: Any, owner: Tensor) -> Any:
-    """The state of one parameter, cut to this rank's part of it."""
+def _local_part_of(value: Any, owner: Tensor) -> Any:
+    """Return this rank's part of the state of a parameter."""
     if isinstance(value, Mapping):
-        return {name: _fitted(one, owner) for name, one in value.items()}
+        return {name: _local_part_of(one, owner) for name, one in value.items()}
     if isinstance(value, list):
-        # Vectors of all parameters, as LBFGS has them.
-        return [_fitted(one, owner) for one in value]
+        # LBFGS keeps lists of vectors of all parameters.
+        return [_local_part_of(one, owner) for one in value]
     if not hasattr(value, "shape") or (isinstance(value, Tensor) and not is_placed(owner)):
         return value.full_tensor() if is_dtensor(value) else value
     if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:
         return take_part(value, owner)
     value = value if isinstance(value, Tensor) else value[...]
     if is_dtensor(owner) and value.ndim and not is_dtensor(value):
-        # Of another shape than the parameter, as Adafactor's rows: every rank has all of it.
+        # State of another shape than the parameter, such as Adafactor's rows, is not sharded.
         from torch.distributed.tensor import DTensor, Replicate
 
         everywhere = [Replicate()] * owner.device_mesh.ndim

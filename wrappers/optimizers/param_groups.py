@@ -1,5 +1,5 @@
-"""The user's own names of parameters, and by them the options of parameter groups and the
-parameters of each of several optimizers.
+"""Parameters by the names in the user's model: options of parameter groups, and the parameters of
+each of several optimizers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ logger = logging.getLogger(__name__)
 Options = dict[str, Any]
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, Steps)
-# The child in which torch.compile keeps the module that it was given.
+# The child in which torch.compile keeps the original module.
 _COMPILED = "_orig_mod"
 
 _NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
-# Layers of the user's own, such as LlamaRMSNorm or LayerNorm2d.
+# Custom layers, such as LlamaRMSNorm or LayerNorm2d.
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
-# How torch's layers call theirs, attention and recurrent ones included.
+# Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# By kind of parameter, the options of which the first that is set decides its decay, as mmengine's
-# code has it: its docstring leaves these two out of `bias_decay_mult`. Else the first word decides.
+# By kind of parameter, the options that mmengine's code tries for the weight decay; the first that
+# is set decides. (mmengine's docstring excludes these two kinds from `bias_decay_mult`.) By
+# default the first word of the kind is the only option.
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 
@@ -47,9 +48,9 @@ class NamedParameter(NamedTuple):
 
 
 def named_parameters(model: nn.Module) -> list[NamedParameter]:
-    """Return the parameters in the order of their modules; a shared one under each name.
+    """Return the parameters in the order of their modules; a shared one under each of its names.
 
-    Wrappers inside the model and `torch.compile` add nothing to the names.
+    Wrappers inside the model and `torch.compile` do not change the names.
     """
     return list(_walk(model, "", ()))
 
@@ -59,12 +60,12 @@ def _is_pattern(text: str) -> bool:
 
 
 def _belongs(name: str, where: str) -> bool:
-    """Whether a parameter's name fits a pattern, or lies in the module at a path."""
+    """Return whether a parameter's name matches a pattern, or is inside the module at a path."""
     return fnmatchcase(name, where) if _is_pattern(where) else f"{name}.".startswith(f"{where}.")
 
 
 def _near_names(wanted: str, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with parameters and modules near `wanted`, or ""."""
+    """Return "; did you mean ...?" with similar names of parameters and modules, or ""."""
     parts = [name.split(".") for name in names]
     near = dict.fromkeys(".".join(one[:end]) for one in parts for end in range(len(one), 0, -1))
     if _is_pattern(wanted):
@@ -83,7 +84,7 @@ def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Itera
         if parameter is not None:
             yield NamedParameter(prefix + leaf, parameter, module)
     for name, child in module._modules.items():
-        # A module may know the one that holds it.
+        # A module may contain a reference to its parent.
         if child is None or child is module or child in above:
             continue
         hidden = name == _COMPILED or (name == "module" and isinstance(module, _WRAPPERS))
@@ -93,16 +94,16 @@ def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Itera
 def share_parameters(
     model: nn.Module, chosen: Mapping[str, Sequence[str] | None]
 ) -> dict[str, list[NamedParameter]]:
-    """Return the parameters of each optimizer, those that are trained in exactly one.
+    """Return the parameters of each optimizer; each trained parameter must belong to exactly one.
 
     Args:
-        model: wrapped or not; the names are the user's own.
+        model: the model, wrapped or not.
         chosen: by optimizer, patterns (fnmatch on full names) and paths of modules; None for
             the child of the model, or of its `net`, that has the optimizer's name.
 
     Raises:
-        ValueError: a pattern matches nothing, there is no such child, or a parameter that is
-            trained belongs to no optimizer or to several; names the first ones.
+        ValueError: a pattern matches nothing, a child does not exist, or a trained parameter
+            belongs to no optimizer or to several.
     """
     named = named_parameters(model)
     names = [one.name for one in named]
@@ -114,20 +115,20 @@ def share_parameters(
                 near = _near_names(pattern, names)
                 raise ValueError(f"{optimizer}: no parameter matches {pattern!r}{near}")
         shares[optimizer] = [one for one in named if any(_belongs(one.name, p) for p in wanted)]
-    _refuse_uneven(named, shares)
+    _check_exactly_one(named, shares)
     return shares
 
 
 def refuse_single_step(model: nn.Module) -> None:
-    """Raise TypeError for a wrapped model whose training step knows of one optimizer only."""
+    """Raise TypeError for a wrapped model whose training step uses one optimizer only."""
     if not isinstance(model, Steps) or type(model).train_step is not Steps.train_step:
         return
     if not has_own_train_step(model.module):
         name = type(model.module).__name__
         raise TypeError(
-            f"{name} has no train_step of its own, and that of its wrapper updates by one "
-            f"optimizer: write {name}.train_step(data, optim_wrapper), which updates by each, "
-            "as in optim_wrapper['generator'].update_params(loss)"
+            f"{name} must define train_step to use several optimizers, and does not: write "
+            f"{name}.train_step(data, optim_wrapper), which updates by each, for example "
+            "optim_wrapper['generator'].update_params(loss)"
         )
 
 
@@ -137,11 +138,11 @@ def _child_of(optimizer: str, names: Iterable[str]) -> list[str]:
             return [path]
     raise ValueError(
         f"{optimizer}: neither the model nor its net has a child {optimizer!r} with parameters"
-        f"{_near_names(optimizer, names)}; `params` says which ones it has"
+        f"{_near_names(optimizer, names)}; list its parameters in `params`"
     )
 
 
-def _refuse_uneven(
+def _check_exactly_one(
     named: Sequence[NamedParameter], shares: Mapping[str, Sequence[NamedParameter]]
 ) -> None:
     owners: dict[nn.Parameter, list[str]] = {one.parameter: [] for one in named}
@@ -156,8 +157,10 @@ def _refuse_uneven(
         several = owners[one.parameter]
         if len(several) > 1:
             same = [other.name for other in trained if owners[other.parameter] == several]
-            told = f"{' and '.join(several)} both have {_listed(same)}"
-            raise ValueError(f"{told}; every parameter needs one optimizer")
+            raise ValueError(
+                f"{' and '.join(several)} both have {_listed(same)}; every parameter needs one "
+                "optimizer"
+            )
 
 
 def param_groups(
@@ -168,28 +171,28 @@ def param_groups(
     paramwise: Mapping[str, Any],
     optimizer: Callable[..., Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the model's parameters in as few groups as have options of their own.
+    """Group the model's parameters by their options; return as few groups as possible.
 
-    A custom key is looked for in the user's own full name, or, with `*`, `?` or `[` in it, must
-    fit the whole of it (fnmatch); the longest one that does decides alone. Other options go by
-    the kind of parameter: biases outside norm layers (`bias_lr_mult`; `bias_decay_mult` leaves
-    out depthwise convolutions too), norm layers, depthwise convolutions, and those with one
-    dimension (`flat_decay_mult`) that none of the three decided. Logs show a group's `name`.
+    A custom key matches a parameter if it is part of the full name or, if it contains `*`, `?` or
+    `[`, if it matches the full name (fnmatch). Only the longest matching key is used. Without one,
+    the kind of parameter decides: biases outside norm layers (`bias_lr_mult`; `bias_decay_mult`
+    excludes depthwise convolutions too), norm layers, depthwise convolutions, and other parameters
+    with one dimension (`flat_decay_mult`). Logs show the `name` of a group.
 
     Args:
-        model: wrapped or not; or some of its parameters, from `named_parameters`.
-        lr, weight_decay: what factors multiply; default: those of `optimizer`.
+        model: a model, wrapped or not, or some of its parameters, from `named_parameters`.
+        lr, weight_decay: base values for the factors; default: the defaults of `optimizer`.
         paramwise: `custom_keys` ({key: {lr_mult, decay_mult}}, or absolute `lr`,
             `weight_decay` and further arguments of `optimizer`), `bias_lr_mult`,
             `bias_decay_mult`, `norm_decay_mult`, `flat_decay_mult`, `dwconv_decay_mult`;
-            `bypass_duplicate`: the first name of a shared parameter counts, where its
-            names would give it different options; `as_mmengine`: kinds of parameters and
-            custom keys as in mmengine's code (see docs/configs.md).
-        optimizer: a class whose defaults and further arguments count.
+            `bypass_duplicate`: use the first name of a shared parameter if its names would give it
+            different options; `as_mmengine`: kinds of parameters and custom keys as in mmengine's
+            code (see docs/configs.md).
+        optimizer: the optimizer class, for its defaults and further arguments.
 
     Raises:
-        ValueError: an option does not exist or is out of range, a key matches no parameter,
-            there is nothing to multiply, or a shared parameter gets different options.
+        ValueError: an option does not exist or is out of range, a key matches no parameter, a
+            factor has no base value, or a shared parameter gets different options.
     """
     problems: list[Problem] = []
     section = check_paramwise(dict(paramwise), optimizer, "paramwise", problems)
@@ -201,29 +204,30 @@ def param_groups(
             base[name] = default_of(optimizer, name)
     named = named_parameters(model) if isinstance(model, nn.Module) else list(model)
     rules = _Rules(section, base)
-    rules.refuse_unmatched([one.name for one in named])
+    rules.check_matches([one.name for one in named])
     return _grouped(named, rules, section.bypass_duplicate)
 
 
 class _Rules:
-    """From a parameter to its options; ``base`` is what factors multiply."""
+    """Finds the options of a parameter; ``base`` holds the base values for the factors."""
 
     def __init__(self, section: ParamwiseSection, base: Mapping[str, float | None]) -> None:
         self.section = section
         self.base = base
-        # The longest one decides.
+        # The longest matching key is used.
         self.keys = sorted(sorted(section.custom_keys), key=len, reverse=True)
 
-    def refuse_unmatched(self, names: Sequence[str]) -> None:
+    def check_matches(self, names: Sequence[str]) -> None:
         for key in self.keys:
             if not any(self._matches(key, name) for name in names):
-                told = f"paramwise.custom_keys.{key}: no parameter matches{_near_names(key, names)}"
+                near = _near_names(key, names)
+                problem = f"paramwise.custom_keys.{key}: no parameter matches{near}"
                 if not self.section.as_mmengine:
-                    raise ValueError(told)
-                logger.warning("%s", told)
+                    raise ValueError(problem)
+                logger.warning("%s", problem)
 
     def options_of(self, one: NamedParameter) -> tuple[str, Options]:
-        """Return why a parameter has its options, and the options."""
+        """Return the reason for a parameter's options, and the options."""
         for key in self.keys:
             if self._matches(key, one.name):
                 return key, self._custom(key)
@@ -235,22 +239,22 @@ class _Rules:
         return kind or "other", _without_none({"lr": lr, "weight_decay": decay})
 
     def _decay_of(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
-        """Return why a parameter has its decay, and what multiplies it."""
+        """Return the reason for a parameter's weight decay, and its factor."""
         why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
         options = kind.split()[:1]
         if self.section.as_mmengine:
             options = _DECAYS_OF_MMENGINE.get(kind, options)
         for option in options:
-            multiple = getattr(self.section, f"{option}_decay_mult")
-            if multiple is not None:
-                return why, multiple
+            factor = getattr(self.section, f"{option}_decay_mult")
+            if factor is not None:
+                return why, factor
         if is_flat and self.section.flat_decay_mult is not None:
             return f"{why} flat".lstrip(), self.section.flat_decay_mult
         return why, None
 
     def _matches(self, key: str, name: str) -> bool:
         if self.section.as_mmengine:
-            # There a parameter of the model itself has a dot before its name.
+            # mmengine puts a dot before the name of a parameter of the model itself.
             return key in (name if "." in name else f".{name}")
         return fnmatchcase(name, key) if _is_pattern(key) else key in name
 
@@ -260,24 +264,24 @@ class _Rules:
         decay = self._product("weight_decay", given.pop("decay_mult", None), f"{where}.decay_mult")
         return _without_none({"lr": lr, "weight_decay": decay, **given})
 
-    def _product(self, name: str, multiple: float | None, setting: str) -> float | None:
+    def _product(self, name: str, factor: float | None, setting: str) -> float | None:
         base = self.base[name]
-        if multiple is None:
+        if factor is None:
             return base
         if base is None:
             raise ValueError(f"paramwise: {setting} multiplies {name}, which is not set")
-        return base * multiple
+        return base * factor
 
 
 def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:
-    """Return a key of the decays by kind, or ""."""
+    """Return the kind of a parameter: "norm", "dwconv" and "bias", or some of these, or ""."""
     owner, leaf = one.owner, one.name.rpartition(".")[2]
     if as_mmengine:
         is_norm = isinstance(owner, _NORMS_OF_MMENGINE)
         is_dwconv = isinstance(owner, nn.Conv2d) and owner.groups == owner.in_channels
         is_bias = leaf == "bias"
     else:
-        # The bases too: a class may have been derived from the user's on the way.
+        # Includes bases, because checkpointed blocks have a subclass of the user's class.
         names = [] if owner._modules else [cls.__name__ for cls in type(owner).__mro__]
         is_norm = isinstance(owner, _NORMS) or any(map(_NORM_NAME.search, names))
         is_dwconv = isinstance(owner, _ConvNd) and owner.groups == owner.in_channels > 1
@@ -304,8 +308,8 @@ def _grouped(
             if first_alike != alike and not bypass_duplicate:
                 raise ValueError(
                     f"{first} and {one.name} are one parameter, but paramwise gives them "
-                    "different options; give both the same, or set bypass_duplicate: true and "
-                    "the first counts"
+                    "different options; give both the same, or set bypass_duplicate: true to use "
+                    "the options of the first"
                 )
             continue
         params, reasons, _ = groups.setdefault(alike, ([], {}, options))
@@ -316,11 +320,11 @@ def _grouped(
     for params, reasons, options in groups.values():
         more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
         name = "+".join([*list(reasons)[:3], *more])
-        # A custom key may be called as one of our kinds of parameters.
+        # A custom key may have the same name as a kind of parameters.
         taken[name] += 1
         name = name if taken[name] == 1 else f"{name} {taken[name]}"
         described.append({"params": params, **options, "name": name})
-        told = ", ".join(f"{key}={value}" for key, value in options.items())
+        settings = ", ".join(f"{key}={value}" for key, value in options.items())
         count = sum(parameter.numel() for parameter in params)
-        logger.info("parameter group %s: %d parameters, %s", name, count, told)
+        logger.info("parameter group %s: %d parameters, %s", name, count, settings)
     return described

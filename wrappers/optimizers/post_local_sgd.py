@@ -1,4 +1,4 @@
-"""Optimizers that work together with the other ranks, built from names and options."""
+"""Optimizers that communicate with the other ranks, built from names and options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from ...registry import OPTIMIZERS
 from ..torch_functions import check_options, option_names
-from .optimizer_fit import check_fit, check_group, needs_closure, tensors_of, walkable
+from .optimizer_fit import check_fit, check_group, listed_params, needs_closure, tensors_of
 
 __all__ = ["PostLocalSGD", "ZeroRedundancyOptimizer"]
 
 with warnings.catch_warnings():
-    # The package compiles functions of no use here by torch.jit, which is deprecated.
+    # The package compiles unrelated functions by torch.jit, which is deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import PostLocalSGDOptimizer
     from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
@@ -26,20 +26,22 @@ with warnings.catch_warnings():
 
 @OPTIMIZERS.register_module()
 class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
-    """torch's class: each rank keeps the optimizer state of a part of the parameters only.
+    """torch's class: each rank keeps the optimizer state of only a part of the parameters.
 
-    Every rank must construct and step it.
+    Every rank must construct it and call ``step``.
 
     Args:
-        optimizer_class: what steps the parts: a class, its name or ``{"_ref_": name}``.
-        process_group: the ranks that share the work; default: all. Where layers are split over
-            a tensor group, the ``data_group`` of the model's wrapper.
-        overlap_with_ddp: refused: it needs a hook and a step of its own.
-        defaults: options of that optimizer.
+        params: parameters or groups.
+        optimizer_class: the optimizer of each part: a class, its name or ``{"_ref_": name}``.
+        process_group: the ranks that share the work; default: all ranks. If layers are split over
+            a tensor group, use the ``data_group`` of the model's wrapper.
+        overlap_with_ddp: not supported.
+        defaults: options of the optimizer.
 
     Raises:
-        TypeError: the optimizer has no such option.
-        ValueError: the ranks hold different parts of a parameter, as under fsdp.
+        TypeError: the optimizer does not have such an option.
+        ValueError: the ranks hold different parts of a parameter, as under fsdp, or
+            ``overlap_with_ddp`` is set.
     """
 
     def __init__(
@@ -54,11 +56,11 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
     ) -> None:
         if overlap_with_ddp:
             raise ValueError(
-                "overlap_with_ddp steps inside the backward, without clipping or accumulation; "
+                "overlap_with_ddp updates during the backward, without clipping or accumulation; "
                 "leave it out"
             )
         inner = _optimizer_class(optimizer_class, defaults)
-        items = _checked(type(self), inner, params, process_group)
+        items = _checked_params(type(self), inner, params, process_group)
         super().__init__(
             items,
             inner,
@@ -70,20 +72,22 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
 
 @OPTIMIZERS.register_module()
 class PostLocalSGD(PostLocalSGDOptimizer):
-    """An optimizer whose ranks step on their own and average their weights from time to time.
+    """An optimizer that updates each rank independently and averages the weights periodically.
 
     Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018. The gradients
-    must stay apart after the warm-up: ``comm_hook: {type: post_localSGD, start_localSGD_iter: N}``
-    of the wrapper with N equal to ``warmup_steps``. Between two averages each rank evaluates its
-    own weights, and those of the first are saved.
+    must not be averaged after the warm-up: give the wrapper
+    ``comm_hook: {type: post_localSGD, start_localSGD_iter: N}`` with N equal to ``warmup_steps``.
+    Between two averages each rank evaluates different weights. A checkpoint contains the weights of
+    the first rank.
 
     Args:
         period: updates between two averages.
-        warmup_steps: updates before the first.
-        optimizer_class, process_group, defaults: as for ``ZeroRedundancyOptimizer``.
+        warmup_steps: updates before the first average.
+        params, optimizer_class, process_group, defaults: as for ``ZeroRedundancyOptimizer``.
 
     Raises:
-        TypeError, ValueError: as there; or ``period`` is below 2, or ``warmup_steps`` negative.
+        TypeError, ValueError: as for ``ZeroRedundancyOptimizer``; also if ``period`` is below 2 or
+            ``warmup_steps`` is negative.
     """
 
     def __init__(
@@ -98,18 +102,18 @@ class PostLocalSGD(PostLocalSGDOptimizer):
     ) -> None:
         if period < 2:
             raise ValueError(
-                f"period must be at least 2, got {period}: weights averaged after every update "
-                "are what DistributedDataParallel gives, for less"
+                f"period must be at least 2, got {period}: to average after every update, use "
+                "DistributedDataParallel, which costs less"
             )
         inner = _optimizer_class(optimizer_class, defaults)
-        items = _checked(type(self), inner, params, process_group)
+        items = _checked_params(type(self), inner, params, process_group)
         averager = PeriodicModelAverager(period, warmup_steps, process_group)
         super().__init__(inner(items, **defaults), averager)
 
-    # torch's class keeps the list of before a `load_state_dict`, which makes a new one.
+    # A property, because `load_state_dict` makes a new list and torch's class keeps the old one.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the optimizer that steps."""
+        """Parameter groups of the inner optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -117,14 +121,14 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         self.optim.param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        # torch's class leaves out what `Optimizer.__init__` sets, such as `defaults` and the
-        # hooks of a step: those of the optimizer that steps serve.
+        # torch's class does not call `Optimizer.__init__`, so it has no `defaults` or step hooks.
+        # This class uses the attributes of the inner optimizer.
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and average the weights where it is time; every rank must call this."""
+        """Update, and average the weights at the end of a period; every rank must call this."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         super().step()  # type: ignore[no-untyped-call]
@@ -132,7 +136,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
 
 
 def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer]:
-    """Find an optimizer class, and check the names of its options."""
+    """Return an optimizer class, after a check of the names of its options."""
     if isinstance(wanted, Mapping):
         wanted = wanted.get("_ref_", wanted.get("type"))
     found = OPTIMIZERS.resolve(wanted) if isinstance(wanted, str) else wanted
@@ -144,15 +148,15 @@ def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer
     if needs_closure(cls):
         raise ValueError(
             f"optimizer_class cannot be {cls.__name__}, which needs a closure and all parameters "
-            "together: give one that steps from gradients, such as AdamW"
+            "together: give one that updates from gradients, such as AdamW"
         )
     return cls
 
 
-def _checked(
+def _checked_params(
     cls: type[Optimizer], inner: Any, params: Iterable[Any], group: ProcessGroup | None
 ) -> list[Any]:
-    items = walkable(params)
+    items = listed_params(params)
     tensors = tensors_of(items)
     for one in (cls, inner):
         check_fit(one, tensors)

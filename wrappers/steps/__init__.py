@@ -1,3 +1,4 @@
-"""The step contract: models that know their losses, batches onto the device, the three steps that
-every wrapper has, and what a step is refused for. Imports sharding. Start with step.py.
+"""The step contract: models that compute their losses, the transfer of batches to the device, the
+training, validation and test steps of all wrappers, and their checks. Imports sharding. Start with
+step.py.
 """

@@ -1,4 +1,4 @@
-"""Models that know their losses."""
+"""Models that compute their own losses."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from .weight_init import BaseModule, InitSettings
 
 @MODELS.register_module()
 class BaseModel(BaseModule):
-    """Base of models that compute their own losses.
+    """Base class of models that compute their own losses.
 
-    A subclass writes ``forward(*inputs, mode="tensor")``: mode "loss" returns a dict of
-    losses (the means of those whose names contain "loss" are optimised, the others logged),
-    "predict" a list of predictions and "tensor" the raw output. It may also override
-    ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
-    A training step of one's own belongs into a subclass of the wrapper (docs/extending.md), where
-    it works under every kind of parallelism; overridden here, it serves one device only.
+    A subclass implements ``forward(*inputs, mode="tensor")``. Mode "loss" returns a dict of
+    losses: entries whose name contains "loss" are averaged and optimised, the others are logged.
+    Mode "predict" returns a list of predictions, mode "tensor" the raw output. A subclass may also
+    override ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
+    Put a custom training step into a subclass of the wrapper (docs/extending.md) to make it work
+    under every kind of parallelism; a ``train_step`` of the model runs on one device only.
 
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict
             from which the registry MODELS builds it; default: ``DataPreprocessor()``.
-        init_cfg: what ``init_weights()`` does, as for ``initialize``.
+        init_cfg: settings of ``init_weights()``; see ``initialize``.
+
+    Raises:
+        TypeError: ``data_preprocessor`` is not a module.
     """
 
     def __init__(
@@ -48,11 +51,11 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
-    # Static: its identity tells the wrappers that the logs are detached already.
+    # Static: the wrappers compare it with the function, whose logs they need not detach.
     parse_losses = staticmethod(parse_losses)
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
-        """Train on one batch without any wrapper; returns what to log, detached."""
+        """Train on one batch without a wrapper; return the detached values to log."""
         with optim_wrapper.optim_context(self):
             data = self.data_preprocessor(data, training=True)
             optim_features(optim_wrapper).weigh(data, self)
@@ -62,29 +65,32 @@ class BaseModel(BaseModule):
         return logs
 
     def val_step(self, data: Any) -> Any:
-        """Predictions for one batch; eval mode and gradients are the caller's business."""
+        """Return predictions for one batch; the caller sets eval mode and disables gradients."""
         return self._run_forward(self.data_preprocessor(data, training=False), "predict")
 
     test_step = val_step
 
     def _run_forward(self, data: Any, mode: str) -> Any:
-        """Call the model with a preprocessed batch; for a ``train_step`` of one's own."""
+        """Call the model with a preprocessed batch, in a custom ``train_step``."""
         args, kwargs = as_call(data)
         return self(*args, **kwargs, mode=mode)
 
 
 @MODELS.register_module()
 class SupervisedModel(BaseModel):
-    """Any network and a loss function, as a model.
+    """A model made of any network and a loss function.
 
-    A batch is a sequence or mapping that holds the input and, where there is one, the target.
+    A batch is a sequence or mapping with an input and, if there is one, a target.
 
     Args:
         net: called with the input.
-        loss: called as ``loss(output, target)``; returns a tensor (its mean counts) or a
+        loss: called as ``loss(output, target)``; returns a tensor, whose mean is the loss, or a
             dict of losses.
-        input_key, target_key: index or name of the input, and of the target, in the batch.
+        input_key, target_key: index or name of the input and of the target in the batch.
         data_preprocessor, init_cfg: as in ``BaseModel``.
+
+    Raises:
+        TypeError: ``loss`` is not callable.
     """
 
     def __init__(
@@ -107,7 +113,13 @@ class SupervisedModel(BaseModel):
         self.data_preprocessor.to(device_of(net))
 
     def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
-        """Output of the net, its losses or the list of the predictions, by ``mode``."""
+        """Return the output of the net, its losses or a list of predictions, by ``mode``.
+
+        Raises:
+            KeyError: the batch has no entry ``input_key`` or ``target_key``.
+            TypeError: mode "predict", and the net returns neither a tensor nor a list.
+            ValueError: another mode.
+        """
         batch: Any = named or items
         key, target = self.input_key, None
         try:
@@ -116,7 +128,13 @@ class SupervisedModel(BaseModel):
                 key = self.target_key
                 target = batch[key]
         except (LookupError, TypeError):
-            raise self._missing_entry(batch, key) from None
+            setting = "input_key" if key == self.input_key else "target_key"
+            is_named = isinstance(batch, dict)
+            found = f"the keys {list(batch)}" if is_named else f"{len(batch)} entries"
+            raise KeyError(
+                f"{setting}={key!r} is not in the batch, which has {found}; "
+                f"give SupervisedModel the right {setting}"
+            ) from None
         output = self.net(given)
         if mode == "loss":
             loss = self.loss(output, target)
@@ -138,8 +156,8 @@ class SupervisedModel(BaseModel):
         """Evaluate one batch.
 
         Returns:
-            ``preds`` and ``target`` (first dimension: the samples), ``loss`` (mean, 0-d) and
-            ``num_samples``; ``target`` and ``loss`` only when the batch has a target.
+            ``preds`` and ``target`` (first dimension: samples), ``loss`` (mean, 0-d) and
+            ``num_samples``; ``target`` and ``loss`` only if the batch has a target.
         """
         items, named = as_call(self.data_preprocessor(data, training=False))
         preds = self(*items, **named, mode="tensor")
@@ -154,16 +172,8 @@ class SupervisedModel(BaseModel):
         return result
 
     def test_step(self, data: Any) -> dict[str, Any]:
-        """As ``val_step``."""
+        """Evaluate one batch as ``val_step`` does."""
         return self.val_step(data)
-
-    def _missing_entry(self, batch: Any, key: int | str) -> KeyError:
-        setting = "input_key" if key == self.input_key else "target_key"
-        found = f"the keys {list(batch)}" if isinstance(batch, dict) else f"{len(batch)} entries"
-        return KeyError(
-            f"{setting}={key!r} is not in the batch, which has {found}; "
-            f"give SupervisedModel the right {setting}"
-        )
 
 
 def _count(preds: Any) -> int:

@@ -1,4 +1,4 @@
-"""Batches onto the device of the model."""
+"""Moving batches to the device of the model."""
 
 from __future__ import annotations
 
@@ -13,50 +13,44 @@ from ...registry import MODELS
 
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
-    """Bring tensors in nested ``data`` to ``device``, as ``cast_data`` below says."""
-    if type(data) is list:
-        return _move_all(data, device, non_blocking)
+    """Move tensors in nested ``data`` to ``device``, with the rules of ``cast_data`` below."""
     if isinstance(data, Tensor):
         if data.device == device:
             return data
-        return data.to(
-            device, non_blocking=data.is_pinned() if non_blocking is None else non_blocking
-        )
-    if data is None or isinstance(data, (str, bytes, bytearray, int, float)):
-        return data
+        is_async = data.is_pinned() if non_blocking is None else non_blocking
+        return data.to(device, non_blocking=is_async)
     if isinstance(data, Mapping):
-        return dict(zip(data, _move_all(data.values(), device, non_blocking), strict=True))
+        return dict(zip(data, move(list(data.values()), device, non_blocking), strict=True))
     if callable(getattr(data, "to", None)):
-        # Not every such method knows of more than the device.
+        # Some of these methods take only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
-    if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):
+    is_atom = isinstance(data, (str, bytes, bytearray, range, memoryview))
+    if is_atom or not isinstance(data, Sequence):
         return data
-    rebuild: Any = type(data)
-    moved = _move_all(data, device, non_blocking)
-    return rebuild(*moved) if hasattr(data, "_fields") else rebuild(moved)
-
-
-def _move_all(items: Any, device: torch.device, non_blocking: bool | None) -> list[Any]:
-    # A tensor that is where it should be is most of all batches: it costs no call.
-    return [
-        item
-        if isinstance(item, Tensor) and item.device == device
-        else move(item, device, non_blocking)
-        for item in items
+    # Tensors on the device, which is the common case, cost no call.
+    moved = [
+        one if isinstance(one, Tensor) and one.device == device else move(one, device, non_blocking)
+        for one in data
     ]
+    return _rebuilt(data, moved)
+
+
+def _rebuilt(data: Any, items: list[Any]) -> Any:
+    """Return a sequence of the same type, or a namedtuple, with other items."""
+    return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of the first parameter (else buffer) of ``module``, torch's default without one."""
+    """Return the device of the first parameter, or of the first buffer, or torch's default."""
     tensor: Tensor | None = next(chain(module.parameters(), module.buffers()), None)
     return torch.get_default_device() if tensor is None else tensor.device
 
 
 @MODELS.register_module(name=["DataPreprocessor", "BaseDataPreprocessor"])
 class DataPreprocessor(nn.Module):
-    """Moves batches to the device of the model, and may normalise their input.
+    """A module that moves batches to the device of the model and can normalise their input.
 
-    The device follows ``to()``, ``cuda()`` and ``cpu()`` of any module that holds this one.
+    The device follows ``to()``, ``cuda()`` and ``cpu()`` of any module that contains this one.
     A subclass may override ``cast_data(data)``, which moves a batch, or
     ``forward(data, training=False)``::
 
@@ -66,11 +60,16 @@ class DataPreprocessor(nn.Module):
                 return (image.flip(-1) if training else image), target
 
     Args:
-        mean: subtracted from the input: one number, or one for each channel (dimension 1).
-        std: what the difference is divided by, likewise.
+        mean: subtracted from the input; one number, or one for each channel (dimension 1).
+        std: divides the input after that; one number, or one for each channel.
         input_key: the entry to normalise; default: the first of a sequence, "inputs" of a
             mapping.
-        non_blocking: go on while tensors are copied; default: for those in pinned memory.
+        non_blocking: do not wait until tensors are copied; default: True for tensors in pinned
+            memory.
+
+    Raises:
+        TypeError: ``mean`` or ``std`` is not a number or a list of numbers.
+        ValueError: ``std`` is not positive.
     """
 
     def __init__(
@@ -91,21 +90,21 @@ class DataPreprocessor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where batches are brought to."""
+        """The device to which batches are moved."""
         return self._device
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Move ``data``, and normalise its input where a mean or std was given."""
+        """Move ``data``, and normalise its input if a mean or std was given."""
         data = self.cast_data(data)
         return data if self._mean is None and self._std is None else self._replace_input(data)
 
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in nested ``data`` to the device.
 
-        Mappings become plain dicts, sequences and namedtuples keep their type, other objects are
-        moved by their method ``to`` or stay as they are.
+        Mappings become plain dicts. Sequences and namedtuples keep their type. Other objects are
+        moved by their method ``to`` if they have one.
         """
-        # Most batches are flat sequences of tensors that are where they should be already.
+        # Common case: a flat sequence of tensors that are on the device already.
         for item in data if type(data) in (list, tuple) else (None,):
             if not (isinstance(item, Tensor) and item.device == self._device):
                 return move(data, self._device, self.non_blocking)
@@ -113,13 +112,13 @@ class DataPreprocessor(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Every move of a module, whoever starts it, ends in a call of this method.
+        # Every move of a module calls this method.
         self._place(fn(torch.empty(0, dtype=self._dtype, device=self._device)))
         return self
 
     def _place(self, probe: Tensor) -> None:
         self._device, self._dtype = probe.device, probe.dtype
-        # Not buffers: DDP would broadcast them on every step, a checkpoint would hold them.
+        # Not buffers: DDP would broadcast them in every step, and checkpoints would contain them.
         self._shift = None if self._mean is None else probe.new_tensor(self._mean)
         self._scale = None if self._std is None else probe.new_tensor(self._std)
 
@@ -140,7 +139,7 @@ class DataPreprocessor(nn.Module):
             )
         items = list(data)
         items[index] = self._normalise(items[index])
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+        return _rebuilt(data, items)
 
     def _normalise(self, inputs: Tensor) -> Tensor:
         shape = (-1, *(1,) * (inputs.ndim - 2))
@@ -155,7 +154,7 @@ def _numbers(name: str, value: float | Sequence[float] | None) -> list[float] | 
     if value is None:
         return None
     if isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {value}; give non_blocking by its name")
+        raise TypeError(f"{name} must be a number, got {value}; pass non_blocking by name")
     numbers = [value] if isinstance(value, (int, float)) else list(value)
     if not numbers or not all(isinstance(number, (int, float)) for number in numbers):
         raise TypeError(f"{name} must be a number or a list of numbers, got {value!r}")

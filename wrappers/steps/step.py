@@ -1,4 +1,4 @@
-"""The three steps of a model, once for all wrappers, and the wrapper for one device."""
+"""The training, validation and test steps of all wrappers, and the wrapper for one device."""
 
 from __future__ import annotations
 
@@ -28,29 +28,30 @@ StepFunction: TypeAlias = Callable[[Any, Any, Any], Mapping[str, Any]]
 
 
 class OptimizerWrapper(Protocol):
-    """What a training step needs of an optimizer wrapper."""
+    """The methods of an optimizer wrapper that a training step calls."""
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """What the forward runs in."""
+        """Return the context for the forward."""
 
     def update_params(self, loss: Tensor) -> None:
-        """Backward and, where a window ends, a step."""
+        """Run backward and, at the end of a window, an optimizer step."""
 
 
 def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum the losses; return the total and the detached values to log.
 
-    A tensor counts by its mean, a list of tensors by the sum of their means. Entries whose name
-    contains "loss" are optimised, the others only logged. The log holds the total as ``loss``
-    first, then every entry; one named ``loss`` beside other losses is logged as ``loss_raw``.
+    The value of an entry is the mean of a tensor, or the sum of the means of a list of tensors.
+    Entries whose name contains "loss" are optimised, the others only logged. The logs contain the
+    total as ``loss``, then every entry. If there are several losses, one named ``loss`` is logged
+    as ``loss_raw``.
 
-    A mapping that is also a dataclass, such as the output of a Hugging Face model, holds more than
-    losses: other entries than losses and 0-d tensors are ignored. If it has a field ``loss``, that
-    is the total, which already includes its other losses.
+    A mapping that is also a dataclass, such as the output of a Hugging Face model, may hold other
+    values: only its losses and 0-d tensors are used. Its field ``loss``, if there is one, is the
+    total, which already includes its other losses.
 
     Raises:
         TypeError: an entry is neither a tensor nor a list of tensors.
-        ValueError: there is no loss to optimise.
+        ValueError: no entry is a loss to optimise.
     """
     if not isinstance(losses, Mapping):
         raise TypeError(
@@ -67,10 +68,10 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     counted = [part for name, part in parts.items() if "loss" in name]
     if not counted:
         raise ValueError(
-            "there is no loss to optimise: a name must contain 'loss' and its value must not "
+            "found no loss to optimise: a name must contain 'loss' and its value must not "
             f"be empty; got {sorted(losses)}"
         )
-    total = _sum(counted)
+    total = sum(counted[1:], counted[0])
     logs = {"loss": total.detach()}
     logs |= {name: part.detach() for name, part in parts.items() if name != "loss"}
     if "loss" in parts and len(counted) > 1:
@@ -79,7 +80,7 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
 
 
 def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Do the same for a typed output, whose field ``loss`` is the total, if it has one."""
+    """Parse a typed output, whose field ``loss``, if it exists, is the total."""
     tensors = {name: one for name, one in output.items() if isinstance(one, Tensor)}
     figures = {name: one for name, one in tensors.items() if one.ndim == 0 or "loss" in name}
     if not hasattr(output, "loss"):
@@ -94,7 +95,7 @@ def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _name_for_metrics(output: MutableMapping[str, Any], batch: Mapping[str, Any]) -> None:
-    """Add the names that metrics ask for to a typed output, as ``SupervisedModel`` gives them."""
+    """Add the entries that metrics read, with the names of ``SupervisedModel``, to an output."""
     sizes = (len(one) for one in batch.values() if isinstance(one, Tensor) and one.ndim)
     found = {
         "preds": output.get("logits"),
@@ -107,50 +108,40 @@ def _name_for_metrics(output: MutableMapping[str, Any], batch: Mapping[str, Any]
 
 
 def _mean(name: str, value: Any) -> Tensor | None:
-    """One 0-d floating tensor out of an entry; None for an empty list."""
+    """Return the value of an entry as a 0-d floating tensor; None for an empty list."""
     if isinstance(value, Tensor):
         if not (value.is_floating_point() or value.is_complex()):
             value = value.float()
-        # A mean of one number would only lengthen the graph.
+        # The mean of one number would only add a node to the graph.
         mean: Tensor = value.mean() if value.ndim else value
         return mean
     if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
         raise TypeError(f"{name} is not a tensor or list of tensors, got {type(value).__name__}")
-    means = [one for one in (_mean(name, part) for part in value) if one is not None]
-    return _sum(means) if means else None
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    means = [one for part in value if (one := _mean(name, part)) is not None]
+    return sum(means[1:], means[0]) if means else None
 
 
 class Steps(ModelFeatures):
     """Training, validation and test step of ``self.module`` through ``self.forward``.
 
-    A mixin of the model wrappers, which are modules with a child ``module``: the user's
-    model. What the model does not offer (``data_preprocessor``, ``parse_losses``,
-    ``val_step``, ``test_step``) gets the behaviour of ``BaseModel``.
+    A mixin of the model wrappers, which are modules with the user's model as child ``module``. If
+    the model has no ``data_preprocessor``, ``parse_losses``, ``val_step`` or ``test_step``, the
+    steps use the defaults of ``BaseModel``.
 
     Attributes:
-        passed_on: what ``**options`` of the class takes beside the arguments of its bases.
+        passed_on: parameters that ``**options`` accepts in addition to the bases' parameters.
     """
 
     module: Any
     passed_on: Iterable[inspect.Parameter] = ()
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
-    # Whether the model's own train_step runs, and whether forward only calls the model.
+    # Whether to run the model's train_step, and whether forward only calls the model.
     _model_steps: bool = False
-    _direct: bool = False
+    _calls_model_directly: bool = False
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
-        """Train on one batch; returns what to log, detached.
-
-        Every rank must call this.
-        """
+        """Train on one batch; return the detached values to log. Every rank must call this."""
         model, stage = self.module, "preparation"
         try:
             if self._model_steps:
@@ -160,7 +151,7 @@ class Steps(ModelFeatures):
                 batch = self.preprocess(data, training=True)
                 if getattr(optim_wrapper, "loss_weight", None) is not None:
                     optim_wrapper.weigh(batch, self)  # type: ignore[attr-defined]
-                stage, forward = "forward", model if self._direct else self
+                stage, forward = "forward", model if self._calls_model_directly else self
                 args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
                 losses = forward(*args, **kwargs, mode="loss")
             stage, parse = "losses", getattr(model, "parse_losses", parse_losses)
@@ -180,10 +171,10 @@ class Steps(ModelFeatures):
     def train_steps(
         self, batches: Iterable[Any], optim_wrapper: OptimizerWrapper
     ) -> list[dict[str, Tensor]]:
-        """Train on several batches by ``train_step``; returns the logs of each.
+        """Train on several batches by ``train_step``; return the logs of each.
 
-        A compiled step checks once whether it still fits the model, so the iterable must not change
-        the model. Every rank must call this.
+        A compiled step checks the model only before the first batch, so the iterable must not
+        change the model. Every rank must call this.
         """
         self.look_every(sys.maxsize)
         try:
@@ -200,18 +191,18 @@ class Steps(ModelFeatures):
         return self._evaluate("test_step", data)
 
     def sync_buffers(self) -> None:
-        """Give every rank the buffers of the first (running statistics), before evaluation.
+        """Copy the buffers (running statistics) of the first rank to all ranks, before evaluation.
 
-        Every rank must call this: torch does it at the start of a forward only, and training ends
-        with one after which they differ. With one rank there is nothing to do.
+        Every rank must call this. torch copies them only before a forward, so they differ after the
+        last training step. With one rank nothing happens.
         """
         if self.averages_ranks and distributed.is_initialized():
             broadcast_first(self.module.buffers(), self.data_group)
 
     def average(self, value: Tensor) -> Tensor:
-        """The mean of a detached ``value`` over the ranks that average their gradients.
+        """Return the mean of a detached ``value`` over the ranks that average their gradients.
 
-        Every rank must call this, in the same order; with one rank it is ``value`` itself.
+        Every rank must call this, in the same order. With one rank it returns ``value``.
         """
         if not (self.averages_ranks and distributed.is_initialized()):
             return value
@@ -220,7 +211,7 @@ class Steps(ModelFeatures):
         return mean
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A wrapper of a copy of the model, for the same ranks; every rank must call this."""
+        """Return a wrapper of a copy of the model for the same ranks; every rank must call this."""
         made: Any = type(self).__new__(type(self))
         memo[id(self)] = made
         if self.data_group is not None:
@@ -230,13 +221,13 @@ class Steps(ModelFeatures):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle; raises TypeError where the wrapper is for some of the ranks only."""
+        """Pickle the wrapper; raise TypeError if it uses only some of the ranks."""
         if self.data_group is not None:
             raise TypeError(refusal(f"a {type(self).__name__} of a group of ranks"))
         return super().__reduce_ex__(protocol)
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """Update by ``optim_wrapper.update_params``; log the parameters that ``total`` misses."""
+        """Update by ``optim_wrapper.update_params``; log parameters that got no gradient."""
         model: Any = self
         with watch_gradients(model) as received:
             try:
@@ -260,7 +251,7 @@ class Steps(ModelFeatures):
         return batch
 
     def _explain(self, error: BaseException, stage: str = "update") -> None:
-        """Raise a better error than ``error`` of a forward or an update, if there is one."""
+        """Raise an error with an explanation of ``error``, if one is known."""
         if stage == "forward":
             _explain_forward(self.module, error)
         else:
@@ -282,7 +273,7 @@ class Steps(ModelFeatures):
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
-        """The arguments, with ``passed_on`` and those of the bases in place of ``**options``."""
+        """Return the signature with ``**options`` replaced by the parameters they may contain."""
         found: dict[str, inspect.Parameter] = {}
         for base in (one for one in cls.__mro__ if "__init__" in vars(one)):
             given = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
@@ -304,7 +295,7 @@ class Steps(ModelFeatures):
         check_options(cls.__name__, options, names)
 
     def _prepare_steps(self, detect: bool) -> None:
-        """Set what the steps need; called by the wrappers once the module is theirs."""
+        """Set up the steps; wrappers call this when ``self.module`` is set."""
         self.detect_anomalous_params = detect
         if getattr(self.module, "data_preprocessor", None) is None:
             self._preprocessor = DataPreprocessor().to(device_of(self.module))
@@ -315,21 +306,24 @@ _W = TypeVar("_W", bound=Steps)
 
 @MODEL_WRAPPERS.register_module(name=["SingleDevice", "single"])
 class SingleDevice(Steps, nn.Module):
-    """Steps a model on the device it is on.
+    """Runs the steps of a model on the device of the model.
 
-    A model with a ``train_step`` of its own is stepped by it. For another step override
+    If the model defines ``train_step``, that method is used. For another step override
     ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
 
     Args:
-        detect_anomalous_params: log the parameters that the loss does not reach, on every step;
-            costs some microseconds per parameter and step, so for the search of a mistake only.
+        detect_anomalous_params: log parameters that get no gradient, in every step. It takes some
+            microseconds per parameter and step, so use it for debugging only.
+
+    Raises:
+        ValueError: ``detect_anomalous_params`` is set, and the model defines ``train_step``.
     """
 
     def __init__(self, module: nn.Module, *, detect_anomalous_params: bool = False) -> None:
         super().__init__()
         self.module = module
         self._prepare_steps(detect_anomalous_params)
-        self._direct = type(self).forward is SingleDevice.forward
+        self._calls_model_directly = type(self).forward is SingleDevice.forward
         self._model_steps = has_own_train_step(module)
         if detect_anomalous_params and self._model_steps:
             raise ValueError(
@@ -343,7 +337,7 @@ class SingleDevice(Steps, nn.Module):
 
 
 def only_moves(wrapper: Any) -> bool:
-    """Whether batches are prepared by a preprocessor that changes none that is on the device."""
+    """Whether the preprocessor of a wrapper does nothing but move batches to the device."""
     own = getattr(wrapper.module, "data_preprocessor", None)
     preprocess = wrapper._preprocessor if own is None else own
     return (
@@ -355,7 +349,11 @@ def only_moves(wrapper: Any) -> bool:
 
 
 def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """How a preprocessed batch is given to ``forward``: positional and keyword arguments."""
+    """Return a preprocessed batch as positional and keyword arguments of ``forward``.
+
+    Raises:
+        TypeError: the batch is not a list, tuple or dict.
+    """
     if isinstance(data, (list, tuple)):
         return data, {}
     if isinstance(data, dict):
@@ -365,9 +363,9 @@ def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def has_own_train_step(model: nn.Module) -> bool:
-    """Whether ``model`` brings a ``train_step`` of its own, not the default of a base class."""
+    """Whether the class of ``model`` defines ``train_step``; the default of a base class is not."""
     step = getattr(type(model), "train_step", None)
-    # By name, since mmengine is no dependency and model.py imports this file.
+    # By name, because mmengine is not a dependency and model.py imports this file.
     if getattr(step, "__qualname__", "") == "BaseModel.train_step":
         return not f"{step.__module__}.".startswith(("stepwrap.wrappers.", "mmengine."))
     return step is not None
@@ -376,7 +374,7 @@ def has_own_train_step(model: nn.Module) -> bool:
 def refuse_own_train_step(
     wrapper: type[Steps], model: nn.Module, why: str, remedy: str = ""
 ) -> None:
-    """Raise TypeError for a model with a ``train_step`` that ``wrapper`` cannot replace."""
+    """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``."""
     if wrapper.train_step is not Steps.train_step or not has_own_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
@@ -388,7 +386,7 @@ def refuse_own_train_step(
 
 
 def _explain_forward(model: nn.Module, error: BaseException) -> None:
-    """Raise a better error when ranks are missing or ``forward`` cannot be asked for losses."""
+    """Raise an explanation if ranks are missing or ``forward`` has no argument ``mode``."""
     explain_transport(error, "forward")
     if not isinstance(error, TypeError):
         return
@@ -397,24 +395,26 @@ def _explain_forward(model: nn.Module, error: BaseException) -> None:
         return
     name = type(model).__name__
     raise TypeError(
-        f"{name}.forward has no argument 'mode', so it cannot be asked for its losses; wrap the "
-        f"network as SupervisedModel(net, loss), or write {name}.forward(..., mode='tensor')"
+        f"{name}.forward has no argument 'mode', which it needs to return losses; wrap the network "
+        f"as SupervisedModel(net, loss), or write {name}.forward(..., mode='tensor')"
     ) from error
 
 
 def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     """Return a subclass of ``wrapper`` whose training step is ``function``.
 
-    The function does what an overridden ``train_step`` does: the forward by ``wrapper(...)``,
-    the update by ``optim_wrapper``; docs/custom_steps.md has an example. It may also be the
-    method of another wrapper.
+    Like an overridden ``train_step``, the function runs the forward by ``wrapper(...)`` and the
+    update by ``optim_wrapper``; docs/custom_steps.md has an example. It may also be the method of
+    another wrapper.
 
     Args:
-        function: called as ``function(wrapper, data, optim_wrapper)``; returns what to log.
+        wrapper: the class of a model wrapper.
+        function: called as ``function(wrapper, data, optim_wrapper)``; returns a dict of numbers
+            and tensors to log.
 
     Raises:
-        TypeError: no wrapper's class, or no function of three arguments. By a step: it returns no
-            dict, or something in it that is no number.
+        TypeError: ``wrapper`` is not the class of a wrapper, or ``function`` does not take three
+            arguments. A step raises it if the function returns anything else than such a dict.
     """
     if not (isinstance(wrapper, type) and issubclass(wrapper, Steps)):
         raise TypeError(f"with_train_step needs the class of a model wrapper, got {wrapper!r}")
@@ -439,7 +439,7 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
 
 
 def check_step_function(function: Any) -> None:
-    """Raise TypeError where ``function`` cannot be called as a training step."""
+    """Raise TypeError if ``function`` cannot be called as a training step."""
     if isinstance(function, type) or not callable(function):
         raise TypeError(
             "a training step is a function(wrapper, data, optim_wrapper) that returns what to log, "
@@ -458,9 +458,10 @@ def check_step_function(function: Any) -> None:
 
 def _loggable(name: str, key: str, value: Any) -> Any:
     if not hasattr(value, "__float__"):
-        told = f"the training step {name} must return numbers or tensors, got {key}={value!r}"
-        raise TypeError(told)
-    # With a graph it would keep that until it is logged.
+        raise TypeError(
+            f"the training step {name} must return numbers or tensors, got {key}={value!r}"
+        )
+    # Otherwise the value would keep its graph in memory until it is logged.
     return value.detach() if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""What a training step is refused for: gradients that are missing, or apart on the ranks."""
+"""Checks of training steps: gradients that are missing, or that differ between ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 logger = logging.getLogger(__name__)
 
-# Nodes of the graph that run a forward of their own in backward.
+# Nodes of the graph that run another forward in the backward.
 _REENTRANT: type = CheckpointFunction._backward_cls
-# How many backwards are watched: a step does the same again and again, and each hook costs 1 us.
+# Only the first backwards are checked: all steps are alike, and each hook costs 1 us.
 _BACKWARDS = 64
 
 
 def has_own_step(model: Any) -> bool:
-    """Whether a training step is not the usual one of our wrappers: a subclass's, the model's."""
+    """Whether the training step of a wrapper is custom: a subclass's method or the model's."""
     if getattr(model, "_model_steps", False):
         return True
     owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
@@ -28,9 +28,9 @@ def has_own_step(model: Any) -> bool:
 
 
 class AveragingWatch:
-    """Raises where a backward of ``DistributedDataParallel`` leaves the ranks' gradients apart.
+    """Raises if a backward of ``DistributedDataParallel`` does not average the gradients.
 
-    torch averages in the first backward after a forward of the wrapper, and in no other.
+    torch averages only in the first backward after a forward of the wrapper.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -45,7 +45,7 @@ class AveragingWatch:
         ]
 
     def note_forward(self) -> None:
-        """The wrapper has been called with gradients: the next backward averages."""
+        """Record a call of the wrapper with gradients enabled: the next backward averages."""
         self._is_expected = True
         if not self._left:
             while self._handles:
@@ -57,18 +57,21 @@ class AveragingWatch:
             return
         if not self._is_expected:
             raise RuntimeError(
-                f"a backward in {self._kind}.train_step leaves the gradients of the ranks apart: "
-                "it does not follow a call of self(...). Only the first backward after one "
-                "averages; run the forward through self(...), not self.module(...) or its "
-                "children, and add up losses that share a forward. A model whose children are "
-                "stepped apart, as a GAN's, needs SeparateDistributedDataParallel"
+                f"a backward in {self._kind}.train_step must follow a call of self(...), and this "
+                "one does not: its gradients would differ between ranks. Only the first backward "
+                "after a call averages; run the forward through self(...), not self.module(...) "
+                "or its children, and add up losses that share a forward. A model whose children "
+                "are updated separately, such as a GAN, needs SeparateDistributedDataParallel"
             )
         self._backward, self._is_expected = current, False
         self._left -= 1
 
 
 class ThawWatch:
-    """Raises where a parameter that torch found frozen, and so never averages, was thawed since."""
+    """Raises if a parameter was frozen when torch wrapped the model and is trained now.
+
+    torch never averages the gradients of such a parameter.
+    """
 
     def __init__(self, kind: str, module: nn.Module, ignored: Iterable[str], group: Any) -> None:
         self._kind = kind
@@ -76,22 +79,23 @@ class ThawWatch:
         self._frozen = {k: p for k, p in named if not p.requires_grad and k not in set(ignored)}
 
     def check(self) -> None:
-        """Look at all of them, before a forward."""
+        """Check all parameters, before a forward."""
         for name, one in self._frozen.items():
             if one.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{name!r} was frozen when {self._kind} wrapped the model and requires a "
                     "gradient now, which would not be averaged over the ranks. Wrap the model "
-                    "while all that will ever train requires gradients and freeze it after that "
-                    "(with find_unused_parameters=True), or use fsdp"
+                    "while every parameter that is ever trained requires gradients and freeze it "
+                    "after that (with find_unused_parameters=True), or use fsdp"
                 )
 
 
 @contextmanager
 def watch_gradients(model: nn.Module) -> Iterator[set[int]]:
-    """Collect the ids of the parameters whose gradients a backward inside adds to.
+    """Collect the ids of the parameters that get gradients from a backward inside.
 
-    Re-entrant activation checkpointing builds its part of the graph only then.
+    The graph before the backward is not enough: re-entrant activation checkpointing builds parts of
+    it during the backward.
     """
     received: set[int] = set()
     handles = [
@@ -111,14 +115,14 @@ def watch_gradients(model: nn.Module) -> Iterator[set[int]]:
 def detect_anomalous_params(
     loss: Tensor, model: nn.Module, *, received: Collection[int] | None = None
 ) -> list[str]:
-    """Names of the trainable parameters that the backward of ``loss`` does not reach.
+    """Return and log the names of the trainable parameters that ``loss`` does not depend on.
 
-    To be called after backward. They are logged once for each distinct set of names, per model.
+    Call it after the backward. Each distinct set of names is logged once per model.
 
     Args:
-        received: what ``watch_gradients`` collected in the backward. Without it, do not clear the
-            gradients before: one counts as reached by them where the graph has re-entrant
-            activation checkpointing (``use_reentrant=True``).
+        received: the ids that ``watch_gradients`` collected in the backward. Without them, do not
+            clear the gradients before: with re-entrant activation checkpointing
+            (``use_reentrant=True``) every parameter that has a gradient counts as reached.
     """
     reached, checkpointed = _leaves(loss)
     missing = {}
@@ -137,14 +141,13 @@ def detect_anomalous_params(
 
 
 def _leaves(loss: Tensor) -> tuple[set[int], bool]:
-    """Ids of the leaves under ``loss``, and whether a part of the graph is yet to be built."""
+    """Return the ids of the leaves of ``loss``, and whether checkpointing hides some of them."""
     leaves, checkpointed = {id(loss)}, False
-    # The nodes themselves are kept: an id alone could be reused while we walk.
-    visited, stack = {None, loss.grad_fn}, [loss.grad_fn]
+    # Keeps the nodes themselves, as the id of a node that was freed could be reused.
+    visited: set[Any] = {None}
+    stack: list[Any] = [loss.grad_fn] if loss.grad_fn else []
     while stack:
         node = stack.pop()
-        if node is None:
-            continue
         if hasattr(node, "variable"):
             leaves.add(id(node.variable))
         checkpointed = checkpointed or isinstance(node, _REENTRANT)

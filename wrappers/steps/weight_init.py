@@ -1,4 +1,4 @@
-"""Initial weights by settings: ``init_cfg``, as mmengine documents it."""
+"""Configured weight initialisation: ``init_cfg``, as mmengine documents it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class BaseModule(nn.Module):
     """A module whose weight initialisation can be configured.
 
     Args:
-        init_cfg: see ``initialize``. An attribute: a subclass may also set it.
+        init_cfg: see ``initialize``. It is also an attribute, which a subclass may set.
 
     Attributes:
         is_init: whether ``init_weights`` has been called.
     """
 
-    # Its settings have a type, but are no parts of a config.
+    # Its settings have a ``type``, but the registry does not build them.
     config_plain: tuple[str, ...] = ("init_cfg",)
 
     def __init__(self, init_cfg: InitSettings | None = None) -> None:
         super().__init__()
-        _read(init_cfg)
+        _parse(init_cfg)
         self.init_cfg = init_cfg
         self.is_init = False
 
     def init_weights(self) -> None:
-        """Initialise by ``init_cfg``, then by the ``init_weights`` of the modules inside.
+        """Initialise by ``init_cfg``, then call ``init_weights`` of the modules inside.
 
-        Pretrained weights are loaded last. A second call does nothing but a warning in the log.
+        Pretrained weights are loaded last. A second call only logs a warning.
 
         Raises:
             TypeError, ValueError, FileNotFoundError: as ``initialize``.
@@ -51,7 +51,7 @@ class BaseModule(nn.Module):
         if self.is_init:
             logger.warning("init_weights of %s has been called more than once", type(self).__name__)
             return
-        entries = _read(self.init_cfg)
+        entries = _parse(self.init_cfg)
         for entry in entries:
             if entry.kind != _PRETRAINED:
                 entry.apply(self)
@@ -67,20 +67,20 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
 
     Args:
         init_cfg: one mapping or several, applied in order. ``type`` is Constant (``val``), Normal
-            (``mean``, ``std``), TruncNormal (and ``a``, ``b``), Uniform (``a``, ``b``), Xavier
+            (``mean``, ``std``), TruncNormal (also ``a``, ``b``), Uniform (``a``, ``b``), Xavier
             (``gain``, ``distribution``), Kaiming (``a``, ``mode``, ``nonlinearity``,
-            ``distribution``) or Caffe2Xavier, each with ``bias`` (0) or ``bias_prob``; ``layer``:
-            names of the classes to initialise, or of their bases; ``override``: mappings with the
-            ``name`` of a submodule, all of which is initialised by their own ``type``, else by the
-            outer one. Or Pretrained with ``checkpoint``, a file of weights alone, and ``prefix``,
-            that of the names to take.
+            ``distribution``) or Caffe2Xavier, each with ``bias`` (0) or ``bias_prob``. ``layer``
+            lists the classes to initialise, or their bases, by name. ``override`` is a list of
+            mappings with the ``name`` of a submodule, which is initialised completely, by the
+            ``type`` of the mapping or, without one, by the outer settings. Pretrained takes
+            ``checkpoint``, a file with weights only, and ``prefix``, which selects names.
 
     Raises:
         TypeError: it is not a mapping, or has an argument that the type does not take.
-        ValueError: an unknown type or submodule; or the file holds no weights of the module.
-        FileNotFoundError: there is no such file.
+        ValueError: the type or a submodule is unknown, or the file has no weights of the module.
+        FileNotFoundError: the file does not exist.
     """
-    for entry in _read(init_cfg):
+    for entry in _parse(init_cfg):
         entry.apply(module)
 
 
@@ -88,8 +88,8 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
 def _trunc_normal(
     weight: Tensor, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0
 ) -> Tensor:
-    # By the inverse of the distribution function: torch's function draws until all fit, which takes
-    # minutes where few do.
+    # Uses the inverse distribution function. torch's function draws again until all values are
+    # between a and b, which can take minutes if few are.
     low, high = (math.erf((bound - mean) / (std * math.sqrt(2))) for bound in (a, b))
     weight.uniform_(low, high).erfinv_()
     return weight.mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
@@ -129,21 +129,20 @@ def _load(
         loaded = torch.load(checkpoint, map_location=map_location, weights_only=True)
     except UnpicklingError as error:
         raise ValueError(
-            f"{checkpoint} holds more than weights and is not read: of a file that you trust save "
-            'torch.load(path, weights_only=False)["state_dict"] to another one'
+            f"{checkpoint} holds more than weights and is not read: if you trust the file, save "
+            'torch.load(path, weights_only=False)["state_dict"] to another file and load that'
         ) from error
     weights: Any = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
     if prefix:
         start = prefix.rstrip(".") + "."
         weights = {k.removeprefix(start): one for k, one in weights.items() if k.startswith(start)}
-    own = module.state_dict()
-    if not any(name in own for name in weights):
+    if module.state_dict().keys().isdisjoint(weights):
         where = f" under {prefix!r}" if prefix else ""
         raise ValueError(f"{checkpoint} has no weights of {type(module).__name__}{where}")
-    missing, further = module.load_state_dict(weights, strict=False)
-    if missing or further:
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    if missing or unexpected:
         logger.warning(
-            "%s: not in the file: %s; not in the model: %s", checkpoint, missing, further
+            "%s: not in the file: %s; not in the model: %s", checkpoint, missing, unexpected
         )
 
 
@@ -163,13 +162,12 @@ _REQUIRED = {"Constant": "val", _PRETRAINED: "checkpoint"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """One mapping of ``init_cfg``, checked."""
+    """A checked mapping of ``init_cfg``; ``overrides`` are pairs of submodule name and entry."""
 
     kind: str
     options: Mapping[str, Any]
     bias: float
     layers: frozenset[str]
-    # By the name of a submodule.
     overrides: tuple[tuple[str, _Entry], ...] = ()
 
     def apply(self, module: nn.Module) -> None:
@@ -199,25 +197,24 @@ class _Entry:
             init.constant_(bias, self.bias)
 
 
-def _read(init_cfg: InitSettings | None) -> list[_Entry]:
-    return [_read_one(one) for one in _mappings("init_cfg", () if init_cfg is None else init_cfg)]
+def _parse(init_cfg: InitSettings | None) -> list[_Entry]:
+    return [_parse_one(one) for one in _mappings("init_cfg", () if init_cfg is None else init_cfg)]
 
 
 def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
     entries = [given] if isinstance(given, Mapping) else given
-    listed = isinstance(entries, Sequence) and not isinstance(entries, str)
-    if not listed or not all(isinstance(one, Mapping) for one in entries):
+    is_list = isinstance(entries, Sequence) and not isinstance(entries, str)
+    if not is_list or not all(isinstance(one, Mapping) for one in entries):
         raise TypeError(f"{name} must be a dict or a list of dict, but got {given!r}")
     return list(entries)
 
 
-def _read_one(cfg: Mapping[str, Any]) -> _Entry:
+def _parse_one(cfg: Mapping[str, Any]) -> _Entry:
     given = dict(cfg)
     kind = given.pop("type", None)
     if kind not in _FILLS:
         hint = did_you_mean(str(kind), _FILLS)
-        names = ", ".join(_FILLS)
-        raise ValueError(f"type {kind!r} of init_cfg is no initializer, it is one of {names}{hint}")
+        raise ValueError(f"type of init_cfg must be one of {', '.join(_FILLS)}, got {kind!r}{hint}")
     layers: Any = ()
     overrides: Any = ()
     allowed = [name for name in option_names(_FILLS[kind])[1:] if name != "generator"]
@@ -230,12 +227,12 @@ def _read_one(cfg: Mapping[str, Any]) -> _Entry:
     layers = (layers,) if isinstance(layers, str) else layers
     if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
         raise TypeError(f"layer must be a str or a list of str, but got {layers!r}")
-    outer = _Entry(kind, given, _take_bias(given), frozenset(layers))
-    inner = [_read_override(one, outer) for one in _mappings("override", overrides)]
+    outer = _Entry(kind, given, _pop_bias(given), frozenset(layers))
+    inner = [_parse_override(one, outer) for one in _mappings("override", overrides)]
     return replace(outer, overrides=tuple(inner))
 
 
-def _read_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
+def _parse_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
     given = dict(cfg)
     name = given.pop("name", None)
     if not isinstance(name, str):
@@ -244,26 +241,26 @@ def _read_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
         return name, outer
     if "type" not in given:
         raise ValueError(f'`override` need "type" key, but got {given}')
-    return name, _read_one(given)
+    return name, _parse_one(given)
 
 
-def _take_bias(options: dict[str, Any]) -> float:
-    """Take ``bias`` or ``bias_prob``, that of a sigmoid's output, out of ``options``."""
-    bias, share = options.pop("bias", 0.0), options.pop("bias_prob", None)
+def _pop_bias(options: dict[str, Any]) -> float:
+    """Remove ``bias`` and ``bias_prob`` (the mean of a sigmoid) from ``options``; return a bias."""
+    bias, probability = options.pop("bias", 0.0), options.pop("bias_prob", None)
     if not isinstance(bias, (int, float)):
         raise TypeError(f"bias must be a number, but got {bias!r}")
-    if share is None:
+    if probability is None:
         return bias
-    if not isinstance(share, float) or not 0 < share < 1:
-        raise ValueError(f"bias_prob must be between 0 and 1, got {share!r}")
-    return -math.log((1 - share) / share)
+    if not isinstance(probability, float) or not 0 < probability < 1:
+        raise ValueError(f"bias_prob must be between 0 and 1, got {probability!r}")
+    return -math.log((1 - probability) / probability)
 
 
 def _initialise_inside(module: nn.Module) -> None:
-    """Have the outermost modules inside initialise themselves that can."""
+    """Call ``init_weights`` of the outermost modules inside that have one."""
     for child in module.children():
-        start: Any = getattr(child, "init_weights", None)
-        if callable(start):
-            start()
+        init_weights: Any = getattr(child, "init_weights", None)
+        if callable(init_weights):
+            init_weights()
         else:
             _initialise_inside(child)
