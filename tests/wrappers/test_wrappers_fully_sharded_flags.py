@@ -1,15 +1,14 @@
 """Parameters of a fully sharded model that are frozen and thawed in training."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import largest_difference, network, own_batches, whole
+from fsdp_runs import network, own_batches, whole, whole_batches
 from marks import slow
-from ranks import run_ranks
-from step_models import sgd
+from on_ranks import assert_near, on_ranks
+from step_models import sgd, train
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -19,11 +18,9 @@ from stepwrap.wrappers import (
     SupervisedModel,
 )
 
-RANKS = 2
-
 
 class Changing(SupervisedModel):
-    """Its forward calls `change(net, at)`, where there is one, before and after the layers."""
+    """Its forward calls `first(net, at)` before the layers, and `last(net, at)` after them."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(network("Net", dtype), nn.CrossEntropyLoss())
@@ -88,52 +85,33 @@ def _flags(change: Any, at: int) -> list[tuple[str, bool]]:
     return [(name, one.requires_grad) for name, one in net.named_parameters()]
 
 
-def _together(by_rank: list[Any]) -> list[Any]:
-    return [
-        [torch.cat(parts) for parts in zip(*pair, strict=True)]
-        for pair in zip(*by_rank, strict=True)
-    ]
-
-
-def _changed(change: Callable[[Any, int], None], where: str) -> list[float]:
-    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
-    far = []
-    for accumulate in (1, 3):
-        plain = _trained(
-            SingleDevice(Changing()), _together(by_rank), change, where, accumulate
-        ).state_dict()
-        for options in ({}, {"shard": "Block"}, {"shard": "Block", "reshard_after_forward": False}):
-            model = StepFullyShardedDataParallel(Changing(), **options)
-            mine = _trained(model, by_rank[dist.get_rank()], change, where, accumulate)
-            far.append(largest_difference(whole(mine), plain))
-    return far
-
-
 @pytest.mark.parametrize("where", ["steps", "shards", *slow("gathered", "first", "last")])
 @pytest.mark.parametrize("change", [_unfreeze, _swap])
+@on_ranks(2)
 def test_what_is_trained_may_change(change: Any, where: str) -> None:
-    for far in run_ranks(_changed, RANKS, change, where):
-        assert max(far) <= 1e-12
+    data = own_batches(dist.get_rank(), torch.float64)
+    for accumulate in (1, 3):
+        single = _trained(SingleDevice(Changing()), whole_batches(), change, where, accumulate)
+        for options in ({}, {"shard": "Block"}, {"shard": "Block", "reshard_after_forward": False}):
+            model = StepFullyShardedDataParallel(Changing(), **options)
+            sharded = _trained(model, data, change, where, accumulate)
+            assert_near(whole(sharded), dict(single.state_dict()), 1e-12)
 
 
-def _thawed(frozen: bool) -> dict[str, Tensor]:
-    """Train in mixed precision; a block is frozen before or after the first forward."""
-    bare = Changing(torch.float32)
-    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}
-    bare.net.blocks[0].requires_grad_(not frozen)
-    model = StepFullyShardedDataParallel(bare, shard="Block", mixed_precision=policy)
-    data = own_batches(dist.get_rank(), torch.float32)
-    with torch.no_grad():
-        model(data[0][0], mode="tensor")
-    return whole(_trained(model, data, _unfreeze, "steps", 1))
-
-
-def _both_ways() -> float:
-    return largest_difference(_thawed(True), _thawed(False))
-
-
+@on_ranks(2)
 def test_a_block_that_was_frozen_at_first_is_reduced_in_its_dtype() -> None:
-    assert run_ranks(_both_ways, RANKS) == [0.0] * RANKS
+    """Train in mixed precision; a block is frozen before or after the first forward."""
+    data = own_batches(dist.get_rank(), torch.float32)
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}
+    results = []
+    for frozen in (True, False):
+        bare = Changing(torch.float32)
+        bare.net.blocks[0].requires_grad_(not frozen)
+        model = StepFullyShardedDataParallel(bare, shard="Block", mixed_precision=policy)
+        with torch.no_grad():
+            model(data[0][0], mode="tensor")
+        results.append(whole(_trained(model, data, _unfreeze, "steps", 1)))
+    assert_near(*results, 0)
 
 
 class Toggling(SupervisedModel):
@@ -150,24 +128,18 @@ class Toggling(SupervisedModel):
         return {"loss": loss.detach()}
 
 
-def _toggled() -> float:
+@on_ranks(2)
+def test_children_that_take_turns() -> None:
+    """While the last child alone is trained no backward reaches the first, which stays gathered."""
     states = []
-    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
     for kind, data in (
-        (SingleDevice, _together(by_rank)),
-        (StepFullyShardedDataParallel, by_rank[dist.get_rank()]),
+        (SingleDevice, whole_batches()),
+        (StepFullyShardedDataParallel, own_batches(dist.get_rank(), torch.float64)),
     ):
         bare = Toggling(network("Net", torch.float64), nn.CrossEntropyLoss())
         bare.out = nn.Linear(3, 3).double()
         bare.out.load_state_dict({"weight": torch.eye(3), "bias": torch.arange(3.0)})
         model: Any = kind(bare)
-        optims = OptimWrapperDict(out=sgd(bare.out), net=sgd(bare.net))
-        for batch in data:
-            model.train_step(batch, optims)
+        train(model, data, OptimWrapperDict(out=sgd(bare.out), net=sgd(bare.net)))
         states.append(whole(bare))
-    return largest_difference(*states)
-
-
-def test_children_that_take_turns() -> None:
-    """While the last child alone is trained no backward reaches the first, which stays gathered."""
-    assert max(run_ranks(_toggled, RANKS)) <= 1e-12
+    assert_near(*states, 1e-12)

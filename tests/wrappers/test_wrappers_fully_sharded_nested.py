@@ -5,19 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import Block, largest_difference, own_batches, whole
+from fsdp_runs import Block, own_batches, whole, whole_batches
 from marks import slow
-from ranks import run_ranks
+from on_ranks import assert_near, on_ranks
 from step_models import sgd
 from torch import Tensor, nn
 
 from stepwrap.wrappers import BaseModel, SingleDevice, StepFullyShardedDataParallel
 
-RANKS = 2
-
 
 class Nested(BaseModel):
-    """Its loss takes its own scores, more than once where `way` says so, and may fail."""
+    """A model whose loss calls the model itself, in one of several ways, and may fail."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -28,7 +26,7 @@ class Nested(BaseModel):
 
     def forward(self, inputs: Tensor, target: Tensor | None = None, mode: str = "tensor") -> Any:
         if mode != "loss":
-            scores: Tensor = self.head(self.body(inputs))
+            scores = self.head(self.body(inputs))
             if mode == "raise":
                 raise KeyboardInterrupt if self.way == "interrupt" else KeyError(mode)
             return scores
@@ -89,14 +87,13 @@ def _raise(gradient: Tensor) -> None:
     raise KeyError("this backward fails")
 
 
-def _nested(way: str) -> list[float]:
-    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
-    together = [
-        [torch.cat(parts) for parts in zip(*pair, strict=True)]
-        for pair in zip(*by_rank, strict=True)
-    ]
-    plain = _trained(SingleDevice(Nested(way)), together).state_dict()
-    far = []
+# What torch itself warns of while it traces.
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("way", ["once", "error", *slow("twice", "sum", "caught", "interrupt")])
+@on_ranks(2)
+def test_gradients_of_a_window_are_kept(way: str) -> None:
+    single = _trained(SingleDevice(Nested(way)), whole_batches())
     for shard, compiled in ((None, False), ("Block", False), ("Block", True)):
         if way == "sum" and compiled:
             continue
@@ -104,15 +101,5 @@ def _nested(way: str) -> list[float]:
         model = StepFullyShardedDataParallel(bare, shard=shard)
         if compiled:
             bare.compile(backend="eager")
-        trained = _trained(model, by_rank[dist.get_rank()])
-        far.append(largest_difference(whole(trained), plain))
-    return far
-
-
-# What torch itself warns of while it traces.
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("way", ["once", "error", *slow("twice", "sum", "caught", "interrupt")])
-def test_gradients_of_a_window_are_kept(way: str) -> None:
-    for far in run_ranks(_nested, RANKS, way):
-        assert max(far) <= 1e-12
+        sharded = _trained(model, own_batches(dist.get_rank(), torch.float64))
+        assert_near(whole(sharded), dict(single.state_dict()), 1e-12)

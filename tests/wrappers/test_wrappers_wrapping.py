@@ -4,18 +4,57 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from step_models import batches, classifier, mlp, sgd
+from on_ranks import on_ranks
+from step_models import batches, classifier, mlp, train
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from stepwrap.registry import MODEL_WRAPPERS, Registry
 from stepwrap.wrappers import (
+    ReplicationCallbackDataParallel,
+    SeparateDistributedDataParallel,
     SingleDevice,
+    StepDataParallel,
     StepDistributedDataParallel,
+    StepFullyShardedDataParallel,
     is_model_wrapper,
     wrap_model,
 )
+
+NAMES = {
+    SingleDevice: ["SingleDevice", "single"],
+    StepDataParallel: ["StepDataParallel", "MMDataParallel", "DataParallel", "dp"],
+    ReplicationCallbackDataParallel: ["DataParallelWithCallback", "JacDataParallel"],
+    StepDistributedDataParallel: ["ddp", "MMDistributedDataParallel", "DistributedDataParallel"],
+    SeparateDistributedDataParallel: ["separate", "MMSeparateDistributedDataParallel"],
+    StepFullyShardedDataParallel: [
+        "fsdp",
+        "MMFullyShardedDataParallel",
+        "FullyShardedDataParallel",
+    ],
+}
+
+
+@pytest.mark.parametrize(("wrapper", "names"), NAMES.items())
+def test_registered_names(wrapper: type, names: list[str]) -> None:
+    assert [MODEL_WRAPPERS.get(name) for name in names] == [wrapper] * len(names)
+    assert {"ddp", "single"} <= set(MODEL_WRAPPERS)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "told"),
+    [
+        (StepDistributedDataParallel, "process group"),
+        (SeparateDistributedDataParallel, "process group"),
+        (
+            StepFullyShardedDataParallel,
+            r"needs a process group.*call torch\.distributed\.init_process_group\(\) before",
+        ),
+    ],
+)
+def test_wrappers_that_need_a_group(wrapper: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        wrapper(classifier())
 
 
 class OwnSingle(SingleDevice):
@@ -61,11 +100,10 @@ def test_is_model_wrapper_of_a_registry() -> None:
 
 @pytest.mark.parametrize("wrapper", [None, StepDistributedDataParallel, SingleDevice])
 def test_without_a_group(wrapper: Any) -> None:
-    """C-20."""
     wrapped = wrap_model(wrapper, classifier(), detect_anomalous_params=True)
     assert type(wrapped) is SingleDevice
     assert wrapped.detect_anomalous_params
-    wrapped.train_step(batches(1)[0], sgd(wrapped))
+    train(wrapped, batches(1))
 
 
 def test_options_of_ddp_without_a_group() -> None:
@@ -95,7 +133,6 @@ def test_named_wrappers_and_devices() -> None:
 
 
 def test_wrapped_already() -> None:
-    """C-21."""
     wrapped = SingleDevice(classifier())
     assert wrap_model(None, wrapped) is wrapped
     with pytest.raises(TypeError, match="already wrapped in SingleDevice"):
@@ -106,22 +143,12 @@ def test_wrapped_already() -> None:
         wrap_model(None, DataParallel(mlp()))
 
 
-def _wrapped_types() -> list[Any]:
-    bare = DistributedDataParallel(mlp())
-    return [
-        type(wrap_model(None, classifier())),
-        wrap_model(None, classifier(), find_unused_parameters=True).find_unused_parameters,
-        type(wrap_model(OwnDDP, classifier())),
-        type(wrap_model(StepDistributedDataParallel, classifier())),
-        is_model_wrapper(bare) and not is_model_wrapper(nn.Sequential(bare)),
-    ]
-
-
+@on_ranks(2)
 def test_in_a_group() -> None:
-    """C-19."""
-    expected = [StepDistributedDataParallel, True, OwnDDP, StepDistributedDataParallel, True]
-    assert run_ranks(_wrapped_types, 2) == [expected, expected]
-
-
-def test_every_registered_wrapper_is_one() -> None:
-    assert {"ddp", "single"} <= set(MODEL_WRAPPERS)
+    for wrapper in (None, StepDistributedDataParallel):
+        assert type(wrap_model(wrapper, classifier())) is StepDistributedDataParallel
+    assert wrap_model(None, classifier(), find_unused_parameters=True).find_unused_parameters
+    assert type(wrap_model(OwnDDP, classifier())) is OwnDDP
+    bare = DistributedDataParallel(mlp())
+    assert is_model_wrapper(bare)
+    assert not is_model_wrapper(nn.Sequential(bare))
