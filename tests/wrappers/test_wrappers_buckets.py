@@ -9,15 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp
+from on_ranks import on_ranks, same_on_ranks
+from step_models import batches, classifier, flat, mlp, sgd, train
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stepwrap.wrappers import (
-    OptimWrapper,
     SeparateDistributedDataParallel,
     StepDistributedDataParallel,
     SupervisedModel,
@@ -34,11 +33,6 @@ SMALL_MB = 0.0002
 Names = list[list[str]]
 
 
-def _trainer(model: Any, accumulate: int = 1) -> tuple[Any, OptimWrapper]:
-    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), accumulate)
-    return model, optim
-
-
 def _wrapped(options: dict[str, Any], net: nn.Module) -> Any:
     options = dict(options)
     if options.pop("frozen", False):
@@ -47,21 +41,6 @@ def _wrapped(options: dict[str, Any], net: nn.Module) -> Any:
     if options.pop("separate", False):
         kind = SeparateDistributedDataParallel
     return kind(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
-
-
-def _resumed(options: dict[str, Any], accumulate: int) -> bool:
-    """Whether a wrapper made at update ``STOP`` makes the same updates as the first one."""
-    options = {"bucket_cap_mb": SMALL_MB, **options}
-    model, optim = _trainer(_wrapped(options, mlp()), accumulate)
-    again: Any = None
-    for index, batch in enumerate(batches(STEPS * accumulate, seed=dist.get_rank())):
-        if index == STOP * accumulate:
-            again, other = _trainer(_wrapped(options, copy.deepcopy(_bare(model))), accumulate)
-            other.load_state_dict(copy.deepcopy(optim.state_dict()))
-        model.train_step(batch, optim)
-        if again is not None:
-            again.train_step(batch, other)
-    return torch.equal(flat(model), flat(again))
 
 
 def _bare(model: Any) -> nn.Module:
@@ -95,10 +74,24 @@ def _bare(model: Any) -> nn.Module:
         ),
     ],
 )
+@on_ranks(None)
 def test_a_wrapper_made_later_adds_in_the_same_order(
     options: dict[str, Any], accumulate: int, ranks: int
 ) -> None:
-    assert run_ranks(_resumed, ranks, options, accumulate) == [True] * ranks
+    """A wrapper made at update ``STOP`` makes the same updates as the first one."""
+    options = {"bucket_cap_mb": SMALL_MB, **options}
+    model = _wrapped(options, mlp())
+    optim = sgd(model, momentum=0.9, accumulative_counts=accumulate)
+    again: Any = None
+    for index, batch in enumerate(batches(STEPS * accumulate, seed=dist.get_rank())):
+        if index == STOP * accumulate:
+            again = _wrapped(options, copy.deepcopy(_bare(model)))
+            other = sgd(again, momentum=0.9, accumulative_counts=accumulate)
+            other.load_state_dict(copy.deepcopy(optim.state_dict()))
+        model.train_step(batch, optim)
+        if again is not None:
+            again.train_step(batch, other)
+    assert torch.equal(flat(model), flat(again))
 
 
 def _orders(kind: Callable[..., Any], steps: int, **options: Any) -> list[Names]:
@@ -125,19 +118,21 @@ def _mean(state: Any, bucket: GradBucket) -> Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
+@on_ranks(3)
 def test_the_first_buckets_are_those_that_torch_arrives_at() -> None:
     """So the average overlaps the backward as much as under torch's own class."""
     expected = [["2.bias", "2.weight", "0.bias"], ["0.weight"]]
     for options in ({"bucket_cap_mb": SMALL_MB}, {"bucket_cap_mb": SMALL_MB, "init_sync": False}):
-        for seen in run_ranks(_orders, 3, StepDistributedDataParallel, 3, **options):
-            assert seen == [expected] * 3, CHANGED
-    for seen in run_ranks(_orders, 3, DistributedDataParallel, 3, bucket_cap_mb=SMALL_MB):
-        assert seen[0] != expected
-        assert seen[1:] == [expected] * 2
+        assert _orders(StepDistributedDataParallel, 3, **options) == [expected] * 3, CHANGED
+    seen = _orders(DistributedDataParallel, 3, bucket_cap_mb=SMALL_MB)
+    assert seen[0] != expected
+    assert seen[1:] == [expected] * 2
 
 
-def _by_torch() -> bool:
-    model, optim = _trainer(StepDistributedDataParallel(classifier(), bucket_cap_mb=SMALL_MB))
+@on_ranks(2)
+def test_two_ranks_train_as_under_torch_to_the_bit() -> None:
+    model = StepDistributedDataParallel(classifier(), bucket_cap_mb=SMALL_MB)
+    optim = sgd(model, momentum=0.9)
     net = classifier()
     wrapped = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB)  # type: ignore[arg-type]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -146,51 +141,32 @@ def _by_torch() -> bool:
         wrapped(inputs, target, mode="loss")["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.equal(flat(model), flat(net))
-
-
-def test_two_ranks_train_as_under_torch_to_the_bit() -> None:
-    assert run_ranks(_by_torch, 2) == [True, True]
-
-
-def _copied(accumulate: int) -> list[bool]:
-    """Whether copies of a trained wrapper with a static graph go on to average gradients."""
-    model, optim = _trainer(StepDistributedDataParallel(classifier(), static_graph=True))
-    rows = batches(STEPS, seed=dist.get_rank())
-    for batch in rows:
-        model.train_step(batch, optim)
-    results = []
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        same, other = _trainer(again, accumulate)
-        assert same.static_graph
-        expected, plain = _trainer(StepDistributedDataParallel(classifier()), accumulate)
-        expected.load_state_dict(same.state_dict())
-        for batch in rows:
-            same.train_step(batch, other)
-            expected.train_step(batch, plain)
-        results.append(torch.equal(flat(same), flat(expected)))
-    return results
+    assert torch.equal(flat(model), flat(net))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks(2)
 def test_copies_of_a_static_graph_average(accumulate: int) -> None:
-    assert run_ranks(_copied, 2, accumulate) == [[True, True]] * 2
+    model = StepDistributedDataParallel(classifier(), static_graph=True)
+    data = batches(STEPS, seed=dist.get_rank())
+    train(model, data, sgd(model, momentum=0.9))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.static_graph
+        expected = StepDistributedDataParallel(classifier())
+        expected.load_state_dict(again.state_dict())
+        for one in (again, expected):
+            train(one, data, sgd(one, momentum=0.9, accumulative_counts=accumulate))
+        assert torch.equal(flat(again), flat(expected))
 
 
-def _unknown() -> bool:
+@on_ranks(2)
+def test_a_torch_that_has_changed_trains_with_a_warning() -> None:
     kept = dist.Reducer._push_all_rebuilt_params
     del dist.Reducer._push_all_rebuilt_params
     try:
         with pytest.warns(UserWarning, match="no _push_all_rebuilt_params, so on three or more"):
-            model, optim = _trainer(StepDistributedDataParallel(classifier()))
+            model = StepDistributedDataParallel(classifier())
     finally:
         dist.Reducer._push_all_rebuilt_params = kept
-    for batch in batches(STEPS, seed=dist.get_rank()):
-        model.train_step(batch, optim)
-    parts = [torch.empty_like(flat(model)) for _ in range(2)]
-    dist.all_gather(parts, flat(model))
-    return torch.equal(*parts)
-
-
-def test_a_torch_that_has_changed_trains_with_a_warning() -> None:
-    assert run_ranks(_unknown, 2) == [True, True]
+    train(model, batches(STEPS, seed=dist.get_rank()), sgd(model, momentum=0.9))
+    assert same_on_ranks(flat(model))

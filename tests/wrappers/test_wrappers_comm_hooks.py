@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd
+from on_ranks import assert_near, gathered, on_ranks
+from step_models import batches, classifier, flat, mlp, train
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -42,9 +42,7 @@ def plain_mean(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
 
 def _train(hook: Any, **options: Any) -> Tensor:
     model = StepDistributedDataParallel(classifier(), comm_hook=hook, **options)
-    optim = sgd(model)
-    for batch in batches(STEPS, seed=dist.get_rank()):
-        model.train_step(batch, optim)
+    train(model, batches(STEPS, seed=dist.get_rank()))
     return flat(model)
 
 
@@ -80,20 +78,19 @@ def _plain(cast: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
         ((("group", 3.0), "test_wrappers_comm_hooks.default_group"), torch.float32, 3.0, 1e-6),
     ],
 )
+@on_ranks(2)
 def test_hooks_by_arithmetic(hook: Any, cast: torch.dtype, factor: float, bound: float) -> None:
-    expected = _plain(cast, factor)
-    exact = _plain()
-    for weights in run_ranks(_train, 2, hook):
-        assert (weights - expected).abs().max().item() <= bound
-        if cast is not torch.float32:
-            assert not torch.equal(weights, exact)
+    weights = _train(hook)
+    assert_near(weights, _plain(cast, factor), bound)
+    assert cast is torch.float32 or not torch.equal(weights, _plain())
 
 
 def default_group(state: tuple[str, float], bucket: GradBucket) -> Future[Tensor]:
     return scaled_mean((dist.group.WORLD, state[1]), bucket)
 
 
-def _power() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_power_sgd_is_torchs() -> None:
     torch_net = classifier()
     wrapped = DistributedDataParallel(torch_net)
     state = powerSGD_hook.PowerSGDState(process_group=None, **POWER)
@@ -103,51 +100,32 @@ def _power() -> tuple[Tensor, Tensor]:
         wrapped(inputs, target, mode="loss")["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _train({"type": "powerSGD", **POWER}), flat(torch_net)
+    weights = _train({"type": "powerSGD", **POWER})
+    assert torch.equal(weights, flat(torch_net))
+    assert not torch.allclose(weights, _plain(), atol=1e-6)
 
 
-def test_power_sgd_is_torchs() -> None:
-    for ours, theirs in run_ranks(_power, 2):
-        assert torch.equal(ours, theirs)
-        assert not torch.allclose(ours, _plain(), atol=1e-6)
-
-
-def _copies() -> list[bool]:
-    model = StepDistributedDataParallel(classifier(), comm_hook="bf16_compress")
-    group = dist.group.WORLD
-    results = []
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again.process_group is group
-        optim = sgd(again)
-        for batch in batches(STEPS, seed=dist.get_rank()):
-            again.train_step(batch, optim)
-        results.append(torch.allclose(flat(again), _plain(torch.bfloat16), atol=1e-6))
-    return results
-
-
+@on_ranks(2)
 def test_copies_keep_their_hook() -> None:
-    assert run_ranks(_copies, 2) == [[True, True]] * 2
+    model = StepDistributedDataParallel(classifier(), comm_hook="bf16_compress")
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.process_group is dist.group.WORLD
+        train(again, batches(STEPS, seed=dist.get_rank()))
+        assert torch.allclose(flat(again), _plain(torch.bfloat16), atol=1e-6)
 
 
-def _subgroups() -> tuple[Tensor, str]:
+@on_ranks(4)
+def test_subgroups_of_local_sgd() -> None:
     options = {"type": "post_localSGD", "start_localSGD_iter": 1}
     model = StepDistributedDataParallel(classifier(), comm_hook={**options, "subgroup_size": 2})
-    optim = sgd(model)
     seen = []
     for batch in batches(2, seed=dist.get_rank()):
-        model.train_step(batch, optim)
-        everyone = [torch.empty_like(flat(model)) for _ in range(4)]
-        dist.all_gather(everyone, flat(model))
-        seen.append([torch.equal(everyone[0], other) for other in everyone])
-    with pytest.raises(ValueError, match="does not divide") as refused:
+        train(model, [batch])
+        first, *others = gathered(flat(model))
+        seen.append([torch.equal(first, other) for other in others])
+    assert seen == [[True] * 3, [True, False, False]]
+    with pytest.raises(ValueError, match="subgroup_size=3 does not divide the 4 ranks"):
         StepDistributedDataParallel(classifier(), comm_hook={**options, "subgroup_size": 3})
-    return torch.tensor(seen), str(refused.value)
-
-
-def test_subgroups_of_local_sgd() -> None:
-    for seen, refused in run_ranks(_subgroups, 4):
-        assert seen.tolist() == [[True] * 4, [True, True, False, False]]
-        assert "subgroup_size=3 does not divide the 4 ranks" in refused
 
 
 @pytest.mark.parametrize(

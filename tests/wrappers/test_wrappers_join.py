@@ -1,4 +1,4 @@
-"""Uneven inputs in a loop of one's own, against what torch's documentation promises."""
+"""Uneven inputs in a custom loop, against what torch's documentation promises."""
 
 import warnings
 from typing import Any
@@ -6,28 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd
+from on_ranks import assert_near, on_ranks
+from step_models import batches, classifier, flat, mlp, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.wrappers import StepDistributedDataParallel
 
 COUNTS = (5, 2, 3)
-
-
-def _train(by_all: bool, **options: Any) -> tuple[Tensor, int]:
-    rank = dist.get_rank()
-    model = StepDistributedDataParallel(classifier(torch.float64), **options)
-    optim = sgd(model)
-    filters = list(warnings.filters)
-    with model.join(divide_by_initial_world_size=by_all):
-        for batch in batches(COUNTS[rank], dtype=torch.float64, seed=rank):
-            model.train_step(batch, optim)
-    assert list(warnings.filters) == filters
-    if rank == 0:
-        # Outside of it a forward waits for nobody.
-        model(*batch, mode="loss")
-    return flat(model), optim.inner_count
 
 
 def _plain(by_all: bool, ranks: int) -> Tensor:
@@ -49,43 +34,43 @@ def _plain(by_all: bool, ranks: int) -> Tensor:
     [(True, {}), (False, {}), (True, {"find_unused_parameters": True})]
     + [(True, {"comm_hook": "allreduce"}), (True, {"gradient_as_bucket_view": True})],
 )
+@on_ranks(None)
 def test_numbers(ranks: int, by_all: bool, options: dict[str, Any]) -> None:
-    expected = _plain(by_all, ranks)
-    results = run_ranks(_train, ranks, by_all, **options)
-    assert [count for _, count in results] == list(COUNTS[:ranks])
-    for weights, _ in results:
-        assert (weights - expected).abs().max().item() <= 1e-12
+    rank = dist.get_rank()
+    model = StepDistributedDataParallel(classifier(torch.float64), **options)
+    optim = sgd(model)
+    data = batches(COUNTS[rank], dtype=torch.float64, seed=rank)
+    filters = list(warnings.filters)
+    with model.join(divide_by_initial_world_size=by_all):
+        train(model, data, optim)
+    assert list(warnings.filters) == filters
+    if rank == 0:
+        # Outside of it a forward does not wait for other ranks.
+        model(*data[-1], mode="loss")
+    assert optim.inner_count == COUNTS[rank]
+    assert_near(flat(model), _plain(by_all, ranks), 1e-12)
 
 
-def _early() -> tuple[int, str]:
+@on_ranks(2)
+def test_ending_all_with_the_first() -> None:
     rank = dist.get_rank()
     model = StepDistributedDataParallel(classifier())
     optim = sgd(model)
-
-    def train() -> None:
-        with model.join(throw_on_early_termination=True):
-            for batch in batches(COUNTS[rank], seed=rank):
-                model.train_step(batch, optim)
-
-    with pytest.raises(RuntimeError) as error:
-        train()
-    return optim.inner_count, str(error.value)
-
-
-def test_ending_all_with_the_first() -> None:
-    (left, told), (ended, why) = run_ranks(_early, 2)
-    assert (left, ended) == (2, 2)
-    assert "at least one rank that exhausted inputs" in told
-    assert "Rank 1 exhausted all inputs" in why
+    told = (
+        "at least one rank that exhausted inputs",
+        "Rank 1 exhausted all inputs",
+    )
+    with (
+        pytest.raises(RuntimeError, match=told[rank]),
+        model.join(throw_on_early_termination=True),
+    ):
+        train(model, batches(COUNTS[rank], seed=rank), optim)
+    assert optim.inner_count == 2
 
 
-def _error_inside() -> bool:
+@on_ranks(2)
+def test_an_error_inside_passes_through() -> None:
     model = StepDistributedDataParallel(classifier())
     with pytest.raises(KeyError), model.join():
         raise KeyError("inside")
-    model.train_step(batches(1)[0], sgd(model))
-    return True
-
-
-def test_an_error_inside_passes_through() -> None:
-    assert run_ranks(_error_inside, 2) == [True, True]
+    train(model, batches(1))

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from gan_models import Gan, gan_batches, optimizers
-from ranks import run_ranks
-from step_models import batches, classifier, flat, sgd
+from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
+from step_models import batches, classifier, flat, sgd, train
 from torch import Tensor
 
 from stepwrap.wrappers import (
@@ -17,8 +16,14 @@ from stepwrap.wrappers import (
 )
 
 
-def _thaw_late() -> tuple[str, float]:
-    """Return the error's text, and how far the ranks' weights are apart afterwards."""
+def _half_frozen() -> Any:
+    model = classifier()
+    model.net[2].requires_grad_(False)
+    return model
+
+
+@on_ranks(2)
+def test_what_would_not_be_averaged_is_named() -> None:
     wrapper = StepDistributedDataParallel(_half_frozen())
     last = wrapper.module.net[2]
     optim = sgd(wrapper)
@@ -27,25 +32,12 @@ def _thaw_late() -> tuple[str, float]:
     last.requires_grad_(True)
     with torch.no_grad():
         wrapper(*data[1], mode="loss")
-    with pytest.raises(RuntimeError) as caught:
+    told = "'net.2.weight' was frozen when StepDistributedDataParallel wrapped"
+    with raises_with(RuntimeError, told):
         wrapper.train_step(data[1], optim)
     last.requires_grad_(False)
     wrapper.train_step(data[2], optim)
-    firsts = flat(wrapper)
-    dist.broadcast(firsts, 0)
-    return str(caught.value), (flat(wrapper) - firsts).abs().max().item()
-
-
-def _half_frozen() -> Any:
-    model = classifier()
-    model.net[2].requires_grad_(False)
-    return model
-
-
-def test_what_would_not_be_averaged_is_named() -> None:
-    for told, difference in run_ranks(_thaw_late, 2):
-        assert told.startswith("'net.2.weight' was frozen when StepDistributedDataParallel wrapped")
-        assert difference == 0
+    assert same_on_ranks(flat(wrapper))
 
 
 def _train_in_phases(wrapper: Any, data: list[list[Tensor]]) -> Tensor:
@@ -57,43 +49,30 @@ def _train_in_phases(wrapper: Any, data: list[list[Tensor]]) -> Tensor:
     return flat(wrapper)
 
 
-def _advised() -> Tensor:
-    wrapper = StepDistributedDataParallel(classifier(torch.float64), find_unused_parameters=True)
-    rank = dist.get_rank()
-    halves = [[part[rank::2] for part in batch] for batch in batches(4, dtype=torch.float64)]
-    return _train_in_phases(wrapper, halves)
-
-
+@on_ranks(2)
 def test_the_advice_trains_like_one_process() -> None:
-    alone = _train_in_phases(
-        SingleDevice(classifier(torch.float64)), batches(4, dtype=torch.float64)
-    )
-    for weights in run_ranks(_advised, 2):
-        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-12)
+    data = batches(4, dtype=torch.float64)
+    alone = _train_in_phases(SingleDevice(classifier(torch.float64)), data)
+    wrapper = StepDistributedDataParallel(classifier(torch.float64), find_unused_parameters=True)
+    halves = [[part[dist.get_rank() :: 2] for part in batch] for batch in data]
+    assert_near(_train_in_phases(wrapper, halves), alone, 1e-12)
 
 
-def _thaw_a_sibling() -> str:
+@on_ranks(2)
+def test_separate_names_it_too() -> None:
     """A child that was wholly frozen has no wrapper that could look."""
     model = Gan()
     wrapper = SeparateDistributedDataParallel(model)
     model.features.requires_grad_(True)
-    with pytest.raises(RuntimeError) as caught:
-        wrapper.train_step(gan_batches(1, dist.get_rank())[0], optimizers(model))
-    return str(caught.value)
+    told = "'features.weight' was frozen when SeparateDistributedDataParallel"
+    with raises_with(RuntimeError, told):
+        train(wrapper, gan_batches(1, dist.get_rank()), optimizers(model))
 
 
-def test_separate_names_it_too() -> None:
-    for told in run_ranks(_thaw_a_sibling, 2):
-        assert told.startswith("'features.weight' was frozen when SeparateDistributedDataParallel")
-
-
-def _thaw_alone() -> float:
+@on_ranks(1)
+def test_one_rank_has_nobody_to_differ_from() -> None:
     wrapper = StepDistributedDataParallel(_half_frozen())
     wrapper.module.net[2].requires_grad_(True)
     before = flat(wrapper)
-    wrapper.train_step(batches(1)[0], sgd(wrapper))
-    return (flat(wrapper) - before)[-1].abs().item()
-
-
-def test_one_rank_has_nobody_to_differ_from() -> None:
-    assert run_ranks(_thaw_alone, 1)[0] > 0
+    train(wrapper, batches(1))
+    assert (flat(wrapper) - before)[-1].abs() > 0
