@@ -17,20 +17,20 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def on_ranks(ranks: int | None = 2, **options: Any) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(ranks: int | str = 2, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Run the decorated test on every rank of a new gloo group.
 
     The arguments of the test, such as parameters and ``tmp_path``, are pickled.
 
     Args:
-        ranks: how many; None takes the test's own argument ``ranks``.
+        ranks: how many, or the name of the argument of the test that says it.
         options: further arguments of ``run_ranks``.
     """
 
     def decorate(test: Callable[..., None]) -> Any:
         @functools.wraps(test)
         def run(**arguments: Any) -> None:
-            size = arguments["ranks"] if ranks is None else ranks
+            size = arguments[ranks] if isinstance(ranks, str) else ranks
             run_ranks(_call, size, test.__module__, test.__name__, arguments, **options)
 
         return run

@@ -20,7 +20,6 @@ def _amp(model: nn.Module, *, fused: bool = False, lr: float = 0.1, **kwargs: An
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, None])
 def test_bfloat16(dtype: Any) -> None:
-    """C-17."""
     model = classifier()
     amp = _amp(model, dtype=dtype)
     before = flat(model)
@@ -36,7 +35,6 @@ def test_bfloat16(dtype: Any) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
 def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | None) -> None:
-    """C-17."""
     model = classifier()
     amp = _amp(model, dtype="float16", clip_grad=clip, fused=fused, loss_scale={"init_scale": 64.0})
     before = flat(model)

@@ -1,10 +1,10 @@
-"""Parameters that the loss does not reach (C-8)."""
+"""Parameters that the loss does not reach."""
 
 import logging
 
 import pytest
 import torch
-from ranks import run_ranks
+from on_ranks import on_ranks
 from step_models import HalfUsed, batches, sgd
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -119,7 +119,9 @@ def test_old_gradients_do_not_count() -> None:
     assert detect_anomalous_params(loss, model) == SPARE
 
 
-def _under_ddp(use_reentrant: bool) -> set[tuple[str, ...]]:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
     model = StepDistributedDataParallel(
         Checkpointed(use_reentrant), detect_anomalous_params=True, static_graph=True
     )
@@ -127,10 +129,5 @@ def _under_ddp(use_reentrant: bool) -> set[tuple[str, ...]]:
     for batch in batches(3):
         model.train_step(batch, optim)
     seen: set[tuple[str, ...]] = model._anomalies_seen
-    return seen
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
     expected = {tuple(f"module.{name}" for name in SPARE)}
-    assert run_ranks(_under_ddp, 2, use_reentrant) == [expected] * 2
+    assert seen == expected

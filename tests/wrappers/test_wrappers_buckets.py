@@ -74,7 +74,7 @@ def _bare(model: Any) -> nn.Module:
         ),
     ],
 )
-@on_ranks(None)
+@on_ranks("ranks")
 def test_a_wrapper_made_later_adds_in_the_same_order(
     options: dict[str, Any], accumulate: int, ranks: int
 ) -> None:

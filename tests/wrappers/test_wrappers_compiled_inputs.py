@@ -1,4 +1,4 @@
-"""What a compiled step reads and updates: the right tensors, or none at all."""
+"""The tensors that a compiled step reads and updates."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ LATE = 14
 
 
 class Layers(nn.Module):
-    """Layers of one shape in a list, and the active one of two heads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
@@ -111,16 +109,15 @@ class Scaling(nn.Module):
         return data[0] * self.scale, data[1]
 
 
-class PreparedModel(SupervisedModel):
-    losses = ("loss",)
-
-    def __init__(self) -> None:
-        super().__init__(Net(), nn.CrossEntropyLoss(), data_preprocessor=Scaling())
+def prepared() -> SupervisedModel:
+    model: Any = SupervisedModel(Net(), nn.CrossEntropyLoss(), data_preprocessor=Scaling())
+    model.losses = ("loss",)
+    return model
 
 
 @pytest.mark.slow
 def test_a_preprocessor_with_parameters(caplog: pytest.LogCaptureFixture) -> None:
-    assert_same(0.0, PreparedModel, sgd)
+    assert_same(0.0, prepared, sgd)
     assert caplog.text.count("batches require gradients") == 1
 
 
@@ -239,8 +236,6 @@ def test_anomalous_parameters_are_looked_for_from_a_later_step(
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_gradients_held_in_another_layout(backend: str) -> None:
-    """As of a micro-batch that ran eagerly."""
-
     def change(index: int, model: Any, optim: OptimWrapper) -> None:
         one = model.net.first.weight
         if index == 13:

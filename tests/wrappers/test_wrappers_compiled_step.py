@@ -1,4 +1,4 @@
-"""The compiled training step: the numbers of the usual one, and when it leaves the step to that."""
+"""The compiled training step: the numbers of the usual one, and when it is not compiled."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_runs import assert_same, train
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -26,6 +27,8 @@ from stepwrap.wrappers import (
 from stepwrap.wrappers.compiled.cuda_graph import CudaGraph
 
 Batch = tuple[Tensor, Tensor]
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "backend": "inductor"}
+Make = Callable[[nn.Module], OptimWrapper]
 
 
 class ConvNet(nn.Module):
@@ -55,49 +58,11 @@ def batches(count: int, size: int = 8, dtype: torch.dtype = torch.float32) -> li
     return list(zip(inputs, targets, strict=True))
 
 
-Make = Callable[[nn.Module], OptimWrapper]
-
-
-def train(
-    compiled: bool,
-    make: Make,
-    data: list[Batch],
-    *,
-    dtype: torch.dtype = torch.float32,
-    net: Callable[[], nn.Module] = ConvNet,
-    before_step: Callable[[int, Any, OptimWrapper], None] | None = None,
-    device: str = "cpu",
-    backend: str = "inductor",
-) -> tuple[dict[str, Tensor], list[float], Any]:
-    """Weights, buffers and optimizer state after the batches; the losses; and the wrapper."""
-    torch.manual_seed(0)
-    model = SupervisedModel(net().to(dtype), nn.CrossEntropyLoss())
-    options = {"step": True, "min_steps": 0, "backend": backend}
-    prepare = Preparation(compile=options if compiled else False)
-    wrapper: Any = wrap_model(None, model, device=device, prepare=prepare)
-    optim = make(model)
-    wrapper.train()
-    losses = []
-    for index, batch in enumerate(data):
-        if before_step is not None:
-            before_step(index, wrapper, optim)
-        losses.append(wrapper.train_step(batch, optim)["loss"].item())
-    state = {f"model.{name}": one for name, one in model.state_dict().items()}
-    for index, own in optim.optimizer.state_dict()["state"].items():
-        state |= {f"{index}.{k}": v for k, v in own.items() if isinstance(v, Tensor)}
-    return state, losses, wrapper
-
-
 def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any) -> Any:
-    usual, usual_losses, _ = train(False, make, data, **options)
-    compiled, losses, wrapper = train(True, make, data, **options)
+    """Train both ways by inductor; return the wrapper with the compiled step."""
+    options = {"net": ConvNet, "dtype": data[0][0].dtype, "backend": "inductor", **options}
+    wrapper = assert_same(tolerance, make=make, data=data, **options)
     assert wrapper.train_step.programs, "nothing was compiled"
-    assert list(usual) == list(compiled)
-    for name, one in usual.items():
-        # A program for a GPU keeps counts of steps there.
-        close = {"rtol": tolerance, "atol": tolerance, "check_device": False}
-        torch.testing.assert_close(compiled[name], one, **close, msg=name)
-    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance, nan_ok=True)
     return wrapper
 
 
@@ -113,7 +78,7 @@ def adamw(model: nn.Module, **options: Any) -> OptimWrapper:
 def test_200_steps_in_double_precision() -> None:
     data = batches(200, dtype=torch.float64)
     make = lambda model: adamw(model, clip_grad={"max_norm": 0.5})  # noqa: E731
-    wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
+    wrapper = assert_equal(make, data, 1e-12)
     assert len(wrapper.train_step.programs) == 1
 
 
@@ -129,7 +94,7 @@ def test_other_optimizers(kind: str) -> None:
     def make(model: nn.Module) -> OptimWrapper:
         return OptimWrapper(getattr(torch.optim, kind)(model.parameters(), lr=1e-3))
 
-    assert_equal(make, batches(30, dtype=torch.float64), 1e-10, dtype=torch.float64)
+    assert_equal(make, batches(30, dtype=torch.float64), 1e-10)
 
 
 @pytest.mark.slow
@@ -140,7 +105,7 @@ def test_accumulation_with_a_short_last_window() -> None:
         return optim
 
     data = batches(20, dtype=torch.float64)
-    wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
+    wrapper = assert_equal(make, data, 1e-12)
     # The first of a window, one in the middle and the last; a last window of two.
     assert len(wrapper.train_step.programs) >= 3
 
@@ -156,7 +121,7 @@ def test_loss_weights(counts: int) -> None:
         optim.initialize_count_status(model, 0, 20)
         return optim
 
-    def note(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def note(index: int, model: Any, optim: OptimWrapper) -> None:
         weights.append(optim.last_weight)
 
     data = batches(20, dtype=torch.float64)
@@ -165,14 +130,14 @@ def test_loss_weights(counts: int) -> None:
         if index in (10, 12, 13, 14):
             targets[:] = -100
     data[-1] = data[-1][0][:5], data[-1][1][:5]
-    assert_equal(make, data, 1e-12, dtype=torch.float64, before_step=note)
+    assert_equal(make, data, 1e-12, before_step=note)
     assert weights[:20] == weights[20:]
     assert weights[11] == 0
 
 
 @pytest.mark.slow
 def test_rates_change_without_a_new_program() -> None:
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
 
     wrapper = assert_equal(sgd, batches(20), 1e-5, before_step=change)
@@ -200,13 +165,13 @@ def test_parameters_that_share_a_gradient_are_clipped_once(counts: int) -> None:
         optim.initialize_count_status(model, 0, 24)
         return optim
 
-    assert_equal(make, batches(24, dtype=torch.float64), 1e-12, dtype=torch.float64, net=TwoTables)
+    assert_equal(make, batches(24, dtype=torch.float64), 1e-12, net=TwoTables)
 
 
 @pytest.mark.slow
 def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> None:
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
-        net = wrapper.module.net
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
+        net = model.net
         if index == 6:
             optim.optimizer.param_groups[0]["momentum"] = 0.5
         if index == 8:
@@ -224,7 +189,7 @@ def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> Non
 def test_settings_that_change_at_each_step_are_not_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["momentum"] = 0.9 - index / 100
 
     wrapper = assert_equal(sgd, batches(12), 1e-5, before_step=change)
@@ -263,21 +228,21 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
         optim.initialize_count_status(model, 0, 200)
         return optim
 
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["lr"] = 0.01 / (1 + index)
 
     data = batches(200, dtype=torch.float64)
     data[-1] = data[-1][0][:5], data[-1][1][:5]
     # Some sums on GPUs have no fixed order.
-    wrapper = assert_equal(make, data, 1e-9, dtype=torch.float64, device="cuda", before_step=change)
+    wrapper = assert_equal(make, data, 1e-9, device="cuda", before_step=change)
     assert all(type(one._run) is CudaGraph for one in wrapper.train_step.programs)
 
 
 @pytest.mark.gpu
 def test_weights_that_move_get_another_cuda_graph() -> None:
-    def move(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def move(index: int, model: Any, optim: OptimWrapper) -> None:
         if index == 8:
-            for one in wrapper.parameters():
+            for one in model.parameters():
                 one.data = one.data.clone()
 
     wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=move)
@@ -289,7 +254,9 @@ def test_what_no_cuda_graph_holds_runs_as_usual(caplog: pytest.LogCaptureFixture
     """Also what the optimizer keeps on the CPU stays there."""
     states = []
     for compiled in (False, True):
-        state, _, _ = train(compiled, adamw, batches(8), net=lambda: Odd("draws"), device="cuda")
+        state, _, _ = train(
+            compiled, lambda: Odd("draws"), make=adamw, data=batches(8), device="cuda", **FLOAT32
+        )
         states.append({name: one.device for name, one in state.items()})
     assert states[0] == states[1]
     assert caplog.text.count("cannot be followed") == 1
@@ -341,11 +308,10 @@ class Odd(nn.Module):
 def test_steps_that_cannot_be_compiled_run_as_usual(
     what: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(compiled: bool) -> Any:
-        random.seed(0)
-        return train(compiled, sgd, batches(8), net=lambda: Odd(what))
-
-    usual, compiled = run(False), run(True)
+    usual, compiled = (
+        train(flag, lambda: Odd(what), make=sgd, data=batches(8), **FLOAT32)
+        for flag in (False, True)
+    )
     assert usual[1] == compiled[1]
     # The attempt changes nothing in the model.
     assert compiled[2].module.net.calls == usual[2].module.net.calls
@@ -375,7 +341,9 @@ def test_programs_of_others_are_not_run(
     (tmp_path / "stepwrap").mkdir()
     (tmp_path / "stepwrap").chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    usual, compiled = (train(flag, sgd, batches(6))[1] for flag in (False, True))
+    usual, compiled = (
+        train(flag, ConvNet, make=sgd, data=batches(6), **FLOAT32)[1] for flag in (False, True)
+    )
     assert usual == compiled
     assert "can be written by others" in caplog.text
 
@@ -384,9 +352,9 @@ def test_programs_of_others_are_not_run(
 def test_hooks_that_come_later_are_called() -> None:
     seen = []
 
-    def listen(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def listen(index: int, model: Any, optim: OptimWrapper) -> None:
         if index == 6:
             optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
 
-    train(True, sgd, batches(9), before_step=listen)
+    train(True, ConvNet, make=sgd, data=batches(9), before_step=listen, **FLOAT32)
     assert len(seen) == 3

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from on_ranks import assert_near, on_ranks, same_on_ranks
 from torch import Tensor, distributed, nn
 
 from stepwrap.wrappers import OptimWrapper, Preparation, SupervisedModel, wrap_model
@@ -36,13 +36,10 @@ class Net(nn.Module):
         return self.head(hidden + self.wide(hidden).mean(1, keepdim=True))
 
 
-def _train(
-    compiled: bool, counts: int, weight: str | None = None, fails_on: int = -1
-) -> tuple[dict[str, Tensor], int]:
+def _train(compiled: bool, counts: int, weight: str | None, fails_on: int) -> Any:
     rank = distributed.get_rank()
     torch.manual_seed(0)
-    net = Net(fails=rank == fails_on).double()
-    model = SupervisedModel(net, nn.CrossEntropyLoss())
+    model = SupervisedModel(Net(fails=rank == fails_on).double(), nn.CrossEntropyLoss())
     prepare = Preparation(compile={"step": True, "min_steps": 0} if compiled else False)
     wrapper: Any = wrap_model(None, model, prepare=prepare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -60,38 +57,30 @@ def _train(
             # Nothing on one rank, or on both.
             targets[:] = -100 if index == 15 or (index == 13 and rank) else targets
         wrapper.train_step((inputs, targets), optim)
-    step = wrapper.train_step
-    return dict(model.state_dict()), len(getattr(step, "programs", ()))
+    return wrapper
 
 
 @pytest.mark.parametrize(
-    ("ranks", "counts", "weight"),
+    ("ranks", "counts", "weight", "fails_on"),
     [
-        (2, 1, None),
-        (2, 3, None),
-        (2, 1, "tokens"),
-        (2, 3, "tokens"),
-        (3, 1, None),
-        (3, 3, "tokens"),
+        (2, 1, None, -1),
+        (2, 3, None, -1),
+        (2, 1, "tokens", -1),
+        (2, 3, "tokens", -1),
+        (3, 1, None, -1),
+        (3, 3, "tokens", -1),
+        # A rank that cannot compile steps with one that can.
+        (2, 1, None, 1),
     ],
 )
-def test_ranks_train_as_under_ddp(ranks: int, counts: int, weight: str | None) -> None:
-    usual, compiled = (
-        run_ranks(_train, ranks, flag, counts, weight, timeout_s=280.0) for flag in (False, True)
-    )
-    for rank, ((expected, _), (state, programs)) in enumerate(zip(usual, compiled, strict=True)):
-        assert programs
-        for name, one in expected.items():
-            torch.testing.assert_close(state[name], one, rtol=1e-12, atol=1e-12, msg=name)
-        assert rank == 0 or all(
-            torch.equal(state[name], compiled[0][0][name]) for name in state if "norm" not in name
-        )
-
-
-def test_a_rank_that_cannot_compile_steps_with_those_that_can() -> None:
-    usual = run_ranks(_train, 2, False, 1, None, 1, timeout_s=280.0)
-    compiled = run_ranks(_train, 2, True, 1, None, 1, timeout_s=280.0)
-    assert [programs for _, programs in compiled] == [1, 0]
-    for (expected, _), (state, _) in zip(usual, compiled, strict=True):
-        for name, one in expected.items():
-            torch.testing.assert_close(state[name], one, rtol=1e-12, atol=1e-12, msg=name)
+@on_ranks("ranks", timeout_s=280.0)
+def test_ranks_train_as_under_ddp(
+    ranks: int, counts: int, weight: str | None, fails_on: int
+) -> None:
+    expected = _train(False, counts, weight, fails_on).module.state_dict()
+    wrapper = _train(True, counts, weight, fails_on)
+    state = wrapper.module.state_dict()
+    assert_near(dict(state), dict(expected), 1e-12)
+    assert all(same_on_ranks(one) for name, one in state.items() if "norm" not in name)
+    assert bool(wrapper.train_step.programs) == (distributed.get_rank() != fails_on)
+    assert fails_on < 0 or len(wrapper.train_step.programs) <= 1

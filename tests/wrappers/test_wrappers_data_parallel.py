@@ -170,7 +170,7 @@ class Meeting(nn.Module):
 
 
 def test_copies_meet() -> None:
-    """D-7: the count of the copies changes and nothing is left from before."""
+    """The count of the copies changes and nothing is left from before."""
     model = ReplicationCallbackDataParallel(Meeting(), ["cpu"] * 2, timeout_s=10)
     for size in (4, 1, 5, 1, 2):
         assert within(lambda size=size: model(torch.zeros(size))).tolist() == [size] * size
@@ -181,7 +181,7 @@ def test_copies_meet() -> None:
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_copy_that_fails(failing: int, error: type[BaseException], large: bool) -> None:
-    """D-8: its own error at once, and the next forward works."""
+    """Its own error at once, and the next forward works."""
     module = Meeting()
     if large:
         module.weight = nn.Parameter(torch.zeros(2**21))
@@ -206,7 +206,6 @@ def test_a_slow_copy_is_no_timeout() -> None:
 
 
 def test_copies_of_the_wrapper_are_independent() -> None:
-    """D-12."""
     model = step(classifier())
     batch = batches(1, 5)[0]
     model.train_step(batch, sgd(model))

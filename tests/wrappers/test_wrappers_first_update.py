@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -255,12 +256,9 @@ def test_gradients_of_every_kind_are_compared(optimised: str) -> None:
         assert f"different gradients of '{optimised}'" in found
 
 
+@on_ranks(RANKS)
 def test_the_usual_step_sends_nothing_more() -> None:
     """Only a step of one's own can go wrong in this way."""
-    assert all(run_ranks(collectives_of_a_step, RANKS))
-
-
-def collectives_of_a_step() -> bool:
     usual: Any = StepDistributedDataParallel(model())
     same: Any = with_train_step(StepDistributedDataParallel, averaged)(model())
     sent = []
@@ -269,4 +267,4 @@ def collectives_of_a_step() -> bool:
         with torch.profiler.profile() as profile:
             wrapper.train_step(own_rows(batches()[0]), optim)
         sent.append(any("allgather" in one.key for one in profile.key_averages()))
-    return sent == [False, True]
+    assert sent == [False, True]

@@ -21,7 +21,7 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 @pytest.mark.parametrize("optimizer", ["adamw", *slow("momentum")])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, *slow(4)])
-@on_ranks(None)
+@on_ranks("ranks")
 def test_equals_plain_pytorch(
     dtype: torch.dtype, optimizer: str, accumulate: int, ranks: int
 ) -> None:
@@ -67,7 +67,7 @@ UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, OPTIONS), *slow((4, UNEVEN))], ids=["2", "4"])
 @pytest.mark.slow
-@on_ranks(None)
+@on_ranks("ranks")
 def test_options_change_no_number(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     for kind, options in cases:
         settings = {one: options[one] for one in ("optimizer", "accumulate") if one in options}

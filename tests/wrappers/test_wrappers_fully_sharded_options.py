@@ -1,4 +1,4 @@
-"""The options of fully sharded training in all spellings, without any process group (C-12)."""
+"""The options of fully sharded training in all spellings, without any process group."""
 
 import copy
 import functools

@@ -34,7 +34,7 @@ def _plain(by_all: bool, ranks: int) -> Tensor:
     [(True, {}), (False, {}), (True, {"find_unused_parameters": True})]
     + [(True, {"comm_hook": "allreduce"}), (True, {"gradient_as_bucket_view": True})],
 )
-@on_ranks(None)
+@on_ranks("ranks")
 def test_numbers(ranks: int, by_all: bool, options: dict[str, Any]) -> None:
     rank = dist.get_rank()
     model = StepDistributedDataParallel(classifier(torch.float64), **options)

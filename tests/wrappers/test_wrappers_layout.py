@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
+from on_ranks import on_ranks
 from ranks import run_ranks
 from sharded_models import CASES, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
@@ -110,7 +111,8 @@ def test_what_is_cut_keeps_no_whole() -> None:
     assert torch.equal(taken, torch.ones(2, 3))
 
 
-def _another_layout() -> None:
+@on_ranks(2)
+def test_sources_of_another_layout() -> None:
     """A source with parts elsewhere is gathered."""
     reference = torch.arange(12.0).view(4, 3)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -121,10 +123,6 @@ def _another_layout() -> None:
     assert torch.equal(columns.full_tensor(), wanted)
     with pytest.raises(ValueError, match=r"part of shape \(4, [12]\) is needed"):
         as_global(torch.ones(3, 3), columns)
-
-
-def test_sources_of_another_layout() -> None:
-    run_ranks(_another_layout, 2)
 
 
 def _norms(kind: str) -> list[list[float]]:
@@ -180,14 +178,11 @@ def test_the_norm_of_plain_tensors_is_torchs() -> None:
         assert total_norm(tensors, order).equal(torch.nn.utils.get_total_norm(tensors, order))
 
 
-def _refused_norm() -> None:
+@on_ranks(2)
+def test_norms_that_do_not_add_up() -> None:
     parameters = list(spread(net(), "fsdp").parameters())
     with pytest.raises(ValueError, match="norm_type must be above 0"):
         total_norm(parameters, -math.inf)
-
-
-def test_norms_that_do_not_add_up() -> None:
-    run_ranks(_refused_norm, 2)
 
 
 def test_parameters_added_later_are_seen() -> None:

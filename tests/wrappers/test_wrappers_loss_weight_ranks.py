@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
+from on_ranks import on_ranks
 from parity_cells import make_mesh, whole_weights
 from ranks import RanksError, run_ranks
 from step_models import classifier
@@ -143,7 +144,8 @@ class _TwoOptimizers(Tagger):
         return logs
 
 
-def _two_optimizers() -> float:
+@on_ranks(2)
+def test_several_optimizers() -> None:
     mesh, cell = make_mesh("separate", 2), Weighted()
     wrapper = SeparateDistributedDataParallel(_TwoOptimizers())
     parts = {"first": wrapper.module.first, "second": wrapper.module.second}
@@ -151,14 +153,11 @@ def _two_optimizers() -> float:
         **{name: optimizer_of(part, cell) for name, part in parts.items()}
     )
     train(wrapper, optim_wrapper, cell, mesh)
-    return difference(whole_weights(wrapper), train_whole("tokens", cell.updates)[0])
+    assert difference(whole_weights(wrapper), train_whole("tokens", cell.updates)[0]) <= 1e-12
 
 
-def test_several_optimizers() -> None:
-    assert max(run_ranks(_two_optimizers, 2)) <= 1e-12
-
-
-def _with_torch() -> float:
+@on_ranks(2)
+def test_under_the_wrapper_of_torch() -> None:
     """Train by torch's own class, in a loop of one's own."""
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = nn.parallel.DistributedDataParallel(Tagger())
@@ -166,11 +165,7 @@ def _with_torch() -> float:
     for update in range(cell.updates):
         for batch in pieces_of(cell, update, mesh):
             _own_step(wrapper, batch, optim_wrapper)
-    return difference(wrapper.module.state_dict(), train_whole("tokens", cell.updates)[0])
-
-
-def test_under_the_wrapper_of_torch() -> None:
-    assert max(run_ranks(_with_torch, 2)) <= 1e-12
+    assert difference(wrapper.module.state_dict(), train_whole("tokens", cell.updates)[0]) <= 1e-12
 
 
 def _weighing_nothing() -> list[float]:

@@ -1,4 +1,4 @@
-"""What is optimised and what is logged (C-1 to C-4)."""
+"""What is optimised and what is logged."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from stepwrap.wrappers import parse_losses
 
 
 def test_sum_of_tensors_and_lists() -> None:
-    """C-1."""
     total, logs = parse_losses(
         {"loss_cls": torch.tensor(1.0), "loss_list": [torch.tensor(2.0), torch.tensor([1.0, 5.0])]}
     )
@@ -17,7 +16,6 @@ def test_sum_of_tensors_and_lists() -> None:
 
 
 def test_total_keeps_its_name() -> None:
-    """C-2."""
     total, logs = parse_losses(
         {"loss": torch.tensor(1.0), "loss_b": torch.tensor(2.0), "acc": torch.tensor(9.0)}
     )
@@ -33,13 +31,11 @@ def test_total_keeps_its_name() -> None:
 
 @pytest.mark.parametrize("losses", [{"acc": torch.tensor(9.0)}, {}, {"loss": []}])
 def test_no_loss(losses: dict[str, torch.Tensor]) -> None:
-    """C-3."""
     with pytest.raises(ValueError, match="no loss to optimise.*" + "".join(losses)):
         parse_losses(losses)
 
 
 def test_logs_are_detached_and_the_total_is_not() -> None:
-    """C-4."""
     weight = torch.ones(3, requires_grad=True)
     total, logs = parse_losses({"loss_a": weight, "loss_b": [weight * 2], "acc": weight.sum()})
     assert not any(value.requires_grad for value in logs.values())

@@ -1,8 +1,6 @@
 """Whether a wrapper is anywhere in a model."""
 
-from typing import Any
-
-from ranks import run_ranks
+from on_ranks import on_ranks
 from step_models import classifier, mlp
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -23,7 +21,6 @@ def _nested(module: nn.Module) -> nn.Module:
 
 
 def test_any_module_inside_counts() -> None:
-    """A-21."""
     for wrapper in (DataParallel, OwnParallel):
         assert is_module_wrapper(wrapper(mlp()))
         assert is_module_wrapper(_nested(wrapper(mlp())))
@@ -48,10 +45,7 @@ def test_modules_that_hold_each_other() -> None:
     assert is_module_wrapper(first)
 
 
-def _distributed() -> list[Any]:
-    kinds = (DistributedDataParallel, OwnDistributed)
-    return [is_module_wrapper(_nested(kind(mlp()))) for kind in kinds]
-
-
+@on_ranks(2)
 def test_distributed_wrappers() -> None:
-    assert run_ranks(_distributed, 2) == [[True, True]] * 2
+    kinds = (DistributedDataParallel, OwnDistributed)
+    assert [is_module_wrapper(_nested(kind(mlp()))) for kind in kinds] == [True, True]

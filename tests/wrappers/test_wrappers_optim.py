@@ -102,7 +102,7 @@ def test_one_rank_warns_of_batch_norm() -> None:
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"type": "value", "clip_value": 0.01}])
 def test_accumulation_equals_the_big_batch(clip: dict[str, Any] | None) -> None:
-    """C-16, in one process."""
+    """In one process."""
     model, plain = classifier(), mlp()
     wrapper = sgd(model, accumulative_counts=4, clip_grad=clip, lr=1.0)
     data = batches(4)
@@ -150,7 +150,6 @@ def test_gradients_are_cleared_after_the_step() -> None:
 
 
 def test_settings_are_left_as_they_are() -> None:
-    """C-14."""
     clip = {"type": "norm", "max_norm": 1.0}
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1), clip_grad=clip)
@@ -166,7 +165,6 @@ _COUNT = "stepwrap.inner_count"
 
 
 def test_two_groups() -> None:
-    """C-15."""
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2, "momentum": 0.5}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     assert wrapper.get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}

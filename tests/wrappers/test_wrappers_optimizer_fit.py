@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import on_ranks
 from sharded_models import data, net, spread, whole
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -47,8 +47,9 @@ def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.ndim == 2 or name not in MATRICES]
 
 
-def _against_plain(kind: str) -> dict[str, Any]:
-    """Return by optimizer how far it ends from plain PyTorch, or what it is refused for."""
+@pytest.mark.parametrize("kind", REFUSED)
+@on_ranks(2)
+def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
     found: dict[str, Any] = {}
     for name in ALL:
         cls = getattr(torch.optim, name)
@@ -66,18 +67,12 @@ def _against_plain(kind: str) -> dict[str, Any]:
                 optimizer.step()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         found[name] = max((whole(a) - b).abs().max().item() for a, b in pairs)
-    return found
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
-    for found in run_ranks(_against_plain, 2, kind):
-        refused = {name: told for name, told in found.items() if isinstance(told, str)}
-        assert refused.keys() == REFUSED[kind]
-        assert all(told.startswith(name) and "AdamW" in told for name, told in refused.items())
-        assert max(far for name, far in found.items() if name not in refused) <= 1e-12
-        where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
-        assert where in refused["Adafactor"]
+    refused = {name: told for name, told in found.items() if isinstance(told, str)}
+    assert refused.keys() == REFUSED[kind]
+    assert all(told.startswith(name) and "AdamW" in told for name, told in refused.items())
+    assert max(far for name, far in found.items() if name not in refused) <= 1e-12
+    where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
+    assert where in refused["Adafactor"]
 
 
 class _InDouble(TorchFunctionMode):
@@ -106,42 +101,35 @@ def _muon(sharded: bool, arithmetic: AbstractContextManager[Any]) -> Tensor:
     return torch.cat([whole(one).flatten() for one in model.parameters()]).detach()
 
 
-def _muon_distances() -> dict[str, float]:
+@on_ranks(2)
+def test_muon_with_even_shards() -> None:
+    """Muon computes directions in bfloat16; its rounding is the only difference between the two."""
     exact = _muon(False, _InDouble())
     ends = {
         "sharded, exact": _muon(True, _InDouble()),
         "sharded": _muon(True, nullcontext()),
         "whole": _muon(False, nullcontext()),
     }
-    return {name: (end - exact).abs().max().item() for name, end in ends.items()}
-
-
-def test_muon_with_even_shards() -> None:
-    """Muon computes directions in bfloat16; its rounding is the only difference between the two."""
-    for distance in run_ranks(_muon_distances, 2):
-        assert distance["sharded, exact"] <= 1e-12
-        assert 1e-6 < distance["sharded"] <= 2 * distance["whole"]
+    distance = {name: (end - exact).abs().max().item() for name, end in ends.items()}
+    assert distance["sharded, exact"] <= 1e-12
+    assert 1e-6 < distance["sharded"] <= 2 * distance["whole"]
 
 
 class _Own(torch.optim.Adafactor):
     """A subclass counts as what it is made of."""
 
 
-def _refused_by_the_wrapper(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
+@on_ranks(2)
+def test_a_wrapper_refuses_them_too(kind: str) -> None:
     model = spread(net(width=8), kind)
     told = []
     for cls in (_Own, torch.optim.SparseAdam):
         with pytest.raises(ValueError, match="parameter of shape") as caught:
             OptimWrapper(cls(model.parameters(), lr=0.1))
         told.append(str(caught.value))
-    return told
-
-
-@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
-def test_a_wrapper_refuses_them_too(kind: str) -> None:
-    for told in run_ranks(_refused_by_the_wrapper, 2, kind):
-        assert told[0].startswith("_Own scales by norms of whole tensors")
-        assert told[1].startswith("SparseAdam needs sparse gradients")
+    assert told[0].startswith("_Own scales by norms of whole tensors")
+    assert told[1].startswith("SparseAdam needs sparse gradients")
 
 
 def test_whole_parameters_take_any() -> None:
@@ -158,8 +146,9 @@ def test_no_team_of_optimizers_with_a_closure() -> None:
         PostLocalSGD(net().parameters(), "LBFGS", period=2)
 
 
-def _teams(kind: str) -> dict[str, str]:
-    """Return what is said where optimizers would work over ranks with different parts."""
+@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
+@on_ranks(2)
+def test_ranks_with_different_parts_cannot_work_together(kind: str) -> None:
     told = {}
     (torchs,) = PostLocalSGD.__bases__
     builders: dict[str, Any] = {
@@ -176,17 +165,13 @@ def _teams(kind: str) -> dict[str, str]:
         with pytest.raises(ValueError, match="parameter of shape") as caught:
             build(spread(net(width=8), kind).parameters())
         told[name] = str(caught.value)
-    return told
-
-
-@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
-def test_ranks_with_different_parts_cannot_work_together(kind: str) -> None:
     asked = {"tensor": "give process_group=wrapper.data_group", "fsdp": "is a DTensor (fsdp)"}
-    for told in run_ranks(_teams, 2, kind):
-        assert all(asked[kind] in one for one in told.values())
+    assert all(asked[kind] in one for one in told.values())
 
 
-def _in_the_data_group() -> float:
+@on_ranks(4)
+def test_averages_are_those_of_equal_parts() -> None:
+    """With a learning rate of 0 an average changes nothing."""
     mesh = build_mesh({"data": 2, "tensor": 2})
     split = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
     supervised = SupervisedModel(net(width=8), nn.MSELoss())
@@ -198,15 +183,11 @@ def _in_the_data_group() -> float:
     for seed in range(2):
         optimizer.update_params(model(data(seed), mode="tensor").pow(2).mean())
     after = [whole(one) for one in model.parameters()]
-    return max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
+    assert max((a - b).abs().max().item() for a, b in zip(after, before, strict=True)) <= 1e-15
 
 
-def test_averages_are_those_of_equal_parts() -> None:
-    """With a learning rate of 0 an average changes nothing."""
-    assert max(run_ranks(_in_the_data_group, 4)) <= 1e-15
-
-
-def _gathered() -> list[bool]:
+@on_ranks(2)
+def test_what_fsdp_has_gathered_is_not_stepped() -> None:
     """A child of the model, asked in between, still has what its root gathered."""
     model = StepFullyShardedDataParallel(SupervisedModel(net(width=8), nn.MSELoss()))
     loss = model(data(0), mode="tensor").pow(2).mean()
@@ -220,8 +201,4 @@ def _gathered() -> list[bool]:
     before = [whole(one) for one in model.module.net[0].parameters()]
     optimizer.update_params(loss)
     pairs = zip(before, model.module.net[0].parameters(), strict=True)
-    return [not torch.equal(one, whole(other)) for one, other in pairs]
-
-
-def test_what_fsdp_has_gathered_is_not_stepped() -> None:
-    assert run_ranks(_gathered, 2) == [[True, True]] * 2
+    assert [not torch.equal(one, whole(other)) for one, other in pairs] == [True, True]

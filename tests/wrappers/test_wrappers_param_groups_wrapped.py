@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from param_runs import grouped, small_net, train
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW
@@ -61,7 +61,8 @@ def groups_of(model: nn.Module) -> list[tuple[str, float, float, int]]:
     return [(g["name"], g["lr"], g["weight_decay"], len(g["params"])) for g in groups]
 
 
-def _groups_on_ranks() -> list[list[tuple[str, float, float, int]]]:
+@on_ranks(2)
+def test_groups_are_the_same_under_all_wrappers_and_on_all_ranks() -> None:
     plan = Preparation(
         tensor_parallel={"net.0": "colwise", "net.2": "rowwise"},
         activation_checkpointing=["LayerNorm"],
@@ -83,12 +84,7 @@ def _groups_on_ranks() -> list[list[tuple[str, float, float, int]]]:
         net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
         model = SupervisedModel(net, nn.MSELoss())
         models.append(wrap_model(wrapper, model, mesh=build_mesh(axes), prepare=prepare))
-    return [groups_of(model) for model in models]
-
-
-def test_groups_are_the_same_under_all_wrappers_and_on_all_ranks() -> None:
-    by_rank = run_ranks(_groups_on_ranks, 2)
-    assert by_rank[0] == by_rank[1] == [GROUPS] * 7
+    assert [groups_of(model) for model in models] == [GROUPS] * 7
 
 
 def test_groups_are_the_same_over_copies_on_devices() -> None:
@@ -96,36 +92,30 @@ def test_groups_are_the_same_over_copies_on_devices() -> None:
     assert groups_of(model) == GROUPS
 
 
-def _with_shared_state(paramwise: dict[str, Any]) -> float:
-    settings = {"lr": 0.01, "weight_decay": 0.1}
+SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
+PARAMWISE = {"norm_decay_mult": 0.0, "custom_keys": {"2.weight": {"lr_mult": 0.1}}}
+
+
+@on_ranks(2)
+def test_groups_of_an_optimizer_that_shards_its_state() -> None:
     results = []
     for cls, more in ((AdamW, {}), (ZeroRedundancyOptimizer, {"optimizer_class": AdamW})):
         model = small_net()
-        groups = param_groups(model, paramwise=paramwise, optimizer=AdamW, **settings)
-        optimizer = build_optimizer(cls, groups, **settings, **more)
+        groups = param_groups(model, paramwise=PARAMWISE, optimizer=AdamW, **SETTINGS)
+        optimizer = build_optimizer(cls, groups, **SETTINGS, **more)
         results.append(train(model, groups, lambda _, made=optimizer: made))
-    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+    assert max((a - b).abs().max().item() for a, b in zip(*results, strict=True)) <= 1e-14
 
 
-def test_groups_of_an_optimizer_that_shares_its_state_out() -> None:
-    paramwise = {"norm_decay_mult": 0.0, "custom_keys": {"2.weight": {"lr_mult": 0.1}}}
-    assert max(run_ranks(_with_shared_state, 2, paramwise)) <= 1e-14
-
-
-def _sharded_training(cls: Any, settings: dict[str, float]) -> float:
-    paramwise = {"norm_decay_mult": 0.0, "custom_keys": {"2.weight": {"lr_mult": 0.1}}}
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+@on_ranks(2)
+def test_sharded_training_equals_whole(cls: Any) -> None:
     whole, sharded = small_net(), small_net()
     fully_shard(sharded)
     results = []
     for model in (whole, sharded):
-        groups = param_groups(model, paramwise=paramwise, optimizer=cls, **settings)
-        optimizer = build_optimizer(cls, groups, **settings)
+        groups = param_groups(model, paramwise=PARAMWISE, optimizer=cls, **SETTINGS)
+        optimizer = build_optimizer(cls, groups, **SETTINGS)
         results.append(train(model, groups, lambda _, made=optimizer: made))
     pairs = zip(*results, strict=True)
-    return max((a - b.full_tensor()).abs().max().item() for a, b in pairs)
-
-
-@pytest.mark.parametrize("cls", [AdamW, SGD])
-def test_sharded_training_equals_whole(cls: Any) -> None:
-    settings = {"lr": 0.01, "weight_decay": 0.1}
-    assert max(run_ranks(_sharded_training, 2, cls, settings)) <= 1e-14
+    assert max((a - b.full_tensor()).abs().max().item() for a, b in pairs) <= 1e-14

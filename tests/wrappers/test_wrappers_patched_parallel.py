@@ -47,7 +47,7 @@ class Noted(nn.Module):
 
 @pytest.mark.parametrize(("kind", "expected"), [(DataParallel, 3), (Mine, 7), (Own, 7)])
 def test_patching(kind: Any, expected: float) -> None:
-    """D-5: once per copy, also after deepcopy and pickle, also for one copy."""
+    """Once per copy, also after deepcopy and pickle, also for one copy."""
     model = kind(Noted())
     model.device_ids = []
     for _ in range(2):

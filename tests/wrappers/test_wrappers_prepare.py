@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -136,7 +136,8 @@ def test_checkpointed_copies() -> None:
         StepDataParallel(compile_model(seeded(), {"backend": "eager"}))
 
 
-def _synchronised() -> float:
+@on_ranks(2)
+def test_checkpointed_blocks_meet_again_over_ranks() -> None:
     rank = torch.distributed.get_rank()
     net = checkpoint_activations(seeded(dropout=0.0).double(), "Block")
     model = StepDistributedDataParallel(net, sync_batchnorm=True)
@@ -146,11 +147,7 @@ def _synchronised() -> float:
     nn.functional.cross_entropy(plain(x.double()), y).backward()
     nn.functional.cross_entropy(model(x.double()[half]), y[half]).backward()
     pairs = zip(net.parameters(), plain.parameters(), strict=True)
-    return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
-
-
-def test_checkpointed_blocks_meet_again_over_ranks() -> None:
-    assert max(run_ranks(_synchronised, 2)) <= 1e-12
+    assert max((one.grad - other.grad).abs().max().item() for one, other in pairs) <= 1e-12
 
 
 @pytest.mark.parametrize(

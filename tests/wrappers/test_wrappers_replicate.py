@@ -46,7 +46,7 @@ def parallel(module: nn.Module, copies: int = 2, **options: Any) -> ReplicationC
 
 
 def test_order_of_the_callbacks() -> None:
-    """D-1: all of copy 0 come first; a shared submodule is called once."""
+    """All of copy 0 come first; a shared submodule is called once."""
     calls: Calls = []
     exec_data_parallel_replication_callback([nested(calls) for _ in range(3)])
     names = [(copy_id, name) for copy_id, name, _ in calls]
@@ -54,7 +54,7 @@ def test_order_of_the_callbacks() -> None:
 
 
 def test_contexts() -> None:
-    """D-2: one per position and replication, the same for all copies."""
+    """One per position and replication, the same for all copies."""
     calls: Calls = []
     model = parallel(nested(calls), 3)
     model(torch.zeros(3, 2))
@@ -76,7 +76,7 @@ def test_contexts() -> None:
 
 
 def test_copies_that_are_none() -> None:
-    """D-3: nothing is called when the copies differ."""
+    """Nothing is called when the copies differ."""
     calls: Calls = []
     with pytest.raises(ValueError, match=r"copy 1 .* position 1 \(layer '0'\) it has ReLU, .*Tanh"):
         exec_data_parallel_replication_callback(
@@ -169,7 +169,6 @@ class Convolutional(nn.Module):
 def test_gradients(
     kind: type[nn.Module], size: int, copies: int, dtype: torch.dtype, bound: float
 ) -> None:
-    """D-4."""
     torch.manual_seed(0)
     module = kind().to(dtype)
     inputs = torch.randn(size, 6, dtype=dtype, requires_grad=True)
@@ -198,7 +197,7 @@ def _grads(
 
 
 def test_gradients_of_a_linear_layer() -> None:
-    """D-4: equal to the unwrapped layer's, and the callbacks run twice per forward."""
+    """Equal to the unwrapped layer's, and the callbacks run twice per forward."""
     torch.manual_seed(0)
     calls: Calls = []
     layer = nn.Linear(6, 3)

@@ -49,7 +49,6 @@ def test_combine_runs_once_and_outside_the_lock() -> None:
 
 
 def test_none_is_a_reply() -> None:
-    """D-11."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         return session.rendezvous("bn", copy_id, None, lambda messages: messages)
@@ -58,7 +57,6 @@ def test_none_is_a_reply() -> None:
 
 
 def test_sessions_of_other_sizes_follow_each_other() -> None:
-    """D-7."""
     for num_copies in (2, 1, 2, 3, 1):
         session = ReplicationSession(num_copies, LIMIT_S)
         results = run_copies(session, lambda s, i: s.rendezvous("bn", i, 1, total))
@@ -98,7 +96,6 @@ class StrangeError(Exception):
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseException]) -> None:
-    """D-8."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
@@ -135,7 +132,6 @@ def test_the_first_error_is_the_cause_of_all() -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
 def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
-    """D-9."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         session.rendezvous("bn1", copy_id, 0, total)
@@ -164,7 +160,6 @@ def test_copies_in_different_layers() -> None:
 
 
 def test_a_failing_combine() -> None:
-    """D-10."""
 
     def combine(messages: list[int]) -> list[int]:
         raise PickyError("bn", value=float(sum(messages)))
@@ -285,7 +280,6 @@ def test_wrong_arguments() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_of_a_session_are_fresh(duplicate: Callable[[Any], Any]) -> None:
-    """D-12."""
     session = ReplicationSession(2, LIMIT_S)
     session.abort(ValueError("old"))
     fresh = duplicate(session)

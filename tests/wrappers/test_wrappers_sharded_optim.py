@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
+from on_ranks import on_ranks
 from ranks import run_ranks
 from sharded_models import CASES, KINDS, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
@@ -137,7 +138,9 @@ def test_an_infinity_on_a_mesh_stops_all(kind: str) -> None:
     run_ranks(_overflow, 4, kind, False, False)
 
 
-def _scaled(kind: str) -> None:
+@pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
+def test_the_scale_leaves_no_trace(size: int, kind: str) -> None:
     plain, model = _twins(kind)
     expected, wrapper = _wrapper(plain, "adam"), None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -145,11 +148,6 @@ def _scaled(kind: str) -> None:
     _steps(plain, expected, range(3))
     _steps(model, wrapper, range(3))
     _assert_same(model, plain)
-
-
-@pytest.mark.parametrize(("size", "kind"), CASES)
-def test_the_scale_leaves_no_trace(size: int, kind: str) -> None:
-    run_ranks(_scaled, size, kind)
 
 
 class Readable:
@@ -168,7 +166,10 @@ def _readable(state: Any) -> Any:
     return {k: _readable(v) for k, v in state.items()} if isinstance(state, dict) else state
 
 
-def _states(kind: str, optim: str) -> None:
+@pytest.mark.parametrize("optim", ["adam", *slow("sgd")])
+@pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
+def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> None:
     """A plain state loads into parts, goes on exactly, and comes back whole."""
     plain, model = _twins(kind)
     reference = _wrapper(plain, optim)
@@ -195,12 +196,6 @@ def _states(kind: str, optim: str) -> None:
     _steps(plain, reference, range(2, 4))
     _steps(model, wrapper, range(2, 4))
     _assert_same(model, plain)
-
-
-@pytest.mark.parametrize("optim", ["adam", *slow("sgd")])
-@pytest.mark.parametrize(("size", "kind"), CASES)
-def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> None:
-    run_ranks(_states, size, kind, optim)
 
 
 def _zero(model: nn.Module) -> OptimWrapper:
@@ -242,7 +237,8 @@ def test_zero_redundancy_takes_and_gives_plain_states() -> None:
     run_ranks(_redundancy, 2)
 
 
-def _local_sgd() -> None:
+@on_ranks(2)
+def test_post_local_sgd_takes_and_gives_plain_states() -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     model = net()
@@ -262,10 +258,6 @@ def _local_sgd() -> None:
     assert averager.step == 3
 
 
-def test_post_local_sgd_takes_and_gives_plain_states() -> None:
-    run_ranks(_local_sgd, 2)
-
-
 def test_the_own_implementation_stays() -> None:
     """Fused kernels of the saved run may not be had here."""
     first = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
@@ -275,7 +267,8 @@ def test_the_own_implementation_stays() -> None:
     assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, True)
 
 
-def _several() -> None:
+@on_ranks(2)
+def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
     _, model = _twins("fsdp")
     plain = net()
     group = OptimWrapperDict(a=_wrapper(model, "sgd"), b=_wrapper(plain, "sgd"))
@@ -284,11 +277,8 @@ def _several() -> None:
     assert not OptimWrapperDict(b=_wrapper(plain, "sgd")).collective_state
 
 
-def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
-    run_ranks(_several, 2)
-
-
-def _accumulated() -> None:
+@on_ranks(2)
+def test_gradients_of_localised_parameters() -> None:
     """A localised gradient is a part like its parameter."""
     plain, model = _twins("tensor")
     for one in (plain, model):
@@ -296,7 +286,3 @@ def _accumulated() -> None:
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole_gradient(mine), other.grad, rtol=1e-12, atol=1e-15)
     assert sum(map(is_sharded, model.parameters())) == 3
-
-
-def test_gradients_of_localised_parameters() -> None:
-    run_ranks(_accumulated, 2)

@@ -70,7 +70,6 @@ ORDER = [
 
 @pytest.mark.parametrize("wrap", [SingleDevice, lambda model: model])
 def test_order_of_a_step(wrap: Any) -> None:
-    """C-6."""
     calls: list[Any] = []
     model = wrap(Recording(calls))
     optimizer = RecordingSGD(model.parameters(), lr=0.1)

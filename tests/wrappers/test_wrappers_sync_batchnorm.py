@@ -72,7 +72,6 @@ def _halves(kind: str) -> list[int]:
 @pytest.mark.parametrize("replicas", [2, *slow(1, 4)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_equals_the_full_batch(kind: str, replicas: int, dtype: torch.dtype) -> None:
-    """D-13."""
     given = case(kind, dtype)
     expected = reference(given)
     for sizes in splits(SHAPES[kind][0], replicas).values():
@@ -95,7 +94,6 @@ def test_equals_the_full_batch(kind: str, replicas: int, dtype: torch.dtype) -> 
     ids=str,
 )
 def test_options(options: dict[str, Any]) -> None:
-    """D-17."""
     given = case("2d", F64)
     layer = _layer("2d", F64, **options)
     got = train(layer, _parallel(layer, _halves("2d")), given)
@@ -113,7 +111,7 @@ def _clamped(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @pytest.mark.parametrize("by_function", [False, True])
 def test_clamp_mode(by_function: bool) -> None:
-    """D-17: some variances are below eps, some above."""
+    """Some variances are below eps, some above."""
     x = case("1d", F64).inputs[0] * torch.linspace(0.01, 2, CHANNELS, dtype=F64)
     cotangent = case("1d", F64).cotangents[0]
     layer = _layer("1d", F64, eps=0.3, eps_mode=None if by_function else "clamp")
@@ -144,7 +142,6 @@ def test_unknown_modes() -> None:
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_far_from_zero(kind: str) -> None:
-    """D-14."""
     given = case(kind, F32, mean=1e4)
     expected = reference(given)
     layer = _layer(kind)
@@ -189,7 +186,7 @@ def test_precision_of_large_inputs(precision: Any) -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_halves(dtype: torch.dtype, bound: float) -> None:
-    """D-14: statistics and parameters in fp32, data in half precision."""
+    """Statistics and parameters in fp32, data in half precision."""
     given = case("2d", dtype, mean=300.0 if dtype is torch.float16 else 0.0)
     layer = _layer("2d")
     got = train(layer, _parallel(layer, _halves("2d")), given)
@@ -237,7 +234,6 @@ def test_memory_formats(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("eps_mode", ["plus", "clamp"])
 def test_gradcheck(eps_mode: Any) -> None:
-    """D-15."""
     layer = SynchronizedBatchNorm1d(2, eps=0.7, eps_mode=eps_mode, dtype=F64)
     parallel = _parallel(layer, [2, 3])
     x = torch.randn(5, 2, 2, dtype=F64, requires_grad=True)
@@ -252,7 +248,7 @@ def test_gradcheck(eps_mode: Any) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_alone_is_torchs_own(training: bool) -> None:
-    """D-16: the same bits; evaluation also under replication, without a meeting."""
+    """The same bits; evaluation also under replication, without a meeting."""
     given = case("2d", F32)
     layer, plain = _layer("2d").train(training), with_parameters(nn.BatchNorm2d(CHANNELS))
     got, expected = train(layer, layer, given), train(plain.train(training), plain, given)
@@ -263,7 +259,6 @@ def test_alone_is_torchs_own(training: bool) -> None:
 
 
 def test_order_of_the_chunks() -> None:
-    """D-19."""
     given = case("2d", F64)
     back = [one.flip(0) for one in given.inputs], [one.flip(0) for one in given.cotangents]
     expected = reference(given)
@@ -274,7 +269,6 @@ def test_order_of_the_chunks() -> None:
 
 
 def test_changing_number_of_chunks() -> None:
-    """D-7."""
     layer = _layer("2d", F64)
     parallel = ReplicationCallbackDataParallel(layer, ["cpu"] * 3)
     plain = with_parameters(nn.BatchNorm2d(CHANNELS).double())
@@ -377,7 +371,7 @@ class _Skipping(nn.Module):
 
 
 def test_replicas_that_do_not_come() -> None:
-    """D-8, D-9: an error at once, and the next forward works."""
+    """An error at once, and the next forward works."""
     threads = threading.active_count()
     parallel = _parallel(_Skipping(_layer("1d")), [2, 2])
     x = torch.rand(4, CHANNELS) + 0.1
@@ -392,7 +386,7 @@ def test_replicas_that_do_not_come() -> None:
 
 
 def test_copies_of_a_layer_in_use() -> None:
-    """D-12: in the middle of a replication, and afterwards; copies are independent."""
+    """In the middle of a replication, and afterwards; copies are independent."""
     layer, second = _layer("1d", F64), _layer("1d", F64)
     x = case("1d", F64).inputs[0]
     expected = _parallel(second, [8, 8])(x)

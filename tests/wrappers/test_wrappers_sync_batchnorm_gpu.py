@@ -39,7 +39,6 @@ def _results(layer: Any, given: Case) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_two_replicas_on_one_device(kind: str, dtype: torch.dtype, bound: float) -> None:
-    """D-13."""
     given = case(kind, dtype)
     layer = with_parameters(SYNCHRONISED[kind](CHANNELS)).to("cuda", dtype)
     assert largest_error(_results(layer, given), reference(given)) <= bound
@@ -48,7 +47,6 @@ def test_two_replicas_on_one_device(kind: str, dtype: torch.dtype, bound: float)
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_halves(dtype: torch.dtype, bound: float) -> None:
-    """D-14."""
     given = case("2d", dtype)
     layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
     assert largest_error(_results(layer, given), reference(given)) <= bound
@@ -67,7 +65,6 @@ def test_channels_last_and_autocast() -> None:
 
 
 def test_alone_is_torchs_own() -> None:
-    """D-16."""
     given = _on_gpu(case("2d", torch.float32))
     layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
     plain = with_parameters(nn.BatchNorm2d(CHANNELS)).cuda()

@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import gathered, on_ranks, raises_with
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,49 +28,38 @@ def _layers() -> tuple[SynchronizedBatchNorm1d, SynchronizedBatchNorm1d, Tensor]
     return first, second, x
 
 
-def _text(call: Callable[[], object]) -> str:
-    with pytest.raises(CollectiveError) as error:
-        call()
-    return str(error.value)
-
-
-def _mix_up() -> tuple[str, str, bool]:
+@on_ranks(2)
+def test_ranks_in_different_layers_get_an_error() -> None:
+    """Not wrong statistics, and not wrong gradients."""
     first, second, x = _layers()
     chosen = (first, second)[dist.get_rank()]
-    forward = _text(lambda: chosen(x))
+    told = "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d"
+    with raises_with(CollectiveError, told):
+        chosen(x)
     first, second, x = _layers()
-    outputs = (first(x), second(x * 2 + x**2))
-    backward = _text(lambda: outputs[dist.get_rank()].pow(3).sum().backward())
-    # And on: the ranks are in step again.
+    output = (first(x), second(x * 2 + x**2))[dist.get_rank()]
+    told = "in the backward of different calls of SynchronizedBatchNorm1d"
+    with raises_with(CollectiveError, told):
+        output.pow(3).sum().backward()
+    # The ranks are in step again.
     first, _, x = _layers()
     first(x).pow(3).sum().backward()
-    return forward, backward, x.grad is not None
+    assert x.grad is not None
 
 
-def test_ranks_in_different_layers_are_told_so() -> None:
-    """Not wrong statistics, and not wrong gradients."""
-    for forward, backward, goes_on in run_ranks(_mix_up, 2):
-        assert "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d" in forward
-        assert "in the backward of different calls of SynchronizedBatchNorm1d" in backward
-        assert goes_on
-
-
-def _copy_on_one_rank() -> float:
+@on_ranks(2)
+def test_a_copy_that_one_rank_makes_still_synchronises() -> None:
+    """The outputs of both ranks have mean 0 together, but not alone."""
     layer, _, x = _layers()
     if dist.get_rank() == 0:
         layer = copy.deepcopy(layer)
-    return layer(x).sum().item()
-
-
-def test_a_copy_that_one_rank_makes_goes_on() -> None:
-    """D-12: still normalised over both ranks, whose outputs have mean 0 together, not alone."""
-    of_rank_0, of_rank_1 = run_ranks(_copy_on_one_rank, 2)
+    of_rank_0, of_rank_1 = gathered(layer(x).sum().item())
     assert of_rank_0 + of_rank_1 == pytest.approx(0, abs=1e-9)
     assert abs(of_rank_0) > 1e-3
 
 
-def _gradients_with_checkpoints() -> list[float]:
-    """Return how far checkpointed gradients are from plain ones."""
+@on_ranks(2)
+def test_activation_checkpoints_on_ranks() -> None:
     differences = []
     for reentrant in (None, True, False):
         torch.manual_seed(0)
@@ -81,22 +69,16 @@ def _gradients_with_checkpoints() -> list[float]:
         out.pow(3).sum().backward()
         assert x.grad is not None
         differences.append(x.grad)
-    return [float((other - differences[0]).abs().max()) for other in differences[1:]]
+    differences = [float((other - differences[0]).abs().max()) for other in differences[1:]]
+    assert max(differences) < 1e-13
 
 
-def test_activation_checkpoints_on_ranks() -> None:
-    for differences in run_ranks(_gradients_with_checkpoints, 2):
-        assert max(differences) < 1e-13
-
-
-def _pickle_with_a_group() -> bool:
+@on_ranks(2)
+def test_a_layer_with_a_group_is_pickled_without_it() -> None:
     layer = SynchronizedBatchNorm1d(3, process_group=dist.group.WORLD)
     again = pickle.loads(pickle.dumps(layer))
-    return again.process_group is None and copy.deepcopy(layer).process_group is dist.group.WORLD
-
-
-def test_a_layer_with_a_group_is_pickled_without_it() -> None:
-    assert run_ranks(_pickle_with_a_group, 2) == [True, True]
+    assert again.process_group is None
+    assert copy.deepcopy(layer).process_group is dist.group.WORLD
 
 
 def test_what_cannot_be_joined_and_a_mode_without_its_name() -> None:

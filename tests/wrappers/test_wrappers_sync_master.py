@@ -32,7 +32,7 @@ def forward(master: SyncMaster, num_slaves: int, calls: int = 1) -> list[Any]:
 
 
 def test_a_forward_with_fewer_copies() -> None:
-    """D-7: a chunk less, one chunk, which registers nobody, and more again."""
+    """A chunk less, one chunk, which registers nobody, and more again."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     for num_slaves in (2, 1, 0, 3, 0, 0, 1):
         results = forward(master, num_slaves, calls=2)
@@ -66,7 +66,6 @@ def test_a_slave_may_come_first() -> None:
 
 
 def test_none_is_a_reply() -> None:
-    """D-11."""
     master = SyncMaster(lambda messages: [(i, None) for i, _ in messages], timeout_s=LIMIT_S)
     assert forward(master, 2) == [[None]] * 3
 
@@ -84,7 +83,7 @@ def test_none_is_a_reply() -> None:
 def test_a_failing_callback(
     callback: Callable[[Pairs], Any], kind: type[Exception], text: str
 ) -> None:
-    """D-10, and the next forward does not know of it."""
+    """The next forward does not know of it."""
     fails = [True]
     master = SyncMaster(
         lambda messages: callback(messages) if fails[0] else scaled(messages), timeout_s=LIMIT_S
@@ -98,7 +97,7 @@ def test_a_failing_callback(
 
 
 def test_a_slave_that_does_not_come() -> None:
-    """D-9: the time limit, and a slave whose copy has gone."""
+    """The time limit, and a slave whose copy has gone."""
     master = SyncMaster(scaled, timeout_s=0.05)
     silent = master.register_slave(1)
     with pytest.raises(ReplicationError, match="copy 1"):
@@ -168,7 +167,6 @@ class Layer:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_are_independent(duplicate: Callable[[Any], Any]) -> None:
-    """D-12."""
     layer = Layer()
     pipe = layer.master.register_slave(1)
     twin = duplicate(layer)
