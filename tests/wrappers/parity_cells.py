@@ -11,25 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_models import (
-    BLOCKS,
-    PLANS,
-    SeparateParts,
-    TwoParts,
-    make_data,
-    make_parts,
-    micro_batch,
-)
-from parity_plain import (
-    DTYPES,
-    HALVES,
-    MAX_NORM,
-    OPTIMIZERS,
-    SCALE,
-    Recipe,
-    Reference,
-    weight_of,
-)
+from parity_models import BLOCKS, PLANS, SeparateParts, TwoParts, make_data, make_parts, micro_batch
+from parity_plain import DTYPES, HALVES, MAX_NORM, OPTIMIZERS, SCALE, Recipe, Reference, weight_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

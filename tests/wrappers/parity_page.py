@@ -11,10 +11,7 @@ from parity_matrix import empty, worst
 from parity_models import BATCH, RAGGED, SAMPLES
 from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
 
-MODELS = {
-    "transformer": "Transformer",
-    "cnn": "CNN with BatchNorm",
-}
+MODELS = {"transformer": "Transformer", "cnn": "CNN with BatchNorm"}
 _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
     ("fp64 parameters", "fp64", lambda one: one.parameters),
     ("fp64 loss", "fp64", lambda one: one.losses),

@@ -291,9 +291,7 @@ def test_a_refused_step_leaves_all_generators_alone() -> None:
     assert states(False) == states(True)
 
 
-def test_a_difference_that_appears_later_ends_the_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_difference_that_appears_later_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program keeps a number that a replaced method of another class gives."""
 
     class Rule:

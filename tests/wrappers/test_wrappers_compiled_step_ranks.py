@@ -11,10 +11,7 @@ from torch import Tensor, distributed, nn
 
 from stepwrap.wrappers import OptimWrapper, Preparation, SupervisedModel, wrap_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")]
 
 
 class Net(nn.Module):

@@ -70,10 +70,7 @@ def trained(step: Any, half: bool = False, **options: Any) -> Tensor | str:
         optim = AmpOptimWrapper(optimizer, dtype="float16", loss_scale=scales)
     try:
         for batch in batches():
-            wrapper.train_step(
-                [one.float() if half else one for one in own_rows(batch)],
-                optim,
-            )
+            wrapper.train_step([one.float() if half else one for one in own_rows(batch)], optim)
     except RuntimeError as error:
         return str(error)
     return wrapper.module.net.weight.detach()
@@ -109,10 +106,7 @@ def test_infinite_gradients_put_the_look_off() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"uneven_inputs": True},
-        {"comm_hook": {"type": "post_localSGD", "start_localSGD_iter": 0}},
-    ],
+    [{"uneven_inputs": True}, {"comm_hook": {"type": "post_localSGD", "start_localSGD_iter": 0}}],
 )
 def test_ranks_that_may_differ_are_let_be(options: dict[str, Any]) -> None:
     first, second = run_ranks(trained, RANKS, by_grad, **options)

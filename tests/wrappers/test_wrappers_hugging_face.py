@@ -16,12 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from stepwrap.loops import HookList, LoopState, ValLoop
 from stepwrap.loops.metrics.mean_loss import MeanLoss
-from stepwrap.wrappers import (
-    OptimWrapper,
-    SingleDevice,
-    StepDataParallel,
-    parse_losses,
-)
+from stepwrap.wrappers import OptimWrapper, SingleDevice, StepDataParallel, parse_losses
 
 PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 

@@ -13,15 +13,7 @@ from ranks import RanksError, run_ranks
 from step_models import classifier
 from torch import Tensor, nn
 from weighted_models import Tagger, difference, global_batch, split, train_whole
-from weighted_runs import (
-    Apart,
-    Weighted,
-    all_cells,
-    optimizer_of,
-    pieces_of,
-    run_weighted,
-    train,
-)
+from weighted_runs import Apart, Weighted, all_cells, optimizer_of, pieces_of, run_weighted, train
 
 from stepwrap.loops import LoopState, find_checkpoint, load_checkpoint, save_checkpoint
 from stepwrap.wrappers import (
@@ -35,13 +27,7 @@ from stepwrap.wrappers import (
     with_train_step,
 )
 
-QUICK = [
-    ("single", 1),
-    ("dp, 2 replicas", 1),
-    ("ddp", 2),
-    ("fsdp", 2),
-    ("separate", 2),
-]
+QUICK = [("single", 1), ("dp, 2 replicas", 1), ("ddp", 2), ("fsdp", 2), ("separate", 2)]
 FOURS = [("ddp", 4), ("hsdp", 4), ("ddp x tp", 4), ("fsdp x tp", 4), ("tp 2", 2)]
 # One setting of each kind; the whole product is slow.
 FEW = [

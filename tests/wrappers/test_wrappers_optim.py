@@ -45,11 +45,7 @@ def _ends(wrapper: OptimWrapper) -> bool:
 
 @pytest.mark.parametrize(
     ("end", "divisors", "updates"),
-    [
-        (10, [3] * 9 + [1], [3, 6, 9, 10]),
-        (8, [3] * 6 + [2, 2], [3, 6, 8]),
-        (9, [3] * 9, [3, 6, 9]),
-    ],
+    [(10, [3] * 9 + [1], [3, 6, 9, 10]), (8, [3] * 6 + [2, 2], [3, 6, 8]), (9, [3] * 9, [3, 6, 9])],
 )
 def test_windows(end: int, divisors: list[float], updates: list[int]) -> None:
     """Also under the names that mmengine's tests read."""

@@ -10,16 +10,7 @@ import torch.distributed as dist
 from gan_models import Gan, gan_batches, optimizers
 from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
 from sharded_models import whole
-from step_models import (
-    batches,
-    classifier,
-    flat,
-    mlp,
-    of_all_ranks,
-    sgd,
-    train,
-    train_plainly,
-)
+from step_models import batches, classifier, flat, mlp, of_all_ranks, sgd, train, train_plainly
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (

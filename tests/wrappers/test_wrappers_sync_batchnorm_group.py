@@ -117,12 +117,7 @@ def test_one_collective_each_way() -> None:
     finally:
         trace_collectives(False)
     names = [f"SynchronizedBatchNorm2d.{way}" for way in ("forward", "backward")]
-    assert found == {
-        "train": names,
-        "no gradient of the input": names[:1],
-        "eval": [],
-        "alone": [],
-    }
+    assert found == {"train": names, "no gradient of the input": names[:1], "eval": [], "alone": []}
 
 
 @on_ranks(4)

@@ -90,10 +90,7 @@ def test_constants(init_cfg: dict[str, Any], expected: dict[str, tuple[float, fl
 
 def test_several_settings_are_applied_in_order() -> None:
     net = Net()
-    initialize(
-        net,
-        [constant(1, layer=LAYERS), {"type": "Constant", "val": 2, "layer": "Linear"}],
-    )
+    initialize(net, [constant(1, layer=LAYERS), {"type": "Constant", "val": 2, "layer": "Linear"}])
     assert [net.feat.weight.mean(), net.cls.weight.mean()] == [1, 2]
 
 
