@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
-from on_ranks import on_ranks
-from ranks import run_ranks
-from sharded_models import CASES, KINDS, data, net, spread, whole, whole_gradient
+from on_ranks import gathered, on_ranks
+from sharded_models import CASES, KINDS, Readable, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -70,20 +69,23 @@ def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("norm_type", [2.0, *slow(1.0, math.inf)])
 @pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
 def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type: float) -> None:
     """The norm is large enough to be clipped, and has the same bits on every rank."""
-    clip = {"max_norm": 0.02, "norm_type": norm_type}
-    first, *others = run_ranks(_clipped, size, kind, clip)
-    assert min(first) > 0.02
-    assert all(norms == first for norms in others)
+    norms = _clipped(kind, {"max_norm": 0.02, "norm_type": norm_type})
+    assert min(norms) > 0.02
+    assert gathered(norms) == [norms] * size
 
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
 def test_clipping_by_value_is_that_of_one_process(size: int, kind: str) -> None:
-    run_ranks(_clipped, size, kind, {"type": "value", "clip_value": 0.01})
+    _clipped(kind, {"type": "value", "clip_value": 0.01})
 
 
-def _not_finite(kind: str) -> str:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_all_ranks(kind: str) -> None:
     _, model = _twins(kind)
     model(data()).sum().backward()
     if dist.get_rank() == 1:
@@ -93,26 +95,30 @@ def _not_finite(kind: str) -> str:
     with pytest.raises(RuntimeError, match="total norm of order 2.0") as caught:
         wrapper.step()
     assert all(map(torch.equal, before, map(local_part, model.parameters())))
-    return str(caught.value)
+    assert len(set(gathered(str(caught.value)))) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_norm_that_is_not_finite_is_everyones_error(kind: str) -> None:
-    first, second = run_ranks(_not_finite, 2, kind)
-    assert first == second
-
-
-def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
-    """One rank's part of one gradient is infinite: nobody moves; then all go on."""
+@pytest.mark.parametrize(
+    ("size", "kind", "fused", "clip"),
+    [
+        *((2, kind, False, clip) for kind in KINDS for clip in (False, True)),
+        (4, "fsdp x tensor", False, False),
+        *slow(*((2, kind, True, clip) for kind in KINDS for clip in (False, True))),
+        *slow((4, "hsdp", False, False), (4, "data x tensor", False, False)),
+    ],
+)
+@on_ranks("size")
+def test_an_infinity_in_one_ranks_part_stops_all(
+    size: int, kind: str, fused: bool, clip: bool
+) -> None:
+    """One rank's part of one gradient is infinite: no parameter moves; then training continues."""
     _, model = _twins(kind, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     amp = AmpOptimWrapper(
-        optimizer,
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused),
         dtype="float16",
         loss_scale={"init_scale": 64.0},
         clip_grad={"max_norm": 1.0} if clip else None,
     )
-    scales = []
     for turn in range(2):
         before = [local_part(p).detach().clone() for p in model.parameters()]
         amp.backward(model(data(dtype=torch.float32)).pow(2).mean())
@@ -122,42 +128,19 @@ def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
         amp.zero_grad()
         same = all(map(torch.equal, before, map(local_part, model.parameters())))
         assert same == (not turn)
-        scales.append(amp.loss_scaler.get_scale())
-    return scales
-
-
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("fused", [False, *slow(True)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_infinity_in_one_ranks_part_stops_all(kind: str, fused: bool, clip: bool) -> None:
-    assert run_ranks(_overflow, 2, kind, fused, clip) == [[32.0, 32.0], [32.0, 32.0]]
-
-
-@pytest.mark.parametrize("kind", ["fsdp x tensor", *slow("hsdp", "data x tensor")])
-def test_an_infinity_on_a_mesh_stops_all(kind: str) -> None:
-    run_ranks(_overflow, 4, kind, False, False)
+        assert amp.loss_scaler.get_scale() == 32.0
 
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
 def test_the_scale_leaves_no_trace(size: int, kind: str) -> None:
     plain, model = _twins(kind)
-    expected, wrapper = _wrapper(plain, "adam"), None
+    expected = _wrapper(plain, "adam")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     wrapper = AmpOptimWrapper(optimizer, dtype="float16", loss_scale=128.0)
     _steps(plain, expected, range(3))
     _steps(model, wrapper, range(3))
     _assert_same(model, plain)
-
-
-class Readable:
-    """Stands for a whole tensor in a file: it has a shape and can be cut."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index].clone()
 
 
 def _readable(state: Any) -> Any:
@@ -198,20 +181,14 @@ def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> Non
     _assert_same(model, plain)
 
 
-def _zero(model: nn.Module) -> OptimWrapper:
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
-    )
-    return OptimWrapper(optimizer)
-
-
-def _redundancy() -> dict[str, Any]:
-    """Train by ZeRO from a plain state on, and return its own state."""
+@on_ranks(2)
+def test_zero_redundancy_takes_and_gives_plain_states() -> None:
     plain, model = net(), net()
     reference = _wrapper(plain, "adam")
     _steps(plain, reference, range(2))
     model.load_state_dict(plain.state_dict())
-    wrapper = _zero(model)
+    options = {"optimizer_class": torch.optim.AdamW, "lr": 0.01}
+    wrapper = OptimWrapper(ZeroRedundancyOptimizer(model.parameters(), **options))
     assert wrapper.collective_state
     wrapper.load_state_dict(deepcopy(reference.state_dict()))
     _steps(plain, reference, range(2, 4))
@@ -224,17 +201,11 @@ def _redundancy() -> dict[str, Any]:
     assert len(state["param_groups"]) == len(expected["param_groups"])
     if dist.get_rank() != 0:
         assert state["state"] == {}
-        return {}
+        return
     for key, values in expected["state"].items():
         for name, value in values.items():
             assert torch.equal(value, state["state"][key][name])
-    again = _wrapper(model, "adam")
-    again.load_state_dict(state)
-    return state
-
-
-def test_zero_redundancy_takes_and_gives_plain_states() -> None:
-    run_ranks(_redundancy, 2)
+    _wrapper(model, "adam").load_state_dict(state)
 
 
 @on_ranks(2)

@@ -55,6 +55,9 @@ class Apart:
     weights: float
     losses: float
 
+    def __str__(self) -> str:
+        return f"{self.cell}: {self.weights:.1e}, loss {self.losses:.1e}"
+
     @property
     def is_within(self) -> bool:
         """Whether they keep to the bound; a NaN does not."""
