@@ -45,7 +45,6 @@ class Case:
     cotangents: list[Tensor]
 
     def to(self, dtype: torch.dtype) -> "Case":
-        """The same values, rounded to the type."""
         inputs, cotangents = ([one.to(dtype) for one in x] for x in (self.inputs, self.cotangents))
         return Case(self.kind, inputs, cotangents)
 

@@ -44,8 +44,6 @@ class Net(nn.Module):
 
 
 class Frozen(Net):
-    """A part of it is not trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].requires_grad_(False)
@@ -80,16 +78,12 @@ class Small(nn.Module):
 
 
 class TwoDtypes(Net):
-    """One layer is in fp64 in a network of another dtype."""
-
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.blocks(inputs)
         return self.head(hidden.double()).to(hidden.dtype)
 
 
 class Normed(Net):
-    """BatchNorm between the blocks and the head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
@@ -119,7 +113,6 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_batches(rank: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return the batches of one rank."""
     return batches(STEPS, dtype=dtype, seed=10 + rank)
 
 
@@ -131,7 +124,6 @@ def whole_batches(ranks: int = 2, dtype: torch.dtype = torch.float64) -> list[li
 def supervised(
     kind: str = "Net", dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> SupervisedModel:
-    """Return a network with a cross-entropy loss."""
     return SupervisedModel(network(kind, dtype, seed), nn.CrossEntropyLoss())
 
 

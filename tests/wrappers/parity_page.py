@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from parity_cells import BOUNDS, KINDS, VALIDATION, WORLDS, Outcome
-from parity_checkpoints import LOAD_BOUNDS, Load
-from parity_matrix import empty, worst
+from parity_cells import BOUNDS, KINDS, LOAD_BOUNDS, VALIDATION, WORLDS, Load, Outcome, empty, worst
 from parity_models import BATCH, RAGGED, SAMPLES
 from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
 
@@ -52,7 +50,6 @@ gradient is as small as its rounding error would move as fast as any other."""
 
 
 def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
-    """Return the page."""
     parts = [_head(cells, minutes)]
     if failures:
         parts.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))

@@ -52,17 +52,14 @@ class Recipe:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches in all."""
         return self.steps * self.accumulate
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Of parameters and buffers."""
         return DTYPES.get(self.dtype, torch.float32)
 
     @property
     def is_half(self) -> bool:
-        """Whether the forward runs under autocast."""
         return self.dtype in HALVES
 
     def __str__(self) -> str:

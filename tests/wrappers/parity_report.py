@@ -20,9 +20,18 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from parity_cells import KINDS, Outcome, recipes_of  # noqa: E402
-from parity_checkpoints import Load, load_all  # noqa: E402
-from parity_matrix import filled, first_line, run_row, worst, write_references  # noqa: E402
+from parity_cells import (  # noqa: E402  # noqa: E402  # noqa: E402
+    KINDS,
+    Load,
+    Outcome,
+    filled,
+    first_line,
+    load_all,
+    recipes_of,
+    run_row,
+    worst,
+    write_references,
+)
 from parity_page import page  # noqa: E402
 from parity_plain import Recipe  # noqa: E402
 from ranks import RanksError, shutdown  # noqa: E402

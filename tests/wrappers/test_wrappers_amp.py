@@ -48,7 +48,7 @@ def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | N
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
 def test_momentum_begins_after_a_first_update_that_is_left_out(clip: Any) -> None:
-    """torch's fused implementation would make it of memory that nobody has written."""
+    """torch's fused implementation would otherwise use uninitialised momentum."""
     model = classifier()
     optimizer = build_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
     assert optimizer.param_groups[0]["fused"]
@@ -126,7 +126,7 @@ def test_state_holds_the_scale() -> None:
 
 
 def test_either_order_of_arguments() -> None:
-    """That of OptimWrapper, and that which mmengine documents."""
+    """The order of OptimWrapper, and the one that mmengine documents."""
     optimizer = torch.optim.SGD(classifier().parameters(), lr=0.1)
     ours = AmpOptimWrapper(optimizer, 2, {"max_norm": 1.0}, loss_scale=8.0, dtype="float16")
     theirs = AmpOptimWrapper(

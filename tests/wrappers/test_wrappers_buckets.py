@@ -120,7 +120,7 @@ def _mean(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
 @on_ranks(3)
 def test_the_first_buckets_are_those_that_torch_arrives_at() -> None:
-    """So the average overlaps the backward as much as under torch's own class."""
+    """The average overlaps the backward as much as under torch's class."""
     expected = [["2.bias", "2.weight", "0.bias"], ["0.weight"]]
     for options in ({"bucket_cap_mb": SMALL_MB}, {"bucket_cap_mb": SMALL_MB, "init_sync": False}):
         assert _orders(StepDistributedDataParallel, 3, **options) == [expected] * 3, CHANGED

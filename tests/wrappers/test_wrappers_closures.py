@@ -28,7 +28,7 @@ def batch() -> list[Tensor]:
 
 
 class ByClosure(SingleDevice):
-    """Asks for the loss as often as the optimizer wants it."""
+    """Calls the loss function as often as the optimizer asks for it."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         loss = optim_wrapper.update_by_closure(lambda: self(*data, mode="loss")["loss"], self)
@@ -119,7 +119,7 @@ def test_the_usual_step_has_no_closure(kind: Any) -> None:
 
 
 def test_the_model_alone_knows_no_other_ranks() -> None:
-    """Each rank would search by its own loss, and end somewhere else."""
+    """Each rank would search by its loss alone, and end elsewhere."""
     wrapper = ByClosure(model())
     optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters()))
     with pytest.raises(TypeError, match="got SupervisedModel: give self, not self.module"):

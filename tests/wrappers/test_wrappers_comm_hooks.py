@@ -23,8 +23,6 @@ POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compress
 
 
 class Doubled(CommHook):
-    """Twice the mean."""
-
     def bind(self, group: dist.ProcessGroup) -> Any:
         return (group, 2.0), scaled_mean
 

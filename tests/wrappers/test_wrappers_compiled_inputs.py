@@ -89,8 +89,6 @@ def test_a_forward_that_changes_its_batch() -> None:
 
 
 class InPlacePenalty(PenaltyModel):
-    """Is refused after a step that has changed its batch."""
-
     def forward(self, x: Tensor, y: Tensor, *, mode: str) -> dict[str, Tensor]:
         return super().forward(x.mul_(1.1), y, mode=mode)
 

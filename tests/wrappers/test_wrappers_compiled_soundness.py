@@ -241,8 +241,6 @@ def recurrent(kind: Any, **options: Any) -> Callable[[], nn.Module]:
 
 
 class Checkpointed(Net):
-    """Computes a part again in the backward."""
-
     def forward(self, x: Tensor) -> Tensor:
         def part(x: Tensor) -> Tensor:
             return nn.functional.dropout(torch.tanh(self.first(x)), 0.2)

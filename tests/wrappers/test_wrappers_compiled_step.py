@@ -113,7 +113,7 @@ def test_accumulation_with_a_short_last_window() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [1, 3])
 def test_loss_weights(counts: int) -> None:
-    """Also of windows and micro-batches without a target, whose loss is no number."""
+    """Also windows and micro-batches without a target, whose loss is NaN."""
     weights: list[Any] = []
 
     def make(model: nn.Module) -> OptimWrapper:
@@ -145,7 +145,7 @@ def test_rates_change_without_a_new_program() -> None:
 
 
 class TwoTables(nn.Module):
-    """One tensor is the gradient of both, and a number that is spread that of the shift."""
+    """Two parameters share a gradient, and the gradient of the shift is an expanded number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,6 @@ def test_weights_that_move_get_another_cuda_graph() -> None:
 
 @pytest.mark.gpu
 def test_what_no_cuda_graph_holds_runs_as_usual(caplog: pytest.LogCaptureFixture) -> None:
-    """Also what the optimizer keeps on the CPU stays there."""
     states = []
     for compiled in (False, True):
         state, _, _ = train(
@@ -271,8 +270,6 @@ def test_bfloat16_as_a_cuda_graph() -> None:
 
 
 class Odd(nn.Module):
-    """A net that does what no graph sees."""
-
     def __init__(self, what: str) -> None:
         super().__init__()
         self.linear, self.what, self.calls = nn.Linear(36, 3), what, 0

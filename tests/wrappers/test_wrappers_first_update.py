@@ -59,7 +59,6 @@ def averaged(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
 
 
 def train_by(step: Any, half: bool = False, **options: Any) -> Tensor:
-    """Return the weights after some steps."""
     wrapper: Any = wrap_model(StepDistributedDataParallel, model(), train_step=step, **options)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     optim: Any = OptimWrapper(optimizer)
@@ -142,7 +141,7 @@ class Pair(BaseModel):
 
 
 class TwoLosses(SeparateDistributedDataParallel):
-    """As many write it: a backward for each loss, after all calls."""
+    """A common way to write it: a backward for each loss, after all calls."""
 
     together = False
 
@@ -165,8 +164,6 @@ class OneLoss(TwoLosses):
 
 
 class SteppingPair(Pair):
-    """The same as the model's own step."""
-
     @property
     def module(self) -> "SteppingPair":
         return self
@@ -239,7 +236,6 @@ def test_gradients_of_every_kind_are_compared(optimised: str) -> None:
 
 @on_ranks(RANKS)
 def test_the_usual_step_sends_nothing_more() -> None:
-    """Only a step of one's own can go wrong in this way."""
     usual: Any = StepDistributedDataParallel(model())
     same: Any = with_train_step(StepDistributedDataParallel, averaged)(model())
     sent = []

@@ -25,7 +25,6 @@ BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
 def test_equals_plain_pytorch(
     dtype: torch.dtype, optimizer: str, accumulate: int, ranks: int
 ) -> None:
-    """The last of the windows is cut short."""
     settings: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate}
     expected = train_plainly("Net", dtype, ranks=ranks, **settings)
     assert_near(train("Net", dtype, shard=["Block"], **settings), expected, BOUNDS[dtype])
@@ -121,8 +120,6 @@ def test_parameters_of_two_dtypes() -> None:
 
 
 class Doubling(StepFullyShardedDataParallel):
-    """A wrapper with a custom step."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             losses = self(*self.module.data_preprocessor(data, True), mode="loss")

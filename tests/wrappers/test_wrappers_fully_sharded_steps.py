@@ -123,8 +123,6 @@ def test_an_optimizer_made_after_a_forward() -> None:
 
 
 class Decaying(StepFullyShardedDataParallel):
-    """A step that adds a sum over parameters to its loss."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             losses = self(*self.module.data_preprocessor(data, True), mode="loss")
@@ -135,8 +133,6 @@ class Decaying(StepFullyShardedDataParallel):
 
 
 class DecayingAlone(SingleDevice):
-    """The same in one process."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         losses = self(*self.module.data_preprocessor(data, True), mode="loss")
         decay = sum(one.square().sum() for one in self.parameters())
@@ -167,8 +163,6 @@ class Mixing(StepFullyShardedDataParallel):
 
 
 class Reaching(SupervisedModel):
-    """Steps through a child of its child."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         net: Any = self.net
         loss = self.loss(net.head(net.blocks(data[0])), data[1])
@@ -190,7 +184,7 @@ def test_errors_about_shards_say_what_to_do() -> None:
 
 
 class StepsItself(SupervisedModel):
-    """Calls its child, and evaluates with a weight that it does not call."""
+    """Calls its child, and evaluates with the weight of a layer that it does not call."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):

@@ -33,8 +33,6 @@ def _wrapped(kind: str = "Net", dtype: torch.dtype = torch.float64, **options: A
 
 
 class CallsChild(SupervisedModel):
-    """Steps itself."""
-
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             loss = self.loss(self.net(data[0]), data[1])
@@ -99,7 +97,7 @@ class Peeking(BaseModel):
 
 @contextmanager
 def _nothing() -> Iterator[None]:
-    """Gradients are on; torch warns that lists of predictions are views."""
+    """Leave gradients on; torch warns that lists of predictions are views."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         yield
@@ -183,7 +181,7 @@ def test_anomalous_parameters_are_named() -> None:
 
 @on_ranks(2)
 def test_mixed_precision() -> None:
-    """What the layers see, what is kept, and that it learns."""
+    """What the layers see, the dtype of the weights, and that it learns."""
     model = _wrapped("Normed", torch.float32, mixed_precision={"param_dtype": "bfloat16"})
     net = model.module.net
     seen: dict[str, Any] = {}

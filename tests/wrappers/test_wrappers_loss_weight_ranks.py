@@ -11,8 +11,20 @@ from parity_cells import make_mesh, whole_weights
 from ranks import run_ranks
 from step_models import classifier
 from torch import Tensor, nn
-from weighted_models import Tagger, difference, global_batch, split, train_whole
-from weighted_runs import Apart, Weighted, all_cells, optimizer_of, pieces_of, run_weighted, train
+from weighted_models import (
+    Apart,
+    Tagger,
+    Weighted,
+    all_cells,
+    difference,
+    global_batch,
+    optimizer_of,
+    pieces_of,
+    run_weighted,
+    split,
+    train,
+    train_whole,
+)
 
 from stepwrap.loops import LoopState, find_checkpoint, load_checkpoint, save_checkpoint
 from stepwrap.wrappers import (
@@ -86,7 +98,6 @@ def _train_whole(updates: int = Weighted().updates) -> dict[str, Tensor]:
 
 
 def _train_by_step(step: Any) -> Any:
-    """Train by a custom step; return the wrapper."""
     wrapper = with_train_step(StepDistributedDataParallel, step)(Tagger())
     train(wrapper, optimizer_of(wrapper, Weighted()), Weighted(), make_mesh("ddp", 2))
     return wrapper
@@ -148,7 +159,6 @@ def test_several_optimizers() -> None:
 
 @on_ranks(2)
 def test_under_the_wrapper_of_torch() -> None:
-    """A custom loop."""
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = nn.parallel.DistributedDataParallel(Tagger())
     optim_wrapper = optimizer_of(wrapper, cell)
@@ -231,7 +241,6 @@ def test_local_sgd_and_join_are_refused() -> None:
 
 
 def _begin_window(folder: Path) -> None:
-    """Train two of three micro-batches, and save."""
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = StepDistributedDataParallel(Tagger())
     optim_wrapper = optimizer_of(wrapper, cell)
@@ -241,7 +250,6 @@ def _begin_window(folder: Path) -> None:
 
 
 def _end_window(folder: Path, world: int) -> float:
-    """Continue from the checkpoint with what is left of the global batch."""
     pieces = split(global_batch(0), 6, seed=0)[4:]
     wrapper: Any = StepDistributedDataParallel(Tagger()) if world > 1 else SingleDevice(Tagger())
     optim_wrapper = optimizer_of(wrapper, Weighted())

@@ -55,8 +55,6 @@ class Overwriting(nn.Module):
 
 
 class Shared(nn.Module):
-    """The same weight twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 7)

@@ -12,8 +12,6 @@ from stepwrap.wrappers import BaseModel, DataPreprocessor, SupervisedModel
 
 
 class Doubler(BaseModel):
-    """Records the mode and gives it back with the input."""
-
     def forward(self, inputs: Tensor, target: Tensor | None = None, mode: str = "tensor") -> Any:
         return mode, inputs
 

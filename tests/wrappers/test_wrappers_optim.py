@@ -48,7 +48,6 @@ def _ends(wrapper: OptimWrapper) -> bool:
     [(10, [3] * 9 + [1], [3, 6, 9, 10]), (8, [3] * 6 + [2, 2], [3, 6, 8]), (9, [3] * 9, [3, 6, 9])],
 )
 def test_windows(end: int, divisors: list[float], updates: list[int]) -> None:
-    """Also under the names that mmengine's tests read."""
     wrapper = _wrapper(accumulative_counts=3)
     wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
     assert (wrapper._max_counts, wrapper._remainder_counts) == (end, end % 3)
@@ -98,7 +97,6 @@ def test_one_rank_warns_of_batch_norm() -> None:
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"type": "value", "clip_value": 0.01}])
 def test_accumulation_equals_the_big_batch(clip: dict[str, Any] | None) -> None:
-    """In one process."""
     model, plain = classifier(), mlp()
     wrapper = sgd(model, accumulative_counts=4, clip_grad=clip, lr=1.0)
     data = batches(4)

@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from marks import slow
-from parity_cells import BOUNDS, KINDS, WEIGHTS, WORLDS, Outcome
-from parity_checkpoints import load_all
-from parity_matrix import empty, filled, run_row, write_references
+from parity_cells import (
+    BOUNDS,
+    KINDS,
+    WEIGHTS,
+    WORLDS,
+    Outcome,
+    empty,
+    filled,
+    load_all,
+    run_row,
+    write_references,
+)
 from parity_plain import Recipe
 
 STEPS = 5

@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Block(nn.Module):
-    """Everything that is delicate when it runs twice: statistics, random numbers, keywords."""
+    """A block that is hard to run twice: statistics, random numbers, keywords."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()

@@ -46,8 +46,6 @@ def test_nested_data_is_moved_and_keeps_its_shape() -> None:
 
 
 class _Movable:
-    """Remembers how it was asked to move."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 

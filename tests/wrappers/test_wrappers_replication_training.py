@@ -48,7 +48,6 @@ def _model(dtype: torch.dtype) -> SupervisedModel:
 
 
 def _train(wrapper: Any, batches: list[Any]) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the weights and statistics after all batches, and the losses."""
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9))
     wrapper.train()
     losses = [wrapper.train_step(batch, optim_wrapper)["loss"].mean().item() for batch in batches]

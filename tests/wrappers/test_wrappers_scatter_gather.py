@@ -14,8 +14,6 @@ CPU = torch.device("cpu")
 
 
 class Echo(nn.Module):
-    """Returns its arguments, and writes them down by copy."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Any, Any]] = []

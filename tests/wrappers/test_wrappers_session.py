@@ -72,7 +72,7 @@ class PickyError(Exception):
 
 
 class StrangeError(Exception):
-    """Cannot be made again at all."""
+    """Cannot be constructed a second time."""
 
     def __new__(cls, *args: Any) -> "StrangeError":
         if args == ("twice",):
@@ -114,7 +114,7 @@ def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseEx
 
 
 def test_the_first_error_is_the_cause_of_all() -> None:
-    """Copy 0 is woken by copy 1, and its end does not hide where that came from."""
+    """Copy 1 wakes copy 0, whose end does not hide the first error."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
@@ -149,7 +149,7 @@ def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
 
 
 def test_copies_in_different_layers() -> None:
-    """Neither ends, and neither can go on."""
+    """Neither copy ends, and neither can continue."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         return session.rendezvous(f"bn{copy_id}", copy_id, 0, total)
@@ -226,7 +226,7 @@ def test_a_slow_combine_is_waited_for() -> None:
 
 
 def test_an_interrupt_of_a_waiting_copy() -> None:
-    """The main thread waits, and the others are told."""
+    """The main thread waits, and the other copies get the interrupt."""
     session = ReplicationSession(3, LIMIT_S)
     results: list[Any] = []
 
@@ -258,7 +258,6 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
 
 
 def test_a_call_after_the_end() -> None:
-    """As a checkpointed layer would in the backward."""
     session = ReplicationSession(2, LIMIT_S)
     session.finish(0)
     with pytest.raises(ReplicationError, match="copy 0 calls layer 'bn' after its forward"):

@@ -71,7 +71,6 @@ def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
 def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type: float) -> None:
-    """The norm is large enough to be clipped, and has the same bits on every rank."""
     norms = _clipped(kind, {"max_norm": 0.02, "norm_type": norm_type})
     assert min(norms) > 0.02
     assert gathered(norms) == [norms] * size
@@ -250,7 +249,6 @@ def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
 
 @on_ranks(2)
 def test_gradients_of_localised_parameters() -> None:
-    """A localised gradient is a part like its parameter."""
     plain, model = _twins("tensor")
     for one in (plain, model):
         one(data()).pow(2).mean().backward()

@@ -10,13 +10,11 @@ import torch
 from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, flat, mlp, sgd
 from torch import Tensor, nn
 
-from stepwrap.registry import MODEL_WRAPPERS
-from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice
+from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice, StepDistributedDataParallel
+from stepwrap.wrappers import with_train_step as stepped
 
 
 class Recording(BaseModel):
-    """Writes down what is called, and with which arguments."""
-
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
         self.calls = calls
@@ -185,5 +183,31 @@ def test_state_is_under_the_users_names() -> None:
     }
 
 
-def test_registered_names() -> None:
-    assert MODEL_WRAPPERS.get("SingleDevice") is MODEL_WRAPPERS.get("single") is SingleDevice
+def loss_of(wrapper: Any, data: Any) -> Any:
+    return wrapper(*data, mode="loss")["loss"]
+
+
+def usual(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+    loss = loss_of(wrapper, data)
+    optim_wrapper.update_params(loss)
+    return {"loss": loss, "half": 0.5}
+
+
+def made(step: Any) -> tuple[Any, OptimWrapper]:
+    wrapper = stepped(SingleDevice, step)(classifier())
+    return wrapper, OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+
+
+def test_what_cannot_be_logged_is_named() -> None:
+    def wordy(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        return {**usual(wrapper, data, optim_wrapper), "note": "good"}
+
+    wrapper, optim = made(wordy)
+    with pytest.raises(TypeError, match="wordy must return numbers or tensors, got note='good'"):
+        wrapper.train_step(batches(1)[0], optim)
+
+
+def test_the_class_says_what_it_is() -> None:
+    kind = stepped(StepDistributedDataParallel, usual)
+    assert kind.__name__ == "StepDistributedDataParallel_with_usual"
+    assert kind.__doc__ == "``StepDistributedDataParallel`` with the training step ``usual``."

@@ -42,8 +42,6 @@ F32, F64 = torch.float32, torch.float64
 
 
 class _Sizes:
-    """Splits a batch into chunks of given sizes."""
-
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
 
@@ -153,7 +151,6 @@ def test_far_from_zero(kind: str) -> None:
 @pytest.mark.parametrize("mean", [1.0, 2.0, 1e3])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_precision(kind: str, mean: float) -> None:
-    """fp32 is stable far from zero, too; fp64 leaves the rounding of the results alone."""
     given = case(kind, F32, mean=mean)
     expected = reference(given)
     got = {}
@@ -186,7 +183,6 @@ def test_precision_of_large_inputs(precision: Any) -> None:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
 def test_halves(dtype: torch.dtype, bound: float) -> None:
-    """Statistics and parameters in fp32, data in half precision."""
     given = case("2d", dtype, mean=300.0 if dtype is torch.float16 else 0.0)
     layer = _layer("2d")
     got = train(layer, _parallel(layer, _halves("2d")), given)
@@ -248,7 +244,6 @@ def test_gradcheck(eps_mode: Any) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_alone_is_torchs_own(training: bool) -> None:
-    """The same bits; evaluation also under replication, without a meeting."""
     given = case("2d", F32)
     layer, plain = _layer("2d").train(training), with_parameters(nn.BatchNorm2d(CHANNELS))
     got, expected = train(layer, layer, given), train(plain.train(training), plain, given)
@@ -279,7 +274,7 @@ def test_changing_number_of_chunks() -> None:
 
 
 def test_shared_layer_and_buffers_in_place() -> None:
-    """A layer that is called twice meets twice; who holds its buffers sees them move."""
+    """A layer that is called twice synchronises twice; its buffers change in place."""
     norm = _layer("1d", F64)
     plain = with_parameters(nn.BatchNorm1d(CHANNELS).double())
     model = nn.Sequential(norm, nn.ReLU(), norm)
@@ -309,7 +304,7 @@ def test_copies_that_share_their_buffers() -> None:
 
 @pytest.mark.parametrize("unused", [0, 1])
 def test_backward_of_one_chunk_alone(unused: int) -> None:
-    """A chunk that the loss leaves out still takes part in the statistics."""
+    """A chunk that the loss does not use still takes part in the statistics."""
     x = case("1d", F64).inputs[0].requires_grad_()
     layer, plain = _layer("1d", F64), with_parameters(nn.BatchNorm1d(CHANNELS).double())
     rows = slice(0, 5) if unused else slice(5, None)
@@ -371,7 +366,6 @@ class _Skipping(nn.Module):
 
 
 def test_replicas_that_do_not_come() -> None:
-    """An error at once, and the next forward works."""
     threads = threading.active_count()
     parallel = _parallel(_Skipping(_layer("1d")), [2, 2])
     x = torch.rand(4, CHANNELS) + 0.1
@@ -493,3 +487,72 @@ def test_compiled_models() -> None:
         [sys.executable, "-c", _COMPILED], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def _on_gpu(given: Case) -> Case:
+    inputs, cotangents = ([one.cuda() for one in x] for x in (given.inputs, given.cotangents))
+    return Case(given.kind, inputs, cotangents)
+
+
+def _results(layer: Any, given: Case) -> dict[str, Tensor]:
+    got = train(layer, ReplicationCallbackDataParallel(layer, [0, 0]), _on_gpu(given))
+    return {name: one.cpu() for name, one in got.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_two_replicas_on_one_device(kind: str, dtype: torch.dtype, bound: float) -> None:
+    given = case(kind, dtype)
+    layer = with_parameters(SYNCHRONISED[kind](CHANNELS)).to("cuda", dtype)
+    assert largest_error(_results(layer, given), reference(given)) <= bound
+    assert layer.num_batches_tracked == len(given.inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
+def test_halves_on_one_device(dtype: torch.dtype, bound: float) -> None:
+    given = case("2d", dtype)
+    layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
+    assert largest_error(_results(layer, given), reference(given)) <= bound
+
+
+@pytest.mark.gpu
+def test_channels_last_and_autocast() -> None:
+    given = case("2d", torch.float32)
+    x = given.inputs[0].cuda().to(memory_format=torch.channels_last).requires_grad_()
+    layer = SYNCHRONISED["2d"](CHANNELS).cuda()
+    with torch.autocast("cuda", torch.float16):
+        y = ReplicationCallbackDataParallel(layer, [0, 0])(x.half())
+    assert y.dtype is torch.float16
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    y.sum().backward()
+    assert layer.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.gpu
+def test_alone_on_a_gpu_is_torchs_own() -> None:
+    given = _on_gpu(case("2d", torch.float32))
+    layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
+    plain = with_parameters(nn.BatchNorm2d(CHANNELS)).cuda()
+    got, expected = train(layer, layer, given), train(plain, plain, given)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+def test_refuses_graphs() -> None:
+    layer = SYNCHRONISED["2d"](CHANNELS).cuda()
+    x = torch.randn(4, CHANNELS, 2, 2, device="cuda")
+    parallel = ReplicationCallbackDataParallel(layer, [0, 0])
+    parallel(x)
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            # Not an empty graph, of which torch would warn.
+            torch.add(x, 1)
+            parallel(x)
+
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        capture()
+    torch.cuda.synchronize()
+    assert parallel(x).shape == x.shape

@@ -92,7 +92,6 @@ def _norms(model: nn.Module) -> list[Any]:
 
 
 def test_optimizers_and_state_dicts_keep_working() -> None:
-    """An optimizer from before trains the converted model as the plain one."""
     plain = _model().double()
     model = copy.deepcopy(plain)
     results = []
@@ -279,7 +278,6 @@ def test_wrong_order(kind: Any) -> None:
 
 
 def test_precision() -> None:
-    """Of all layers, or as each has it; layers that are reverted have none."""
     model = convert_sync_batchnorm(_model(), precision="fp64")
     assert {one.precision for one in _norms(model)} == {"fp64"}
     convert_sync_batchnorm(model)

@@ -15,7 +15,6 @@ Pairs = list[tuple[int, Any]]
 
 
 def scaled(messages: Pairs) -> Pairs:
-    """Reply to everybody the sum and its own identifier."""
     total = sum(message for _, message in messages)
     return [(identifier, (total, identifier)) for identifier, _ in messages]
 
@@ -53,7 +52,6 @@ def test_slaves_that_never_ran_are_forgotten() -> None:
 
 
 def test_a_slave_may_come_first() -> None:
-    """As in a loop that registers a slave and starts its thread at once."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     pipes = [master.register_slave(i) for i in (1, 2)]
 
@@ -83,7 +81,6 @@ def test_none_is_a_reply() -> None:
 def test_a_failing_callback(
     callback: Callable[[Pairs], Any], kind: type[Exception], text: str
 ) -> None:
-    """The next forward does not know of it."""
     fails = [True]
     master = SyncMaster(
         lambda messages: callback(messages) if fails[0] else scaled(messages), timeout_s=LIMIT_S

@@ -18,8 +18,6 @@ from stepwrap.wrappers.sharding.tensor_parallel import check_plan
 
 
 class Net(nn.Module):
-    """A table, two layers and a head that has the table's weights."""
-
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(6, 4)
@@ -178,7 +176,7 @@ def _compiled_blocks(count: int) -> int:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.slow
 def test_equal_blocks_are_compiled_once() -> None:
-    """Else torch would stop at eight, and run the others uncompiled."""
+    """Otherwise torch would stop at eight, and run the other blocks uncompiled."""
     few = run_ranks(_compiled_blocks, 2, 2)
     assert few == run_ranks(_compiled_blocks, 2, 12)
     assert few[0]

@@ -53,7 +53,6 @@ def test_the_state_of_torch_is_as_it_was() -> None:
 
 @contextmanager
 def _without(owner: Any, name: str) -> Iterator[None]:
-    """Take a name from a class of torch."""
     value = getattr(owner, name)
     delattr(owner, name)
     try:

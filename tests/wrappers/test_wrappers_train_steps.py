@@ -35,8 +35,6 @@ class Model(SupervisedModel):
 
 
 class Doubled(DataPreprocessor):
-    """Changes each batch, by a random number."""
-
     def forward(self, data: Any, training: bool = False) -> Any:
         inputs, targets = super().forward(data, training)
         return inputs * (1 + torch.rand(())), targets

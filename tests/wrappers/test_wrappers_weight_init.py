@@ -27,8 +27,6 @@ class Net(nn.Module):
 
 
 class Custom(nn.Module):
-    """A layer with a method of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(1))
@@ -245,8 +243,6 @@ def test_settings_of_a_config_stay_settings() -> None:
 
 
 class Doubling(BaseModel):
-    """A step of its own, with the method that mmengine's models call for it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(2, 1)
