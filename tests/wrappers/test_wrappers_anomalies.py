@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from on_ranks import on_ranks
-from step_models import HalfUsed, batches, sgd
+from step_models import HalfUsed, batches, sgd, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,8 +22,7 @@ def test_unused_layer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = SingleDevice(HalfUsed(), detect_anomalous_params=True)
     wrapper = sgd(model)
     with caplog.at_level(logging.ERROR):
-        for batch in batches(3):
-            model.train_step(batch, wrapper)
+        train(model, batches(3), wrapper)
     assert [record.getMessage() for record in caplog.records] == [
         "module.spare.weight with shape torch.Size([1, 6]) is not in the computational graph",
         "module.spare.bias with shape torch.Size([1]) is not in the computational graph",
@@ -91,8 +90,7 @@ def test_activation_checkpointing(
     model = SingleDevice(Checkpointed(use_reentrant), detect_anomalous_params=True)
     wrapper = sgd(model, accumulative_counts=accumulate)
     with caplog.at_level(logging.ERROR):
-        for batch in batches(4):
-            model.train_step(batch, wrapper)
+        train(model, batches(4), wrapper)
     assert [record.args[0] for record in caplog.records] == [f"module.{n}" for n in SPARE]
 
 
@@ -126,8 +124,7 @@ def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
         Checkpointed(use_reentrant), detect_anomalous_params=True, static_graph=True
     )
     optim = sgd(model)
-    for batch in batches(3):
-        model.train_step(batch, optim)
+    train(model, batches(3), optim)
     seen: set[tuple[str, ...]] = model._anomalies_seen
     expected = {tuple(f"module.{name}" for name in SPARE)}
     assert seen == expected

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_models import batches, classifier, flat, sgd
+from step_models import batches, classifier, flat, sgd, train
 from torch import Tensor, nn
 from weighted_models import (
     CLIP,
@@ -147,8 +147,7 @@ def test_one_batch_for_an_update_is_exact() -> None:
     for setting in (None, "samples"):
         model = SingleDevice(classifier())
         optim_wrapper = sgd(model, momentum=0.9, loss_weight=setting)
-        for batch in batches(4):
-            model.train_step(batch, optim_wrapper)
+        train(model, batches(4), optim_wrapper)
         found.append(flat(model))
     assert torch.equal(*found)
     assert optim_wrapper.last_weight == 4
@@ -263,12 +262,10 @@ def test_gradients_that_are_cleared_weigh_nothing() -> None:
     first, *rest = batches(3, dtype=torch.float64)
     model.train_step(first, optim_wrapper)
     optim_wrapper.zero_grad()
-    for batch in rest:
-        model.train_step(batch, optim_wrapper)
+    train(model, rest, optim_wrapper)
     alone = SingleDevice(classifier(torch.float64))
     plain = sgd(alone, accumulative_counts=2)
-    for batch in rest:
-        alone.train_step(batch, plain)
+    train(alone, rest, plain)
     torch.testing.assert_close(flat(model), flat(alone), rtol=0, atol=1e-12)
 
 
@@ -276,8 +273,7 @@ def test_the_unit_is_saved() -> None:
     """So that under float16 a resumed run overflows where an unbroken one does."""
     model = SingleDevice(classifier())
     optim_wrapper = sgd(model, accumulative_counts=2, loss_weight="samples")
-    for batch in batches(2, size=48):
-        model.train_step(batch, optim_wrapper)
+    train(model, batches(2, size=48), optim_wrapper)
     state = optim_wrapper.state_dict()
     assert state["stepwrap.loss_unit"] == 32
     again = sgd(model, accumulative_counts=2, loss_weight="samples")
@@ -330,8 +326,7 @@ def test_float16_stays_in_range() -> None:
     optim_wrapper = AmpOptimWrapper(
         _optimizer(model), 2, dtype="float16", loss_scale=2.0**12, loss_weight=_many
     )
-    for batch in split(_labelled(0, torch.float32), 2, seed=0):
-        model.train_step(batch, optim_wrapper)
+    train(model, split(_labelled(0, torch.float32), 2, seed=0), optim_wrapper)
     assert optim_wrapper.loss_scaler.get_scale() == 2.0**12
     assert difference(model.module.state_dict(), Tagger("tokens", torch.float32).state_dict()) > 0
 

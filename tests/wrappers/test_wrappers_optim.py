@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd
+from step_models import batches, classifier, flat, mlp, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.registry import OPTIM_WRAPPERS
@@ -100,8 +100,7 @@ def test_accumulation_equals_the_big_batch(clip: dict[str, Any] | None) -> None:
     model, plain = classifier(), mlp()
     wrapper = sgd(model, accumulative_counts=4, clip_grad=clip, lr=1.0)
     data = batches(4)
-    for batch in data:
-        model.train_step(batch, wrapper)
+    train(model, data, wrapper)
     inputs, target = (torch.cat(parts) for parts in zip(*data, strict=True))
     nn.functional.cross_entropy(plain(inputs), target).backward()
     norm = None
@@ -185,8 +184,7 @@ def test_rates_of_one_group() -> None:
 def test_state_restores_the_count_and_the_optimizer() -> None:
     model = classifier()
     wrapper = sgd(model, accumulative_counts=2)
-    for batch in batches(5):
-        model.train_step(batch, wrapper)
+    train(model, batches(5), wrapper)
     again = sgd(classifier(), accumulative_counts=2, lr=9.0)
     again.load_state_dict(wrapper.state_dict())
     assert again.inner_count == 5
