@@ -92,6 +92,16 @@ class Normed(Net):
         return self.head(self.norm(self.blocks(inputs)))
 
 
+class CallsChild(SupervisedModel):
+    """Has a training step, which calls the child."""
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self.loss(self.net(data[0]), data[1])
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
 NETWORKS = (Net, Frozen, Tied, Small, TwoDtypes, Normed)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import network, own_batches, supervised, whole, whole_batches
+from fsdp_runs import CallsChild, network, own_batches, supervised, whole, whole_batches
 from gan_models import Gan, gan_batches, optimizers
 from on_ranks import assert_near, on_ranks, raises_with
 from step_models import of_all_ranks, sgd, train
@@ -183,14 +183,8 @@ def test_errors_about_shards_say_what_to_do() -> None:
         reaching.train_step(batch, sgd(reaching))
 
 
-class StepsItself(SupervisedModel):
-    """Calls its child, and evaluates with the weight of a layer that it does not call."""
-
-    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-        with optim_wrapper.optim_context(self):
-            loss = self.loss(self.net(data[0]), data[1])
-        optim_wrapper.update_params(loss)
-        return {"loss": loss.detach()}
+class StepsItself(CallsChild):
+    """Evaluates with the weight of a layer that it does not call."""
 
     def val_step(self, data: Any) -> Any:
         head: Any = self.net.head

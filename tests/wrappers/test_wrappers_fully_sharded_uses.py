@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import Block, largest_difference, network, own_batches, supervised, train, whole
+from fsdp_runs import (
+    Block,
+    CallsChild,
+    largest_difference,
+    network,
+    own_batches,
+    supervised,
+    train,
+    whole,
+)
 from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
 from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, of_all_ranks, sgd
 from step_models import train as train_on
@@ -30,14 +39,6 @@ from stepwrap.wrappers import (
 
 def _wrapped(kind: str = "Net", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     return StepFullyShardedDataParallel(supervised(kind, dtype), **{"shard": ["Block"], **options})
-
-
-class CallsChild(SupervisedModel):
-    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        with optim_wrapper.optim_context(self):
-            loss = self.loss(self.net(data[0]), data[1])
-        optim_wrapper.update_params(loss)
-        return {"loss": loss.detach()}
 
 
 @pytest.mark.parametrize("kind", [SupervisedModel, CallsChild])

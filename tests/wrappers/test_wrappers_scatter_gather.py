@@ -39,16 +39,6 @@ def test_chunks_are_those_of_torch(size: int, copies: int) -> None:
     assert [one.tolist() for one in seen] == [one.tolist() for one in expected]
 
 
-def test_chunks_by_example() -> None:
-    """The count of copies changes with every forward."""
-    model = echo(3)
-    for size, expected in [(5, [2, 2, 1]), (4, [2, 2]), (2, [1, 1]), (1, [1]), (6, [2, 2, 2])]:
-        model.module.seen.clear()
-        model(torch.zeros(size))
-        sizes = [len(inputs[0]) for inputs, _ in model.module.seen]
-        assert sorted(sizes, reverse=True) == expected
-
-
 def test_nested_inputs() -> None:
     model = echo(2)
     marker = object()

@@ -27,10 +27,11 @@ def test_every_copy_gets_its_own_reply(num_copies: int) -> None:
             ask("a", copy_id, copy_id, lambda messages: [10 * one for one in messages]),
             ask("a", copy_id, 1, total),
             ask("", copy_id, 2, total),
+            ask("none", copy_id, None, lambda messages: messages),
         ]
 
     results = run_copies(ReplicationSession(num_copies, LIMIT_S), forward)
-    assert results == [[10 * i, num_copies, 2 * num_copies] for i in range(num_copies)]
+    assert results == [[10 * i, num_copies, 2 * num_copies, None] for i in range(num_copies)]
 
 
 def test_combine_runs_once_and_outside_the_lock() -> None:
@@ -46,21 +47,6 @@ def test_combine_runs_once_and_outside_the_lock() -> None:
     forward = [lambda i=i: session.rendezvous("bn", i, i, combine) for i in range(3)]
     assert run_threads(forward) == [3, 3, 3]
     assert calls == [[0, 1, 2]]
-
-
-def test_none_is_a_reply() -> None:
-
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous("bn", copy_id, None, lambda messages: messages)
-
-    assert run_copies(ReplicationSession(2, LIMIT_S), forward) == [None, None]
-
-
-def test_sessions_of_other_sizes_follow_each_other() -> None:
-    for num_copies in (2, 1, 2, 3, 1):
-        session = ReplicationSession(num_copies, LIMIT_S)
-        results = run_copies(session, lambda s, i: s.rendezvous("bn", i, 1, total))
-        assert results == [num_copies] * num_copies
 
 
 class PickyError(Exception):

@@ -33,7 +33,6 @@ from stepwrap.wrappers import (
     ReplicationError,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
-    convert_sync_batchnorm,
     exec_data_parallel_replication_callback,
     set_sbn_eps_mode,
 )
@@ -424,22 +423,6 @@ def test_nothing_of_the_graph_is_kept() -> None:
         assert node() is None
     finally:
         gc.enable()
-
-
-def test_trains_a_converted_model() -> None:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).double()
-    layered = convert_sync_batchnorm(copy.deepcopy(plain))
-    parallel = _parallel(layered, [3, 5])
-    given = case("2d", F64)
-    for model, call in ((plain, plain), (layered, parallel)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for x in given.inputs:
-            optimizer.zero_grad()
-            call(x).square().mean().backward()
-            optimizer.step()
-    for one, other in zip(plain.state_dict().values(), layered.state_dict().values(), strict=True):
-        assert torch.allclose(one.double(), other.double(), rtol=0, atol=1e-12)
 
 
 _COMPILED = """
