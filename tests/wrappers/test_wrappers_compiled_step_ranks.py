@@ -78,6 +78,7 @@ def test_ranks_train_as_under_ddp(
     wrapper = _train(True, counts, weight, fails_on)
     state = wrapper.module.state_dict()
     assert_near(dict(state), dict(expected), 1e-12)
-    assert all(same_on_ranks(one) for name, one in state.items() if "norm" not in name)
+    if fails_on < 0:
+        assert all(same_on_ranks(one) for name, one in state.items() if "norm" not in name)
     assert bool(wrapper.train_step.programs) == (distributed.get_rank() != fails_on)
     assert fails_on < 0 or len(wrapper.train_step.programs) <= 1

@@ -82,7 +82,6 @@ class StrangeError(Exception):
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseException]) -> None:
-
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
             time.sleep(0.02)
@@ -118,7 +117,6 @@ def test_the_first_error_is_the_cause_of_all() -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
 def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
-
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         session.rendezvous("bn1", copy_id, 0, total)
         if copy_id == 1:
@@ -146,7 +144,6 @@ def test_copies_in_different_layers() -> None:
 
 
 def test_a_failing_combine() -> None:
-
     def combine(messages: list[int]) -> list[int]:
         raise PickyError("bn", value=float(sum(messages)))
 
