@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd, train
+import torch.distributed as dist
+from on_ranks import on_ranks
+from step_models import batches, classifier, flat, joined, mlp, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.registry import OPTIM_WRAPPERS
@@ -19,8 +20,8 @@ def _parameter(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value]))
 
 
-def _wrapper(**kwargs: Any) -> OptimWrapper:
-    return OptimWrapper(torch.optim.SGD([_parameter()], lr=0.1), **kwargs)
+def _sgd(*parameters: nn.Parameter, lr: float = 0.1, **kwargs: Any) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(parameters or [_parameter()], lr=lr), **kwargs)
 
 
 def _windows(wrapper: OptimWrapper, count: int) -> tuple[list[float], list[int]]:
@@ -48,22 +49,22 @@ def _ends(wrapper: OptimWrapper) -> bool:
     [(10, [3] * 9 + [1], [3, 6, 9, 10]), (8, [3] * 6 + [2, 2], [3, 6, 8]), (9, [3] * 9, [3, 6, 9])],
 )
 def test_windows(end: int, divisors: list[float], updates: list[int]) -> None:
-    wrapper = _wrapper(accumulative_counts=3)
+    wrapper = _sgd(accumulative_counts=3)
     wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
     assert (wrapper._max_counts, wrapper._remainder_counts) == (end, end % 3)
     assert _windows(wrapper, end) == (divisors, updates)
 
 
 def test_windows_without_and_beyond_an_end() -> None:
-    assert _windows(_wrapper(accumulative_counts=3), 7) == ([3] * 7, [3, 6])
-    wrapper = _wrapper(accumulative_counts=3)
+    assert _windows(_sgd(accumulative_counts=3), 7) == ([3] * 7, [3, 6])
+    wrapper = _sgd(accumulative_counts=3)
     wrapper.initialize_count_status(nn.Linear(1, 1), 0, 6)
     assert _windows(wrapper, 9) == ([3] * 9, [3, 6, 9])
-    assert _windows(_wrapper(), 2) == ([1, 1], [1, 2])
+    assert _windows(_sgd(), 2) == ([1, 1], [1, 2])
 
 
 def test_resume_inside_a_window(caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = _wrapper(accumulative_counts=3)
+    wrapper = _sgd(accumulative_counts=3)
     with caplog.at_level(logging.WARNING):
         wrapper.initialize_count_status(nn.Linear(1, 1), 4, 9)
     assert "Resumed iteration number is not divisible" in caplog.text
@@ -72,27 +73,22 @@ def test_resume_inside_a_window(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_batch_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        _wrapper().initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+        _sgd().initialize_count_status(nn.BatchNorm1d(2), 0, 8)
         assert not caplog.records
-        _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+        _sgd(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
     assert "Gradient accumulative may slightly decrease" in caplog.text
 
 
-def _warnings_of_batch_norm() -> list[str]:
-    told: list[str] = []
+@on_ranks(2)
+def test_one_rank_warns_of_batch_norm() -> None:
+    records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign]
     logger = logging.getLogger("stepwrap.wrappers")
     logger.addHandler(handler)
-    try:
-        _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
-    finally:
-        logger.removeHandler(handler)
-    return told
-
-
-def test_one_rank_warns_of_batch_norm() -> None:
-    assert list(map(len, run_ranks(_warnings_of_batch_norm, 2))) == [1, 0]
+    _sgd(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+    logger.removeHandler(handler)
+    assert len(records) == 1 - dist.get_rank()
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"type": "value", "clip_value": 0.01}])
@@ -101,7 +97,7 @@ def test_accumulation_equals_the_big_batch(clip: dict[str, Any] | None) -> None:
     wrapper = sgd(model, accumulative_counts=4, clip_grad=clip, lr=1.0)
     data = batches(4)
     train(model, data, wrapper)
-    inputs, target = (torch.cat(parts) for parts in zip(*data, strict=True))
+    inputs, target = joined(data)
     nn.functional.cross_entropy(plain(inputs), target).backward()
     norm = None
     if clip is not None and "max_norm" in clip:
@@ -134,7 +130,7 @@ def test_update_order_and_arguments() -> None:
 
 def test_gradients_are_cleared_after_the_step() -> None:
     weight = _parameter()
-    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=0.5))
+    wrapper = _sgd(weight, lr=0.5)
     wrapper.update_params(weight.sum())
     assert weight.grad is None
     assert weight.item() == 0.5
@@ -173,8 +169,8 @@ def test_two_groups() -> None:
 
 
 def test_rates_of_one_group() -> None:
-    assert _wrapper().get_lr() == {"lr": [0.1]}
-    assert _wrapper().get_momentum() == {"momentum": [0]}
+    assert _sgd().get_lr() == {"lr": [0.1]}
+    assert _sgd().get_momentum() == {"momentum": [0]}
     adam = OptimWrapper(torch.optim.AdamW([_parameter()], lr=0.1, betas=(0.8, 0.9)))
     assert adam.get_momentum() == {"momentum": [0.8]}
     rprop = OptimWrapper(torch.optim.Rprop([_parameter()], lr=0.1))
@@ -219,24 +215,19 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
 )
 def test_wrong_settings(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _wrapper(**kwargs)
+        _sgd(**kwargs)
 
 
 def test_whole_numbers_of_any_kind_are_counts() -> None:
-    assert _windows(_wrapper(accumulative_counts=np.int64(2)), 5)[1] == [2, 4]
+    assert _windows(_sgd(accumulative_counts=np.int64(2)), 5)[1] == [2, 4]
 
 
 def test_clip_value_alone_is_clipping_by_value() -> None:
     weight = _parameter()
-    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=1.0), clip_grad={"clip_value": 0.2})
+    wrapper = _sgd(weight, lr=1.0, clip_grad={"clip_value": 0.2})
     before = weight.detach().clone()
     wrapper.update_params(weight.sum() * 100)
     torch.testing.assert_close(weight.detach(), before - 0.2)
-
-
-def test_defaults_are_those_of_the_optimizer() -> None:
-    wrapper = _wrapper()
-    assert wrapper.defaults is wrapper.optimizer.defaults
 
 
 def test_a_config_is_no_optimizer() -> None:
@@ -246,17 +237,14 @@ def test_a_config_is_no_optimizer() -> None:
 
 def test_non_finite_norm_can_be_an_error() -> None:
     weight = _parameter()
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    clip = {"max_norm": 1.0, "error_if_nonfinite": True}
-    wrapper = OptimWrapper(optimizer, clip_grad=clip)
+    wrapper = _sgd(weight, clip_grad={"max_norm": 1.0, "error_if_nonfinite": True})
     with pytest.raises(RuntimeError, match="non-finite"):
         wrapper.update_params(weight.sum() * float("inf"))
 
 
 def test_frozen_and_unused_parameters_are_not_clipped() -> None:
     used, frozen, unused = _parameter(), _parameter().requires_grad_(False), _parameter()
-    optimizer = torch.optim.SGD([used, frozen, unused], lr=0.1)
-    wrapper = OptimWrapper(optimizer, clip_grad={"max_norm": 1.0})
+    wrapper = _sgd(used, frozen, unused, clip_grad={"max_norm": 1.0})
     wrapper.update_params((used * 3).sum())
     assert wrapper.grad_norm.item() == 3.0
 
@@ -294,9 +282,11 @@ def test_arguments_of_clipping_are_an_attribute() -> None:
     assert sgd(model, clip_grad=clip).clip_grad_kwargs == {"max_norm": 0.5}
 
 
-def test_registered_name() -> None:
+def test_name_defaults_and_text() -> None:
+    wrapper = _sgd()
     assert OPTIM_WRAPPERS.get("OptimWrapper") is OptimWrapper
-    assert "accumulative_counts=1" in repr(_wrapper())
+    assert wrapper.defaults is wrapper.optimizer.defaults
+    assert "accumulative_counts=1" in repr(wrapper)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
@@ -335,15 +325,15 @@ def test_what_is_frozen_at_first_need_not_be_reached() -> None:
 
 def test_a_resumed_wrapper_is_asked_anew() -> None:
     weight = _parameter()
-    first = OptimWrapper(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    first = _sgd(weight, accumulative_counts=2)
     for _ in range(3):
         first.update_params(weight.sum())
-    optim = OptimWrapper(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    optim = _sgd(weight, accumulative_counts=2)
     optim.load_state_dict(first.state_dict())
     weight.grad = None
     optim.step()
     optim.update_params(weight.sum())
-    later = OptimWrapper(torch.optim.SGD([weight], lr=0.1))
+    later = _sgd(weight)
     later.load_state_dict(first.state_dict())
     with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
         later.update_params(_parameter().sum())

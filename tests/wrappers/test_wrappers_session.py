@@ -19,6 +19,11 @@ def total(messages: list[int]) -> list[int]:
     return [sum(messages)] * len(messages)
 
 
+def meeting(combine: Callable[[list[Any]], list[Any]] = total, layer: str = "bn") -> Any:
+    """Return a forward that meets the other copies once, with the message 1."""
+    return lambda session, copy_id: session.rendezvous(layer.format(copy_id), copy_id, 1, combine)
+
+
 @pytest.mark.parametrize("num_copies", [1, 2, 5])
 def test_every_copy_gets_its_own_reply(num_copies: int) -> None:
     def forward(session: ReplicationSession, copy_id: int) -> list[Any]:
@@ -134,11 +139,7 @@ def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
 
 def test_copies_in_different_layers() -> None:
     """Neither copy ends, and neither can continue."""
-
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous(f"bn{copy_id}", copy_id, 0, total)
-
-    for result in run_copies(ReplicationSession(2, LIMIT_S), forward):
+    for result in run_copies(ReplicationSession(2, LIMIT_S), meeting(layer="bn{}")):
         with pytest.raises(ReplicationError, match=r"layer 'bn\d' \(call 1\).*the same order"):
             raise result
 
@@ -147,11 +148,8 @@ def test_a_failing_combine() -> None:
     def combine(messages: list[int]) -> list[int]:
         raise PickyError("bn", value=float(sum(messages)))
 
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous("bn", copy_id, 1, combine)
-
     session = ReplicationSession(3, LIMIT_S)
-    results = run_copies(session, forward)
+    results = run_copies(session, meeting(combine))
     assert [(type(one), one.value) for one in results] == [(PickyError, 3.0)] * 3
     (origin,) = [one for one in results if one.__cause__ is None]
     assert all(one is origin or one.__cause__ is origin for one in results)
@@ -202,10 +200,7 @@ def test_a_slow_combine_is_waited_for() -> None:
         time.sleep(0.3)
         return total(messages)
 
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous("bn", copy_id, 1, combine)
-
-    assert run_copies(ReplicationSession(2, timeout_s=0.1), forward) == [2, 2]
+    assert run_copies(ReplicationSession(2, timeout_s=0.1), meeting(combine)) == [2, 2]
 
 
 def test_an_interrupt_of_a_waiting_copy() -> None:
@@ -266,7 +261,7 @@ def test_copies_of_a_session_are_fresh(duplicate: Callable[[Any], Any]) -> None:
     session.abort(ValueError("old"))
     fresh = duplicate(session)
     assert (fresh.num_copies, fresh.timeout_s) == (2, LIMIT_S)
-    assert run_copies(fresh, lambda s, i: s.rendezvous("bn", i, 1, total)) == [2, 2]
+    assert run_copies(fresh, meeting()) == [2, 2]
 
 
 def test_sessions_at_the_same_time_do_not_mix() -> None:

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, flat, mlp, sgd
+from step_models import (
+    HalfUsed,
+    OwnStep,
+    PlainModel,
+    batches,
+    classifier,
+    flat,
+    mlp,
+    sgd,
+    train_plainly,
+)
 from torch import Tensor, nn
 
 from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice, StepDistributedDataParallel
@@ -76,17 +86,13 @@ def test_order_of_a_step(wrap: Any) -> None:
     assert calls == ORDER
 
 
-def test_equals_a_plain_loop() -> None:
-    model, plain = SingleDevice(classifier()), mlp()
-    wrapper = sgd(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for inputs, target in batches(5):
-        logs = model.train_step([inputs, target], wrapper)
-        loss = nn.functional.cross_entropy(plain(inputs), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert logs["loss"].item() == loss.item()
+@pytest.mark.parametrize("wrap", [SingleDevice, lambda model: model])
+def test_equals_a_plain_loop(wrap: Any) -> None:
+    model, plain = wrap(classifier()), mlp()
+    optim = sgd(model)
+    logs = [model.train_step(batch, optim)["loss"] for batch in batches(5)]
+    assert [loss.item() for loss in logs] == train_plainly(plain, batches(5))
+    assert not any(loss.requires_grad for loss in logs)
     assert torch.equal(flat(model), flat(plain))
 
 
