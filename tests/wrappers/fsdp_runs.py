@@ -66,15 +66,11 @@ class Tied(Net):
         return scores + self.last(scores)[:, :3] + self.lift(scores)[:, 3:]
 
 
-class Small(nn.Module):
+class Small(nn.Sequential):
     """Parameters of which most ranks have nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 1), nn.Linear(1, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.second(self.first(inputs))
+        super().__init__(nn.Linear(6, 1), nn.Linear(1, 3))
 
 
 class TwoDtypes(Net):

@@ -55,13 +55,8 @@ def test_deep_graphs_after_backward() -> None:
 
 
 def test_leaves_and_constants_as_loss() -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = nn.Parameter(torch.tensor(1.0))
-
-    model = Scalar()
-    assert detect_anomalous_params(model.value, model) == []
+    model = nn.ParameterDict({"value": torch.tensor(1.0)})
+    assert detect_anomalous_params(model["value"], model) == []
     assert detect_anomalous_params(torch.tensor(1.0), model) == ["value"]
 
 

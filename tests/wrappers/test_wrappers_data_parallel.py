@@ -5,12 +5,13 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from copy_threads import run_in_thread
 from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, flat, sgd
 from torch import Tensor, nn
 
@@ -32,25 +33,6 @@ from stepwrap.wrappers import (
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert [one.name for one in threading.enumerate() if "stepwrap copy" in one.name] == []
-
-
-def within(call: Callable[[], Any], timeout_s: float = 30) -> Any:
-    """Result of ``call``, or its error, in a thread that a hang cannot hold up."""
-    done: list[Any] = []
-
-    def run() -> None:
-        try:
-            done.extend((call(), None))
-        except BaseException as error:
-            done.extend((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    assert done, "still running"
-    if done[1] is not None:
-        raise done[1]
-    return done[0]
 
 
 def step(model: nn.Module, copies: int = 2, **options: Any) -> StepDataParallel:
@@ -170,7 +152,7 @@ class Meeting(nn.Module):
 def test_copies_meet() -> None:
     model = ReplicationCallbackDataParallel(Meeting(), ["cpu"] * 2, timeout_s=10)
     for size in (4, 1, 5, 1, 2):
-        assert within(lambda size=size: model(torch.zeros(size))).tolist() == [size] * size
+        assert run_in_thread(lambda size=size: model(torch.zeros(size))).tolist() == [size] * size
     assert not hasattr(model.module, "ctx")
 
 
@@ -184,11 +166,11 @@ def test_a_copy_that_fails(failing: int, error: type[BaseException], large: bool
     module.failing, module.error = failing, error
     model = ReplicationCallbackDataParallel(module, ["cpu"] * 3, timeout_s=60)
     with pytest.raises(error, match=f"broken in {failing}") as caught:
-        within(lambda: model(torch.zeros(3)), 20)
+        run_in_thread(lambda: model(torch.zeros(3)), 20)
     assert f"in copy {failing} of 3 on cpu" in "\n".join(getattr(caught.value, "__notes__", []))
     assert "forward" in {entry.name for entry in caught.traceback}
     module.failing = None
-    assert within(lambda: model(torch.zeros(3))).tolist() == [3, 3, 3]
+    assert run_in_thread(lambda: model(torch.zeros(3))).tolist() == [3, 3, 3]
 
 
 def test_a_slow_copy_is_no_timeout() -> None:
@@ -198,7 +180,7 @@ def test_a_slow_copy_is_no_timeout() -> None:
             return inputs
 
     model = ReplicationCallbackDataParallel(Slow(), ["cpu"] * 2, timeout_s=0.05)
-    assert within(lambda: model(torch.arange(2))).tolist() == [0, 1]
+    assert run_in_thread(lambda: model(torch.arange(2))).tolist() == [0, 1]
 
 
 def test_copies_of_the_wrapper_are_independent() -> None:
@@ -253,7 +235,9 @@ def test_compiled_around_the_copies() -> None:
     model = step(classifier(torch.float64))
     inputs = batches(1, 5, torch.float64)[0][0]
     compiled = torch.compile(model, backend="eager")
-    assert torch.allclose(within(lambda: compiled(inputs), 60), model(inputs), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        run_in_thread(lambda: compiled(inputs), 60), model(inputs), rtol=0, atol=1e-12
+    )
 
 
 def test_wrapping_twice() -> None:

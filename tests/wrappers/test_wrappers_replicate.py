@@ -155,14 +155,10 @@ class Recurrent(nn.Module):
         return self.scaled(self.attention(hidden, hidden, hidden)[0][:, -1])
 
 
-class Convolutional(nn.Module):
+class Convolutional(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(2, 4, 2), nn.PReLU(), nn.Flatten())
-        self.head = nn.Linear(8, 6)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.body(inputs.view(-1, 2, 3)))
+        layers = [nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.PReLU(), nn.Flatten()]
+        super().__init__(*layers, nn.Linear(8, 6))
 
 
 @pytest.mark.parametrize("kind", [Tied, Recurrent, Convolutional])

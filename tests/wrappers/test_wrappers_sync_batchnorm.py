@@ -26,6 +26,7 @@ from batchnorm_cases import (
     with_parameters,
 )
 from marks import slow
+from on_ranks import assert_near
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -59,6 +60,11 @@ def _parallel(layer: nn.Module, sizes: list[int], device: str = "cpu") -> nn.Mod
 
 def _layer(kind: str, dtype: torch.dtype = F32, **options: Any) -> Any:
     return with_parameters(SYNCHRONISED[kind](CHANNELS, **options)).to(dtype)
+
+
+def _plain(kind: str) -> Any:
+    """Return torch's layer in fp64."""
+    return with_parameters(PLAIN[kind](CHANNELS).double())
 
 
 def _halves(kind: str) -> list[int]:
@@ -124,8 +130,7 @@ def test_clamp_mode(by_function: bool) -> None:
         set_sbn_eps_mode("plus")
     got = torch.autograd.grad(y, (x, *layer.parameters()), cotangent)
     assert torch.allclose(y, _clamped(x, weight, bias, 0.3), atol=1e-12)
-    for one, other in zip(got, expected, strict=True):
-        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+    assert_near(got, expected, 1e-12)
 
 
 def test_unknown_modes() -> None:
@@ -265,24 +270,24 @@ def test_order_of_the_chunks() -> None:
 def test_changing_number_of_chunks() -> None:
     layer = _layer("2d", F64)
     parallel = ReplicationCallbackDataParallel(layer, ["cpu"] * 3)
-    plain = with_parameters(nn.BatchNorm2d(CHANNELS).double())
+    plain = _plain("2d")
     x = case("2d", F64).inputs[0]
     for size in (8, 1, 2, 4, 1, 3):
-        assert torch.allclose(parallel(x[:size]), plain(x[:size]), rtol=0, atol=1e-12)
-    assert torch.allclose(layer.running_var, plain.running_var, rtol=0, atol=1e-12)
+        assert_near(parallel(x[:size]), plain(x[:size]), 1e-12)
+    assert_near(layer.running_var, plain.running_var, 1e-12)
 
 
 def test_shared_layer_and_buffers_in_place() -> None:
     """A layer that is called twice synchronises twice; its buffers change in place."""
     norm = _layer("1d", F64)
-    plain = with_parameters(nn.BatchNorm1d(CHANNELS).double())
+    plain = _plain("1d")
     model = nn.Sequential(norm, nn.ReLU(), norm)
     held = norm.running_mean
     x = case("1d", F64).inputs[0]
     parallel, expected = _parallel(model, [5, 11])(x), plain(plain(x).relu())
-    assert torch.allclose(parallel, expected, rtol=0, atol=1e-12)
+    assert_near(parallel, expected, 1e-12)
     assert held is norm.running_mean
-    assert torch.allclose(held, plain.running_mean, rtol=0, atol=1e-12)
+    assert_near(held, plain.running_mean, 1e-12)
     assert norm.num_batches_tracked == 2
 
 
@@ -295,35 +300,34 @@ def test_copies_that_share_their_buffers() -> None:
     x = case("1d", F64).inputs[0]
     with ThreadPoolExecutor(len(copies)) as pool:
         parts = list(pool.map(lambda one, part: one(part), copies, x.split([3, 4, 9])))
-    plain = with_parameters(nn.BatchNorm1d(CHANNELS).double())
-    assert torch.allclose(torch.cat(parts), plain(x), rtol=0, atol=1e-12)
+    plain = _plain("1d")
+    assert_near(torch.cat(parts), plain(x), 1e-12)
     for name, buffer in plain.named_buffers():
-        assert torch.allclose(copies[0].get_buffer(name), buffer, rtol=0, atol=1e-12)
+        assert_near(copies[0].get_buffer(name), buffer, 1e-12)
 
 
 @pytest.mark.parametrize("unused", [0, 1])
 def test_backward_of_one_chunk_alone(unused: int) -> None:
     """A chunk that the loss does not use still takes part in the statistics."""
     x = case("1d", F64).inputs[0].requires_grad_()
-    layer, plain = _layer("1d", F64), with_parameters(nn.BatchNorm1d(CHANNELS).double())
+    layer, plain = _layer("1d", F64), _plain("1d")
     rows = slice(0, 5) if unused else slice(5, None)
     results = []
     for call, module in ((_parallel(layer, [5, 11]), layer), (plain, plain)):
         loss = call(x)[rows].square().sum()
         results.append(torch.autograd.grad(loss, (x, *module.parameters())))
-    for got, expected in zip(*results, strict=True):
-        assert torch.allclose(got, expected, rtol=0, atol=1e-12)
+    assert_near(*results, 1e-12)
 
 
 def test_without_gradients() -> None:
     x = case("2d", F64).inputs[0]
-    expected = with_parameters(nn.BatchNorm2d(CHANNELS).double())(x).detach()
+    expected = _plain("2d")(x).detach()
     for context in (torch.no_grad(), torch.inference_mode()):
         layer = _layer("2d", F64)
         with context:
             y = _parallel(layer, [3, 5])(x)
         assert not y.requires_grad
-        assert torch.allclose(y, expected, rtol=0, atol=1e-12)
+        assert_near(y, expected, 1e-12)
         assert layer.num_batches_tracked == 1
     frozen = _layer("2d", F64).requires_grad_(False)
     assert not _parallel(frozen, [3, 5])(x).requires_grad
@@ -391,11 +395,11 @@ def test_copies_of_a_layer_in_use() -> None:
     copies += [torch.load(file, weights_only=False), copy.deepcopy(second)]
     before = layer.running_mean.clone()
     for one in copies:
-        assert torch.allclose(_parallel(one, [8, 8])(x), expected, rtol=0, atol=1e-12)
-        assert torch.allclose(one(x), expected, rtol=0, atol=1e-12)
+        assert_near(_parallel(one, [8, 8])(x), expected, 1e-12)
+        assert_near(one(x), expected, 1e-12)
     assert torch.equal(layer.running_mean, before)
     del second
-    assert torch.allclose(layer(x), expected, rtol=0, atol=1e-12)
+    assert_near(layer(x), expected, 1e-12)
 
 
 def test_no_second_derivative() -> None:
