@@ -153,16 +153,8 @@ def test_sharded_scaler() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        (
-            {"loss_scale": "static"},
-            TypeError,
-            '^loss_scale must be of type float, dict, or "dynamic", but',
-        ),
-        (
-            {"loss_scale": True},
-            TypeError,
-            '^loss_scale must be of type float, dict, or "dynamic", but',
-        ),
+        ({"loss_scale": "static"}, TypeError, "^loss_scale must be of type float, dict, or"),
+        ({"loss_scale": True}, TypeError, "^loss_scale must be of type float, dict, or"),
         ({"loss_scale": {"init": 1.0}}, TypeError, "loss_scale has no argument 'init'"),
         ({"dtype": "half"}, ValueError, "^dtype should be any of .'float16'"),
         ({"dtype": torch.int8}, ValueError, "got torch.int8"),
