@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -> list[Outcome]:
-    """Run all cells of the rows; what fails is told in `failures`."""
+    """Run all cells of the rows; failed cells are added to `failures`."""
     recipes = {kind: [one for model in MODELS for one in recipes_of(kind, model)] for kind in KINDS}
     references = folder / "references.pt"
     write_references(references, [one for kind, _ in rows for one in recipes[kind]])
@@ -80,14 +80,14 @@ def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -
                 failures.append(f"{kind}, {world} ranks, {model}: {first_line(error)}")
                 continue
             cells += done
-            told = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
+            message = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
             seconds = sum(one.seconds for one in done)
-            print(f"{kind:15} {world} {model:12} fp64 {told:.1e}   {seconds:5.1f} s", flush=True)
+            print(f"{kind:15} {world} {model:12} fp64 {message:.1e}   {seconds:5.1f} s", flush=True)
     return cells
 
 
 def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[str]) -> list[Load]:
-    """Load every checkpoint under every row; what fails is told in `failures`."""
+    """Load every checkpoint under every row; failed cells are added to `failures`."""
     loads: list[Load] = []
     for kind, world in rows:
         try:
@@ -96,8 +96,8 @@ def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[
             failures.append(f"loading under {kind}, {world} ranks: {first_line(error)}")
             continue
         loads += done
-        told = worst(one.difference for one in done)
-        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {told:.1e}", flush=True)
+        message = worst(one.difference for one in done)
+        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {message:.1e}", flush=True)
     return loads
 
 
@@ -105,11 +105,11 @@ def describe(broken: Outcome | Load) -> str:
     """Say which cell broke its bound, and by what."""
     if isinstance(broken, Load):
         source = broken.source
-        told = f"{source.kind}, {source.world} ranks, {source.recipe}"
-        return f"{told}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
+        message = f"{source.kind}, {source.world} ranks, {source.recipe}"
+        return f"{message}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
     recipe: Recipe = broken.recipe
-    told = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
-    return f"{broken.kind}, {broken.world} ranks, {recipe}: {told}"
+    message = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
+    return f"{broken.kind}, {broken.world} ranks, {recipe}: {message}"
 
 
 if __name__ == "__main__":

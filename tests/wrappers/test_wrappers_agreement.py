@@ -90,10 +90,10 @@ def test_all_ranks_raise_the_same_error() -> None:
     for text, case in (DIFFERENT | WRONG).items():
         with pytest.raises((ValueError, TypeError)) as caught:
             case(dist.get_rank())
-        (first, told), other = gathered((type(caught.value).__name__, str(caught.value)))
-        assert (first, told) == other
-        assert text in told
-        assert told.startswith("on rank 1: ") or text in DIFFERENT
+        (first, message), other = gathered((type(caught.value).__name__, str(caught.value)))
+        assert (first, message) == other
+        assert text in message
+        assert message.startswith("on rank 1: ") or text in DIFFERENT
 
 
 @on_ranks(4)
@@ -115,7 +115,7 @@ def failing_policy(**_: Any) -> bool:
 
 
 @on_ranks(2)
-def test_an_error_of_the_users_own() -> None:
+def test_a_custom_error_of_one_rank() -> None:
     with pytest.raises(CustomError, match="^on rank 1: of the user$") as caught:
         FSDP(classifier(), auto_wrap_policy=failing_policy)
     assert isinstance(caught.value.__cause__, CustomError) == bool(dist.get_rank())

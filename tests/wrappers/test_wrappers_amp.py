@@ -47,7 +47,7 @@ def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | N
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
-def test_momentum_begins_after_a_first_update_that_is_left_out(clip: Any) -> None:
+def test_momentum_begins_after_a_skipped_first_update(clip: Any) -> None:
     """torch's fused implementation would otherwise use uninitialised momentum."""
     model = classifier()
     optimizer = build_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)

@@ -160,7 +160,7 @@ def test_copies_of_a_static_graph_average(accumulate: int) -> None:
 
 
 @on_ranks(2)
-def test_a_torch_that_has_changed_trains_with_a_warning() -> None:
+def test_a_changed_torch_trains_with_a_warning() -> None:
     kept = dist.Reducer._push_all_rebuilt_params
     del dist.Reducer._push_all_rebuilt_params
     try:

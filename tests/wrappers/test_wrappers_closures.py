@@ -88,17 +88,19 @@ def test_parameters_of_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "text"),
     [
         ({"accumulative_counts": 2}, "accumulative_counts=1, got 2"),
         ({"clip_grad": {"max_norm": 1.0}}, "clip_grad=None"),
     ],
 )
 @pytest.mark.parametrize("search", [True, False])
-def test_what_does_not_go_together(options: dict[str, Any], told: str, search: bool) -> None:
+def test_closures_exclude_accumulation_and_clipping(
+    options: dict[str, Any], text: str, search: bool
+) -> None:
     wrapper = ByClosure(model())
     cls: Any = torch.optim.LBFGS if search else torch.optim.SGD
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=text):
         wrapper.train_step(batch(), OptimWrapper(cls(wrapper.parameters(), lr=0.1), **options))
 
 
@@ -118,7 +120,7 @@ def test_the_usual_step_has_no_closure(kind: Any) -> None:
     assert torch.equal(wrapper.module.net.weight, before)
 
 
-def test_the_model_alone_knows_no_other_ranks() -> None:
+def test_the_bare_model_is_refused() -> None:
     """Each rank would search by its loss alone, and end elsewhere."""
     wrapper = ByClosure(model())
     optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters()))

@@ -94,7 +94,7 @@ class InPlacePenalty(PenaltyModel):
 
 
 @pytest.mark.slow
-def test_a_refused_step_leaves_its_batch_alone() -> None:
+def test_a_refused_step_restores_its_batch() -> None:
     assert_same(0.0, InPlacePenalty, sgd)
 
 
@@ -217,7 +217,7 @@ class PartlyUsed(Net):
         self.unused = nn.Linear(2, 2)
 
 
-def test_anomalous_parameters_are_looked_for_from_a_later_step(
+def test_anomalous_parameters_are_detected_from_a_later_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrapper: Any = SingleDevice(SupervisedModel(PartlyUsed().double(), nn.CrossEntropyLoss()))
@@ -257,7 +257,7 @@ class PairModel(nn.Module):
         return {"loss": (self.net(x) - self.net(y)).square().mean() + self.net(x).square().mean()}
 
 
-def test_a_block_of_steps_whose_first_batch_has_one_tensor_twice() -> None:
+def test_train_steps_if_the_first_batch_has_one_tensor_twice() -> None:
     weights = []
     for compiled in (False, True):
         torch.manual_seed(0)

@@ -124,7 +124,7 @@ class Signs(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", [Lookahead, Decaying, Signs])
-def test_optimizers_of_others_are_not_compiled(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_custom_optimizers_are_not_compiled(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     wrapper = assert_same(0.0, Net, kind)
     assert not wrapper.train_step.programs
     assert caplog.text.count("is not an optimizer of torch") == 1
@@ -132,7 +132,7 @@ def test_optimizers_of_others_are_not_compiled(kind: Any, caplog: pytest.LogCapt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Lookahead, Decaying, Signs])
-def test_optimizers_of_others_that_are_allowed_are_verified(kind: Any) -> None:
+def test_allowed_custom_optimizers_are_verified(kind: Any) -> None:
     usual, _, _ = train(False, Net, kind)
     compiled, _, _ = train(True, Net, kind, custom_optimizer=True)
     torch.testing.assert_close(compiled, usual, rtol=1e-10, atol=1e-10)
@@ -280,7 +280,7 @@ def test_models_that_are_compiled(net: Any, optimizer: Any, backend: str) -> Non
         torch.testing.assert_close(compiled, usual, rtol=tolerance, atol=tolerance)
 
 
-def test_a_refused_step_leaves_all_generators_alone() -> None:
+def test_a_refused_step_restores_all_generators() -> None:
     def states(compiled: bool) -> Any:
         _, _, wrapper = train(compiled, lambda: Odd("numpy"))
         own: Any = wrapper.module.net

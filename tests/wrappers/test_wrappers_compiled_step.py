@@ -169,7 +169,7 @@ def test_parameters_that_share_a_gradient_are_clipped_once(counts: int) -> None:
 
 
 @pytest.mark.slow
-def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> None:
+def test_other_settings_shapes_and_attributes_get_separate_programs() -> None:
     def change(index: int, model: Any, optim: OptimWrapper) -> None:
         net = model.net
         if index == 6:
@@ -250,7 +250,7 @@ def test_weights_that_move_get_another_cuda_graph() -> None:
 
 
 @pytest.mark.gpu
-def test_what_no_cuda_graph_holds_runs_as_usual(caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_a_cuda_graph_cannot_hold_run_as_usual(caplog: pytest.LogCaptureFixture) -> None:
     states = []
     for compiled in (False, True):
         state, _, _ = train(
@@ -332,7 +332,7 @@ def test_copies_compile_again() -> None:
         assert one.train_step is not wrapper.train_step
 
 
-def test_programs_of_others_are_not_run(
+def test_programs_that_other_users_can_write_are_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "stepwrap").mkdir()

@@ -149,7 +149,7 @@ class Meeting(nn.Module):
         return inputs + total
 
 
-def test_copies_meet() -> None:
+def test_copies_rendezvous() -> None:
     model = ReplicationCallbackDataParallel(Meeting(), ["cpu"] * 2, timeout_s=10)
     for size in (4, 1, 5, 1, 2):
         assert run_in_thread(lambda size=size: model(torch.zeros(size))).tolist() == [size] * size

@@ -249,8 +249,8 @@ def test_ending_all_with_the_first() -> None:
     rank = dist.get_rank()
     model = StepDistributedDataParallel(classifier())
     optim = sgd(model)
-    told = ("at least one rank that exhausted inputs", "Rank 1 exhausted all inputs")
-    with pytest.raises(RuntimeError, match=told[rank]), model.join(throw_on_early_termination=True):
+    text = ("at least one rank that exhausted inputs", "Rank 1 exhausted all inputs")
+    with pytest.raises(RuntimeError, match=text[rank]), model.join(throw_on_early_termination=True):
         train(model, batches(COUNTS[rank], seed=rank), optim)
     assert optim.inner_count == 2
 

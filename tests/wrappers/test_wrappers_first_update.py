@@ -83,7 +83,7 @@ def test_gradients_of_autograd_grad_are_those_of_one_rank() -> None:
 
 
 @on_ranks(RANKS)
-def test_they_may_be_averaged() -> None:
+def test_averaged_gradients_are_accepted() -> None:
     plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for batch in batches():
@@ -188,7 +188,7 @@ def train_apart(cls: Any, kind: type[Pair] = Pair) -> None:
 
 
 @on_ranks(RANKS)
-def test_a_second_backward_of_a_childs_calls_averages_nothing() -> None:
+def test_a_second_backward_of_a_child_is_not_averaged() -> None:
     train_apart(OneLoss)
     with raises_with(RuntimeError, "different gradients of 'decoder", "TwoLosses.train_step"):
         train_apart(TwoLosses)
@@ -235,7 +235,7 @@ def test_gradients_of_every_kind_are_compared(optimised: str) -> None:
 
 
 @on_ranks(RANKS)
-def test_the_usual_step_sends_nothing_more() -> None:
+def test_the_usual_step_needs_no_further_collective() -> None:
     usual: Any = StepDistributedDataParallel(model())
     same: Any = with_train_step(StepDistributedDataParallel, averaged)(model())
     sent = []

@@ -88,7 +88,7 @@ def _flags(change: Any, at: int) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("where", ["steps", "shards", *slow("gathered", "first", "last")])
 @pytest.mark.parametrize("change", [_unfreeze, _swap])
 @on_ranks(2)
-def test_what_is_trained_may_change(change: Any, where: str) -> None:
+def test_parameters_may_be_frozen_and_thawed(change: Any, where: str) -> None:
     data = own_batches(dist.get_rank(), torch.float64)
     for accumulate in (1, 3):
         single = _trained(SingleDevice(Changing()), whole_batches(), change, where, accumulate)

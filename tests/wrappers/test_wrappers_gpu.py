@@ -46,7 +46,7 @@ def test_float32_equals_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("counts", [1, 2])
-def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> None:
+def test_a_window_of_weight_0_gives_gradients_of_0(counts: int) -> None:
     model = wrap_model(None, classifier(), device="cuda")
     wrapper = OptimWrapper(
         _optimizer(model),

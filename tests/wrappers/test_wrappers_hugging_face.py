@@ -76,7 +76,7 @@ def sgd(model: nn.Module) -> OptimWrapper:
     return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_what_is_not_a_loss_is_neither_an_error_nor_logged() -> None:
+def test_outputs_that_are_not_losses_are_ignored() -> None:
     total, logs = parse_losses(Output(torch.tensor(2.0), torch.ones(2, 3), Cache()))
     assert total.item() == 2
     assert {name: value.item() for name, value in logs.items()} == {"loss": 2}
@@ -109,8 +109,8 @@ def test_without_a_field_loss_all_losses_count() -> None:
 
 
 def test_an_output_without_loss_asks_for_labels() -> None:
-    told = r"Output has no loss to optimise, only \['aux_loss', 'logits'\]; .* usually as `labels`"
-    with pytest.raises(ValueError, match=told):
+    text = r"Output has no loss to optimise, only \['aux_loss', 'logits'\]; .* usually as `labels`"
+    with pytest.raises(ValueError, match=text):
         parse_losses(Output(logits=torch.ones(2, 3), aux_loss=torch.tensor(1.0)))
 
 
@@ -123,7 +123,7 @@ def test_in_a_plain_dict_every_tensor_is_logged(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("copies", [0, 1, 2])
-def test_it_trains_as_by_hand(copies: int) -> None:
+def test_training_equals_a_plain_loop(copies: int) -> None:
     torch.manual_seed(0)
     model, plain = Classifier(), Classifier()
     plain.load_state_dict(model.state_dict())
@@ -141,7 +141,7 @@ def test_it_trains_as_by_hand(copies: int) -> None:
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
-def test_metrics_find_their_values_in_an_evaluation() -> None:
+def test_evaluation_returns_what_metrics_need() -> None:
     wrapper = SingleDevice(Classifier())
     batches = [batch(6), batch(3, seed=1)]
     state = LoopState(model=wrapper)
@@ -160,7 +160,7 @@ def test_the_example_of_the_page_trains(tmp_path: Path) -> None:
     for language, file in (("python", "sequences.py"), ("yaml", "gpt2.yaml")):
         (code,) = re.findall(rf"```{language}\n(.*?)```", section, flags=re.DOTALL)
         (tmp_path / file).write_text(code)
-    told = run("-m", "stepwrap.runner", "train", "gpt2.yaml", cwd=tmp_path)
-    losses = [float(one) for one in re.findall(r"^val .* loss ([\d.]+)$", told, re.MULTILINE)]
+    text = run("-m", "stepwrap.runner", "train", "gpt2.yaml", cwd=tmp_path)
+    losses = [float(one) for one in re.findall(r"^val .* loss ([\d.]+)$", text, re.MULTILINE)]
     assert losses[-1] < losses[0] / 2
     assert "logits" not in (tmp_path / "runs/gpt2/metrics.jsonl").read_text()

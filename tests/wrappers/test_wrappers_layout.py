@@ -75,7 +75,7 @@ def test_plain_tensors() -> None:
         take_part(torch.ones(3, 2), tensor)
 
 
-def test_what_is_cut_keeps_no_whole() -> None:
+def test_a_part_does_not_keep_the_storage_of_the_whole() -> None:
     part = nn.Parameter(torch.zeros(2, 3))
     whole_one = torch.ones(4, 3)
     layout = layout_of(part)

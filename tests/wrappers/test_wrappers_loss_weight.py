@@ -58,7 +58,7 @@ def test_weight_of_a_batch(setting: Any, batch: Any, weight: float) -> None:
         ("weighted_models.SAMPLES", TypeError, "weighted_models.SAMPLES is no function"),
     ],
 )
-def test_settings_that_are_none(setting: Any, error: type[Exception], text: str) -> None:
+def test_wrong_settings(setting: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         OptimWrapper(_optimizer(nn.Linear(1, 1)), loss_weight=setting)
 
@@ -111,7 +111,7 @@ def test_windows_end_with_a_pass() -> None:
     optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
     optim_wrapper.initialize_count_status(model, 0, 10)
     for start in (0, 5):
-        # The length may be told when it is known.
+        # The length may be given later.
         optim_wrapper.begin_pass(start, None)
         for index, batch in enumerate(data):
             if index == 4:
@@ -130,7 +130,7 @@ def test_windows_end_with_a_pass() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
-def test_without_weights_windows_go_on_over_a_pass() -> None:
+def test_without_weights_windows_continue_over_a_pass() -> None:
     optim_wrapper = sgd(classifier(), accumulative_counts=3)
     optim_wrapper.begin_pass(5, 4)
     assert [count for count in range(12) if _updates_at(optim_wrapper, count)] == [0, 3, 6, 9]
@@ -153,7 +153,7 @@ class _Masked(nn.Module):
 
 
 @pytest.mark.parametrize("counts", [1, 2])
-def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> None:
+def test_a_window_of_weight_0_gives_gradients_of_0(counts: int) -> None:
     model = SingleDevice(_Masked())
     optim_wrapper = sgd(model, accumulative_counts=counts, loss_weight={"key": "mask"})
     values = torch.tensor([2.0, 4.0])
@@ -166,7 +166,7 @@ def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> No
     assert model.module.weight.item() == pytest.approx(1 - 0.1 * 3)
 
 
-def test_a_batch_that_stands_in_counts_for_nothing() -> None:
+def test_a_batch_that_does_not_count_has_no_weight() -> None:
     model = SingleDevice(classifier(torch.float64))
     optim_wrapper = sgd(model, accumulative_counts=2, loss_weight="samples")
     one, other = batches(2, dtype=torch.float64)
@@ -204,7 +204,7 @@ def test_a_bare_model_weighs_by_itself() -> None:
     assert torch.equal(flat(model), flat(wrapped))
 
 
-def test_gradients_that_are_cleared_weigh_nothing() -> None:
+def test_cleared_gradients_have_no_weight() -> None:
     """As after a failed step: the window goes on with what is left of it."""
     model = SingleDevice(classifier(torch.float64))
     optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
@@ -273,7 +273,7 @@ def _many(batch: Batch) -> float:
     return 1e6 * len(batch["labels"]) / SAMPLES
 
 
-def test_a_second_backward_that_weighs_nothing_keeps_the_gradients_of_the_first() -> None:
+def test_a_second_backward_of_weight_0_keeps_the_gradients_of_the_first() -> None:
     layer = nn.Linear(2, 1)
     optim = OptimWrapper(torch.optim.SGD(layer.parameters(), lr=1.0), loss_weight="samples")
     before = layer.weight.detach().clone()

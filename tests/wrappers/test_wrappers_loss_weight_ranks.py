@@ -117,7 +117,7 @@ def test_a_custom_step() -> None:
     ],
 )
 @on_ranks(2)
-def test_steps_that_cannot_be_weighed(step: Any, text: str) -> None:
+def test_steps_that_do_not_weigh_are_refused(step: Any, text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         _train_by_step(step)
 
@@ -167,7 +167,7 @@ def test_under_the_wrapper_of_torch() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_weigh_nothing() -> None:
+def test_ranks_with_weight_0() -> None:
     """An update of nothing at all, and one to which one rank contributes nothing."""
     cell = Weighted("mask", accumulate=1)
     wrapper = StepDistributedDataParallel(Tagger("mask", torch.float64))

@@ -54,7 +54,7 @@ def test_integers_are_logged_as_floats() -> None:
     assert logs["correct"].dtype == torch.float32
 
 
-def test_an_empty_list_beside_a_loss_is_left_out() -> None:
+def test_an_empty_list_is_ignored_if_there_is_another_loss() -> None:
     total, logs = parse_losses({"loss_a": torch.tensor(1.0), "loss_b": []})
     assert total.item() == 1
     assert list(logs) == ["loss", "loss_a"]

@@ -29,7 +29,7 @@ def test_axes(axes: dict[str, int], ranks: int, expected: dict[str, int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("axes", "told"),
+    ("axes", "text"),
     [
         ({"data": 2, "tensor": 2}, "data 2 x tensor 2 = 4 ranks, but there are 6"),
         ({"data": -1, "tensor": 4}, "6 ranks cannot be divided into data -1 x tensor 4"),
@@ -42,8 +42,8 @@ def test_axes(axes: dict[str, int], ranks: int, expected: dict[str, int]) -> Non
         ({"data": "6"}, "axis data must be at least 1, or -1, got '6'"),
     ],
 )
-def test_wrong_axes(axes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrong_axes(axes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         check_axes(axes, 6)
 
 
@@ -83,11 +83,11 @@ def test_places_of_ranks(
 
 @on_ranks(2)
 def test_ranks_that_disagree() -> None:
-    for others, told in (
+    for others, text in (
         ({"tensor": 2}, "'mesh' is data 2 on rank 0 and data 1 x tensor 2 on rank 1"),
         ({"data": 3}, "on rank 1: data 3 = 3 ranks, but there are 2"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=text):
             build_mesh({"data": 2} if distributed.get_rank() == 0 else others)
 
 

@@ -131,7 +131,7 @@ def test_an_initialiser_of_the_whole_model() -> None:
     assert all(0 < bounds[name] <= 1 for name in bounds if name.endswith("weight"))
 
 
-def test_what_is_on_the_meta_device() -> None:
+def test_meta_parameters_moves_parameters_only() -> None:
     weight = nn.Parameter(torch.zeros(3))
     with meta_parameters():
         model = nn.ParameterList([weight])
@@ -183,7 +183,7 @@ def _linear_only(module: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_what_nothing_initialises_is_named() -> None:
+def test_uninitialised_parameters_are_named() -> None:
     texts = (
         "nothing initialises",
         "the parameter 0.scale, which is on the meta device",
@@ -236,7 +236,7 @@ def test_memory_is_the_shards_and_one_module(ranks: int) -> None:
 
 
 @on_ranks(2)
-def test_it_trains_the_same() -> None:
+def test_training_equals_an_ordinary_construction() -> None:
     results = []
     for context in (meta_parameters(), nullcontext()):
         torch.manual_seed(0)

@@ -51,7 +51,7 @@ class Transformer(mmengine_model.BaseModel):
         return list(scores) if mode == "predict" else scores
 
 
-def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
+def test_mmengine_models_and_optimizer_wrappers_run_unchanged() -> None:
     ours, theirs = SingleDevice(Model()), SingleDevice(Model())
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     wrappers = sgd(ours), mmengine_optim.OptimWrapper(optimizer)
@@ -79,7 +79,9 @@ def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
 @on_ranks("world")
-def test_they_follow_plain_pytorch(kind: str, world: int, clip: bool, accumulate: int) -> None:
+def test_mmengine_models_follow_plain_pytorch(
+    kind: str, world: int, clip: bool, accumulate: int
+) -> None:
     recipe = Recipe("transformer", "fp64", accumulate, clip, "AdamW", steps=5)
     plain = train_plain(recipe)
     """Train their model by their optimizer wrapper, under one of our wrappers."""

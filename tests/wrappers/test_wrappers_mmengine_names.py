@@ -116,7 +116,7 @@ def test_functions_have_the_documented_arguments() -> None:
         assert found[: len(wanted)] == wanted, name
 
 
-def test_what_is_not_there_is_documented() -> None:
+def test_missing_names_are_documented() -> None:
     part = PAGE.partition("\n## From mmengine\n")[2].partition("\n## ")[0]
     for name in (*CLASSES, *FUNCTIONS):
         assert name in part

@@ -138,7 +138,7 @@ def test_gradients_are_cleared_after_the_step() -> None:
     assert weight.grad.item() == 0
 
 
-def test_settings_are_left_as_they_are() -> None:
+def test_settings_are_not_changed() -> None:
     clip = {"type": "norm", "max_norm": 1.0}
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1), clip_grad=clip)
@@ -218,7 +218,7 @@ def test_whole_numbers_of_any_kind_are_counts() -> None:
     assert _windows(_sgd(accumulative_counts=np.int64(2)), 5)[1] == [2, 4]
 
 
-def test_clip_value_alone_is_clipping_by_value() -> None:
+def test_clip_value_without_a_type_clips_by_value() -> None:
     weight = _parameter()
     wrapper = _sgd(weight, lr=1.0, clip_grad={"clip_value": 0.2})
     before = weight.detach().clone()
@@ -293,7 +293,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
-def test_an_update_that_reaches_nothing(kind: Any) -> None:
+def test_an_update_without_gradients(kind: Any) -> None:
     weight, other = _parameter(), _parameter()
     optim = kind(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
     # A window may begin with what does not reach it.
@@ -308,7 +308,7 @@ def test_an_update_that_reaches_nothing(kind: Any) -> None:
         optim.update_params(other.sum())
 
 
-def test_what_is_frozen_at_first_need_not_be_reached() -> None:
+def test_frozen_parameters_need_no_gradient() -> None:
     frozen, other = _parameter().requires_grad_(False), _parameter()
     optim = OptimWrapper(torch.optim.SGD([{"params": [frozen]}], lr=0.1))
     optim.update_params(other.sum())
@@ -319,7 +319,7 @@ def test_what_is_frozen_at_first_need_not_be_reached() -> None:
     half.update_params(other.sum())
 
 
-def test_a_resumed_wrapper_is_asked_anew() -> None:
+def test_a_resumed_wrapper_checks_gradients_again() -> None:
     weight = _parameter()
     first = _sgd(weight, accumulative_counts=2)
     for _ in range(3):

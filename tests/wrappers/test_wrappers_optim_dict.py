@@ -34,7 +34,7 @@ def test_mapping() -> None:
 
 
 @pytest.mark.parametrize("name", ["update_params", "backward", "step", "optim_context"])
-def test_what_each_member_does_itself(name: str) -> None:
+def test_methods_of_members_only(name: str) -> None:
     with pytest.raises(
         NotImplementedError, match=f"^`{name}` should be called by each optimizer separately"
     ):
@@ -149,7 +149,7 @@ def test_only_optimizer_wrappers() -> None:
         OptimWrapperDict(gen=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
 
-def test_a_member_may_have_nothing_to_do_in_a_step() -> None:
+def test_a_member_may_have_no_gradients_in_a_step() -> None:
     """One backward for all, and the generator's turn comes later."""
     torch.manual_seed(0)
     parts = {name: nn.Linear(2, 1) for name in ("generator", "discriminator")}

@@ -50,7 +50,7 @@ def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("kind", REFUSED)
 @on_ranks(2)
-def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
+def test_every_optimizer_of_torch_equals_plain_or_is_refused(kind: str) -> None:
     found: dict[str, Any] = {}
     for name in ALL:
         cls = getattr(torch.optim, name)
@@ -68,9 +68,9 @@ def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
                 optimizer.step()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         found[name] = max((whole(a) - b).abs().max().item() for a, b in pairs)
-    refused = {name: told for name, told in found.items() if isinstance(told, str)}
+    refused = {name: text for name, text in found.items() if isinstance(text, str)}
     assert refused.keys() == REFUSED[kind]
-    assert all(told.startswith(name) and "AdamW" in told for name, told in refused.items())
+    assert all(text.startswith(name) and "AdamW" in text for name, text in refused.items())
     assert max(far for name, far in found.items() if name not in refused) <= 1e-12
     where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
     assert where in refused["Adafactor"]
@@ -122,24 +122,24 @@ class _Own(torch.optim.Adafactor):
 
 @pytest.mark.parametrize("kind", ["tensor", "fsdp"])
 @on_ranks(2)
-def test_a_wrapper_refuses_them_too(kind: str) -> None:
+def test_the_wrapper_refuses_them_too(kind: str) -> None:
     model = spread(net(width=8), kind)
-    told = []
+    text = []
     for cls in (_Own, torch.optim.SparseAdam):
         with pytest.raises(ValueError, match="parameter of shape") as caught:
             OptimWrapper(cls(model.parameters(), lr=0.1))
-        told.append(str(caught.value))
-    assert told[0].startswith("_Own scales by norms of whole tensors")
-    assert told[1].startswith("SparseAdam needs sparse gradients")
+        text.append(str(caught.value))
+    assert text[0].startswith("_Own scales by norms of whole tensors")
+    assert text[1].startswith("SparseAdam needs sparse gradients")
 
 
-def test_whole_parameters_take_any() -> None:
+def test_whole_parameters_work_with_every_optimizer() -> None:
     for name in ALL:
         model = net()
         OptimWrapper(build_optimizer(getattr(torch.optim, name), _parameters(model, name)))
 
 
-def test_no_team_of_optimizers_with_a_closure() -> None:
+def test_closures_are_refused_by_distributed_optimizers() -> None:
     match = "optimizer_class cannot be LBFGS, which needs a closure"
     with pytest.raises(ValueError, match=match):
         ZeroRedundancyOptimizer(net().parameters(), "LBFGS")
@@ -149,8 +149,8 @@ def test_no_team_of_optimizers_with_a_closure() -> None:
 
 @pytest.mark.parametrize("kind", ["tensor", "fsdp"])
 @on_ranks(2)
-def test_ranks_with_different_parts_cannot_work_together(kind: str) -> None:
-    told = {}
+def test_distributed_optimizers_refuse_different_parts(kind: str) -> None:
+    text = {}
     (torchs,) = PostLocalSGD.__bases__
     builders: dict[str, Any] = {
         "zero": lambda params: ZeroRedundancyOptimizer(params, "AdamW", lr=0.1),
@@ -165,9 +165,9 @@ def test_ranks_with_different_parts_cannot_work_together(kind: str) -> None:
     for name, build in builders.items():
         with pytest.raises(ValueError, match="parameter of shape") as caught:
             build(spread(net(width=8), kind).parameters())
-        told[name] = str(caught.value)
+        text[name] = str(caught.value)
     asked = {"tensor": "give process_group=wrapper.data_group", "fsdp": "is a DTensor (fsdp)"}
-    assert all(asked[kind] in one for one in told.values())
+    assert all(asked[kind] in one for one in text.values())
 
 
 @on_ranks(4)
@@ -188,7 +188,7 @@ def test_averages_are_those_of_equal_parts() -> None:
 
 
 @on_ranks(2)
-def test_what_fsdp_has_gathered_is_not_stepped() -> None:
+def test_gathered_parameters_are_refused() -> None:
     """A child of the model still has what its root gathered."""
     model = StepFullyShardedDataParallel(SupervisedModel(net(width=8), nn.MSELoss()))
     loss = model(data(0), mode="tensor").pow(2).mean()
@@ -239,7 +239,7 @@ def test_dtypes_without_one() -> None:
     assert weight[0, 0].item() == pytest.approx(-0.1)
 
 
-def test_groups_are_left_as_they_are() -> None:
+def test_groups_are_not_changed() -> None:
     groups = [{"params": [_zeros()]}, {"params": _zeros(), "lr": 0.5}]
     optimizer = build_optimizer(torch.optim.SGD, groups, lr=0.1)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]

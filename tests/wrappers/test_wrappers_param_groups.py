@@ -109,7 +109,7 @@ def test_kinds_of_parameters_have_the_documented_options() -> None:
     assert len(groups) == 6
 
 
-def test_flat_parameters_without_an_option_of_their_own() -> None:
+def test_flat_decay_applies_to_norms_and_biases_without_another_option() -> None:
     model = Net()
     by_name = options(grouped(model, flat_decay_mult=0.0, bias_lr_mult=3.0), model)
     assert by_name["norms.0.weight"] == (1.0, 0.5)
@@ -193,7 +193,7 @@ def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paramwise", "said"),
+    ("paramwise", "message"),
     [
         ({"custom_keys": {"emebd": {}}}, "custom_keys.emebd: no parameter matches; did you mean e"),
         ({"custom_keys": {"blokcs.*.bias": {}}}, r"did you mean blocks\.\*\.bias"),
@@ -205,8 +205,8 @@ def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
         ({"bias_lr_mult": -1}, "bias_lr_mult: must be at least 0, got -1"),
     ],
 )
-def test_mistakes(paramwise: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_mistakes(paramwise: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         param_groups(Net(), lr=1.0, weight_decay=0.1, paramwise=paramwise)
 
 
@@ -270,7 +270,7 @@ def test_parameters_are_shared_out_by_child_path_and_pattern() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "message"),
     [
         ({"gen": None, "disc": None}, "no optimizer has net.aux.weight, net.aux.bias; every"),
         ({"gen": None, "dics": None}, "neither the model nor its net has a child 'dics'"),
@@ -279,9 +279,9 @@ def test_parameters_are_shared_out_by_child_path_and_pattern() -> None:
     ],
 )
 def test_every_trained_parameter_has_one_optimizer(
-    chosen: dict[str, list[str] | None], said: str
+    chosen: dict[str, list[str] | None], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         share_parameters(TwoNets(), chosen)
 
 
@@ -301,7 +301,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["bare", "single", "compiled", "compiled inside"])
-def test_names_are_the_users_own(kind: str) -> None:
+def test_names_are_those_of_the_users_model(kind: str) -> None:
     model = SupervisedModel(small_net(), nn.MSELoss())
     names = [name for name, _ in model.named_parameters()]
     assert [one.name for one in named_parameters(wrapped(kind, copy.deepcopy(model)))] == names

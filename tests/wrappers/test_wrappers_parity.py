@@ -104,7 +104,7 @@ def test_every_checkpoint_loads_under_every_wrapper(
     assert [text for text, one in zip(far, loads, strict=True) if not one.is_within] == []
 
 
-def test_other_training_is_seen(references: Path, tmp_path: Path) -> None:
+def test_bounds_detect_other_training(references: Path, tmp_path: Path) -> None:
     """The bounds are such that a small difference in what is trained breaks them."""
     recipe, weighted = RECIPES[0], replace(RECIPES[0], weight="tokens")
     for expected, other in (

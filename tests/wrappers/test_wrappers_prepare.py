@@ -91,7 +91,7 @@ def test_checkpointed_blocks_train_as_before() -> None:
     assert net.blocks[0].calls == 2 * 3 + 1
 
 
-def test_checkpointed_blocks_are_what_they_were() -> None:
+def test_checkpointed_blocks_keep_their_class_and_can_be_copied() -> None:
     net = checkpoint_activations(seeded(), {"blocks": "blocks.*", "preserve_rng_state": False})
     block: Any = net.blocks[0]
     assert isinstance(block, Block)
@@ -104,7 +104,7 @@ def test_checkpointed_blocks_are_what_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "told"),
+    ("spec", "error", "text"),
     [
         (["Blok"], ValueError, "'Blok'; did you mean Block"),
         ({"blocks": ["Block"], "preserve_rng": True}, TypeError, "did you mean preserve_rng_state"),
@@ -112,8 +112,8 @@ def test_checkpointed_blocks_are_what_they_were() -> None:
         ({"blocks": ["Block"], "preserve_rng_state": 1}, TypeError, "must be true or false"),
     ],
 )
-def test_wrong_checkpointing(spec: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_wrong_checkpointing(spec: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         checkpoint_activations(seeded(), spec)
 
 
@@ -137,7 +137,7 @@ def test_checkpointed_copies() -> None:
 
 
 @on_ranks(2)
-def test_checkpointed_blocks_meet_again_over_ranks() -> None:
+def test_checkpointed_blocks_with_synchronised_batchnorm() -> None:
     rank = torch.distributed.get_rank()
     net = checkpoint_activations(seeded(dropout=0.0).double(), "Block")
     model = StepDistributedDataParallel(net, sync_batchnorm=True)
@@ -166,7 +166,7 @@ def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "told"),
+    ("spec", "error", "text"),
     [
         ({"backend": "inducter"}, ValueError, "no backend 'inducter'; did you mean inductor"),
         ({"mode": "max-autotun"}, ValueError, "no mode 'max-autotun'.*did you mean max-autotune"),
@@ -177,8 +177,8 @@ def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> Non
         ("eager", TypeError, "must be true, false, step or options"),
     ],
 )
-def test_wrong_compiling(spec: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_wrong_compiling(spec: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         compile_model(seeded(), spec)
 
 

@@ -77,7 +77,7 @@ def test_contexts() -> None:
         _ = first[1].total
 
 
-def test_copies_that_are_none() -> None:
+def test_copies_that_differ_are_refused() -> None:
     """Nothing is called when the copies differ."""
     calls: Calls = []
     with pytest.raises(ValueError, match=r"copy 1 .* position 1 \(layer '0'\) it has ReLU, .*Tanh"):
@@ -211,7 +211,7 @@ def test_gradients_of_a_linear_layer() -> None:
         assert (parameter.grad - grad).abs().max() <= 1e-7 * max(1, grad.abs().max())
 
 
-def test_copies_compute_with_the_very_parameters() -> None:
+def test_copies_share_the_parameters() -> None:
     """Their gradients are seen once, summed, by the hooks of a parameter."""
     seen: list[Tensor] = []
     layer = nn.Linear(3, 2)

@@ -160,7 +160,7 @@ def test_dict_gather_refuses(outputs: list[Any], message: str) -> None:
         dict_gather(outputs, CPU)
 
 
-def test_an_own_gather() -> None:
+def test_a_custom_gather() -> None:
     def last(outputs: Any, device: torch.device, dim: int) -> Tensor:
         tensor: Tensor = outputs[-1]["inputs"][0]
         return tensor

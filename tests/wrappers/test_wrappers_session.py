@@ -25,7 +25,7 @@ def meeting(combine: Callable[[list[Any]], list[Any]] = total, layer: str = "bn"
 
 
 @pytest.mark.parametrize("num_copies", [1, 2, 5])
-def test_every_copy_gets_its_own_reply(num_copies: int) -> None:
+def test_every_copy_gets_its_reply(num_copies: int) -> None:
     def forward(session: ReplicationSession, copy_id: int) -> list[Any]:
         ask = session.rendezvous
         return [

@@ -132,7 +132,7 @@ def test_an_infinity_in_one_ranks_part_stops_all(
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
-def test_the_scale_leaves_no_trace(size: int, kind: str) -> None:
+def test_the_loss_scale_cancels(size: int, kind: str) -> None:
     plain, model = _twins(kind)
     expected = _wrapper(plain, "adam")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -151,7 +151,7 @@ def _readable(state: Any) -> Any:
 @pytest.mark.parametrize("optim", ["adam", *slow("sgd")])
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
-def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> None:
+def test_a_plain_state_loads_into_shards(size: int, kind: str, optim: str) -> None:
     """A plain state loads into parts, goes on exactly, and comes back whole."""
     plain, model = _twins(kind)
     reference = _wrapper(plain, optim)
@@ -228,7 +228,7 @@ def test_post_local_sgd_takes_and_gives_plain_states() -> None:
     assert averager.step == 3
 
 
-def test_the_own_implementation_stays() -> None:
+def test_the_implementation_is_not_loaded() -> None:
     """Fused kernels of the saved run may not be had here."""
     first = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
     second = OptimWrapper(torch.optim.AdamW(net().parameters(), lr=0.5, foreach=True))

@@ -118,13 +118,13 @@ def test_a_preprocessor_may_be_a_method() -> None:
     assert torch.equal(model.train_step([inputs, target], sgd(model))["loss"], expected)
 
 
-def test_logs_of_an_own_parse_losses_are_detached() -> None:
+def test_logs_of_a_custom_parse_losses_are_detached() -> None:
     model = SingleDevice(Recording([]))
     logs = model.train_step(batches(1)[0], sgd(model))
     assert not logs["loss"].requires_grad
 
 
-def test_an_own_train_step_is_used() -> None:
+def test_a_train_step_of_the_model_is_used() -> None:
     model = SingleDevice(OwnStep())
     assert set(model.train_step(batches(1)[0], sgd(model))) == {"doubled"}
     with pytest.raises(ValueError, match=r"OwnStep\.train_step is used"):
@@ -204,7 +204,7 @@ def made(step: Any) -> tuple[Any, OptimWrapper]:
     return wrapper, OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
 
 
-def test_what_cannot_be_logged_is_named() -> None:
+def test_logs_that_are_not_numbers_are_refused() -> None:
     def wordy(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         return {**usual(wrapper, data, optim_wrapper), "note": "good"}
 
@@ -213,7 +213,7 @@ def test_what_cannot_be_logged_is_named() -> None:
         wrapper.train_step(batches(1)[0], optim)
 
 
-def test_the_class_says_what_it_is() -> None:
+def test_name_and_docstring_of_the_class() -> None:
     kind = stepped(StepDistributedDataParallel, usual)
     assert kind.__name__ == "StepDistributedDataParallel_with_usual"
     assert kind.__doc__ == "``StepDistributedDataParallel`` with the training step ``usual``."

@@ -59,7 +59,7 @@ def _made(net: Net, kind: str) -> OptimWrapper:
 
 @pytest.mark.parametrize("kind", ["sgd", "local"])
 @on_ranks(2)
-def test_what_differs_is_named(kind: str) -> None:
+def test_gradients_that_differ_are_named(kind: str) -> None:
     scaled, other, right = _split(scales=True), _split(), _split()
     scale = _step(scaled, _made(scaled, kind), _inputs())
     assert "the gradient of 'scale' is not the same on the ranks" in scale
@@ -71,12 +71,12 @@ def test_what_differs_is_named(kind: str) -> None:
 
 
 @on_ranks(4)
-def test_all_tensor_groups_hear_of_it() -> None:
+def test_all_tensor_groups_raise() -> None:
     net = _split()
     optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
     # The second tensor group alone sees different batches.
-    told = _step(net, optim, _inputs(max(dist.get_rank(), 1)))
-    assert "is not the same on the ranks" in told
+    text = _step(net, optim, _inputs(max(dist.get_rank(), 1)))
+    assert "is not the same on the ranks" in text
 
 
 @on_ranks(2)
@@ -89,7 +89,7 @@ def test_each_optimizer_checks_its_parameters() -> None:
 
 
 @on_ranks(2)
-def test_only_once() -> None:
+def test_gradients_are_compared_once() -> None:
     counts: list[int] = []
     real: Any = dist.all_gather
     net = _split()
@@ -123,12 +123,12 @@ def test_an_update_that_overflows_is_not_the_one_compared() -> None:
 
 
 @on_ranks(2)
-def test_an_optimizer_of_the_layers_before_they_were_split() -> None:
+def test_an_optimizer_made_before_layers_are_split() -> None:
     model = Net()
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     parallelize(model, build_mesh({"tensor": 2}), PLAN)
-    told = "^SGD has parameters that the model has no more, since its layers were split"
-    with pytest.raises(RuntimeError, match=told):
+    text = "^SGD has parameters that the model has no more, since its layers were split"
+    with pytest.raises(RuntimeError, match=text):
         optim.update_params(model(_inputs()).sum())
     # What is not split is as it was, and its optimizer with it.
     enter = OptimWrapper(torch.optim.SGD(model.enter.parameters(), lr=0.1))

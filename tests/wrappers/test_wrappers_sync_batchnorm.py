@@ -247,7 +247,7 @@ def test_gradcheck(eps_mode: Any) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_alone_is_torchs_own(training: bool) -> None:
+def test_one_process_gives_the_bits_of_torch(training: bool) -> None:
     given = case("2d", F32)
     layer, plain = _layer("2d").train(training), with_parameters(nn.BatchNorm2d(CHANNELS))
     got, expected = train(layer, layer, given), train(plain.train(training), plain, given)
@@ -368,7 +368,7 @@ class _Skipping(nn.Module):
         return normalised
 
 
-def test_replicas_that_do_not_come() -> None:
+def test_replicas_that_skip_the_layer_or_fail() -> None:
     threads = threading.active_count()
     parallel = _parallel(_Skipping(_layer("1d")), [2, 2])
     x = torch.rand(4, CHANNELS) + 0.1
@@ -518,7 +518,7 @@ def test_channels_last_and_autocast() -> None:
 
 
 @pytest.mark.gpu
-def test_alone_on_a_gpu_is_torchs_own() -> None:
+def test_one_process_on_a_gpu_gives_the_bits_of_torch() -> None:
     given = _on_gpu(case("2d", torch.float32))
     layer = with_parameters(SYNCHRONISED["2d"](CHANNELS)).cuda()
     plain = with_parameters(nn.BatchNorm2d(CHANNELS)).cuda()

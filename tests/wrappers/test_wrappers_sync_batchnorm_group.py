@@ -143,16 +143,16 @@ def test_mistakes_of_one_rank() -> None:
     x = torch.randn(4, CHANNELS)
     layer = _layer("1d", torch.float32)
     name = "SynchronizedBatchNorm1d"
-    told = (
+    text = (
         f"{name} must have the same num_features on all ranks, but it has 5 on rank 0, 4 on rank 1"
     )
-    with pytest.raises(ValueError, match=f"^{told}$"):
+    with pytest.raises(ValueError, match=f"^{text}$"):
         SynchronizedBatchNorm1d(4 + first)(x[:, : 4 + first])
-    told = f"rank 1: AssertionError: Channel size mismatch: the layer has {CHANNELS} channels"
-    with pytest.raises(CollectiveError, match=f"^{name} cannot go on: {told}"):
+    text = f"rank 1: AssertionError: Channel size mismatch: the layer has {CHANNELS} channels"
+    with pytest.raises(CollectiveError, match=f"^{name} cannot go on: {text}"):
         layer(x if first else x[:, :5])
-    told = r"rank 0: ValueError: expected 2D or 3D input \(got 4D input\)"
-    with pytest.raises(CollectiveError, match=f"^{name} cannot go on: {told}$"):
+    text = r"rank 0: ValueError: expected 2D or 3D input \(got 4D input\)"
+    with pytest.raises(CollectiveError, match=f"^{name} cannot go on: {text}$"):
         layer(x[..., None, None] if first else x)
     with pytest.raises(ValueError, match="^Expected more than 1 value per channel when training"):
         layer(x[:1] if first else x[:0])
@@ -165,7 +165,7 @@ def test_mistakes_of_one_rank() -> None:
 
 
 @on_ranks(2, group_timeout_s=2)
-def test_a_rank_that_does_not_come() -> None:
+def test_a_rank_that_skips_the_layer() -> None:
     layer = _layer("1d", torch.float32)
     x = torch.randn(4, CHANNELS)
     layer(x)
@@ -200,13 +200,13 @@ def test_ranks_in_different_layers_get_an_error() -> None:
     """Not wrong statistics, and not wrong gradients."""
     first, second, x = _layers()
     chosen = (first, second)[dist.get_rank()]
-    told = "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d"
-    with raises_with(CollectiveError, told):
+    text = "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d"
+    with raises_with(CollectiveError, text):
         chosen(x)
     first, second, x = _layers()
     output = (first(x), second(x * 2 + x**2))[dist.get_rank()]
-    told = "in the backward of different calls of SynchronizedBatchNorm1d"
-    with raises_with(CollectiveError, told):
+    text = "in the backward of different calls of SynchronizedBatchNorm1d"
+    with raises_with(CollectiveError, text):
         output.pow(3).sum().backward()
     # The ranks are in step again.
     first, _, x = _layers()
@@ -248,7 +248,7 @@ def test_a_layer_with_a_group_is_pickled_without_it() -> None:
     assert copy.deepcopy(layer).process_group is dist.group.WORLD
 
 
-def test_what_cannot_be_joined_and_a_mode_without_its_name() -> None:
+def test_outputs_that_cannot_be_gathered_and_a_positional_mode() -> None:
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match=r"different dimensions: shapes \(2,\), \(\)"):
         dict_gather([torch.ones(2), torch.tensor(1.0)], cpu)

@@ -93,7 +93,7 @@ def test_a_failing_callback(
     assert forward(master, 1) == [[(10, 0)], [(10, 1)]]
 
 
-def test_a_slave_that_does_not_come() -> None:
+def test_a_slave_that_does_not_run() -> None:
     """The time limit, and a slave whose copy has gone."""
     master = SyncMaster(scaled, timeout_s=0.05)
     silent = master.register_slave(1)
@@ -110,7 +110,7 @@ def test_a_slave_that_does_not_come() -> None:
         patient.run_master(1)
 
 
-def test_a_master_that_does_not_come() -> None:
+def test_a_master_that_does_not_run() -> None:
     master = SyncMaster(scaled, timeout_s=0.05)
     pipe = master.register_slave(7)
     with pytest.raises(ReplicationError, match=r"copy 0 .* did not come within timeout_s=0\.05"):

@@ -36,7 +36,7 @@ HEAD = {"head": "colwise_replicate_output"}
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "text"),
     [
         ({"frist": "colwise"}, "no module of the model has the path 'frist'; did you mean first"),
         ({"norm": "colwise"}, "'norm' is a LayerNorm; colwise splits Linear and Embedding"),
@@ -49,21 +49,21 @@ HEAD = {"head": "colwise_replicate_output"}
         ({"none.*": "colwise", "norm": "rowwise"}, "'none.\\*'; 'norm' is a LayerNorm"),
     ],
 )
-def test_wrong_plans(plan: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrong_plans(plan: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         check_plan(Net(), plan, 3)
 
 
 @pytest.mark.parametrize(
-    ("style", "told"),
+    ("style", "text"),
     [
         ({"type": "colwise", "outputs": "replicate"}, "no argument 'outputs'; did you mean output"),
         ({"type": "rowwise", "local_output": 1}, "local_output must be true or false, got 1"),
         (3, "first: a style is a name or a mapping with a type, got 3"),
     ],
 )
-def test_wrong_styles(style: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+def test_wrong_styles(style: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         check_plan(Net(), {"first": style}, 2)
 
 

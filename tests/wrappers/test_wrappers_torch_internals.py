@@ -62,7 +62,7 @@ def _without(owner: Any, name: str) -> Iterator[None]:
 
 
 @on_ranks(2)
-def test_a_torch_that_has_changed_is_refused() -> None:
+def test_a_changed_torch_is_refused() -> None:
     unit = next(one for one in _model().module.modules() if isinstance(one, FSDPModule))
     group = type(groups_of(unit)[0])
     for owner, name in (
@@ -79,7 +79,7 @@ def test_a_torch_that_has_changed_is_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_torch_that_cannot_go_on_after_an_error() -> None:
+def test_an_error_if_torch_cannot_reset_its_state() -> None:
     model = _model()
     handle = model.module.net.head.register_forward_hook(_fail)
     with (

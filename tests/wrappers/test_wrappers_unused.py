@@ -267,7 +267,7 @@ def _half_frozen() -> Any:
 
 
 @on_ranks(2)
-def test_what_would_not_be_averaged_is_named() -> None:
+def test_thawed_parameters_are_named() -> None:
     wrapper = StepDistributedDataParallel(_half_frozen())
     last = wrapper.module.net[2]
     optim = sgd(wrapper)
@@ -276,8 +276,8 @@ def test_what_would_not_be_averaged_is_named() -> None:
     last.requires_grad_(True)
     with torch.no_grad():
         wrapper(*data[1], mode="loss")
-    told = "'net.2.weight' was frozen when StepDistributedDataParallel wrapped"
-    with raises_with(RuntimeError, told):
+    text = "'net.2.weight' was frozen when StepDistributedDataParallel wrapped"
+    with raises_with(RuntimeError, text):
         wrapper.train_step(data[1], optim)
     last.requires_grad_(False)
     wrapper.train_step(data[2], optim)
@@ -294,7 +294,7 @@ def _train_in_phases(wrapper: Any, data: list[list[Tensor]]) -> Tensor:
 
 
 @on_ranks(2)
-def test_the_advice_trains_like_one_process() -> None:
+def test_training_as_the_error_advises_equals_one_process() -> None:
     data = batches(4, dtype=torch.float64)
     alone = _train_in_phases(SingleDevice(classifier(torch.float64)), data)
     wrapper = StepDistributedDataParallel(classifier(torch.float64), find_unused_parameters=True)
@@ -303,18 +303,18 @@ def test_the_advice_trains_like_one_process() -> None:
 
 
 @on_ranks(2)
-def test_separate_names_it_too() -> None:
+def test_separate_names_thawed_parameters_too() -> None:
     """A child that was frozen entirely has no wrapper that could check it."""
     model = Gan()
     wrapper = SeparateDistributedDataParallel(model)
     model.features.requires_grad_(True)
-    told = "'features.weight' was frozen when SeparateDistributedDataParallel"
-    with raises_with(RuntimeError, told):
+    text = "'features.weight' was frozen when SeparateDistributedDataParallel"
+    with raises_with(RuntimeError, text):
         train(wrapper, gan_batches(1, dist.get_rank()), optimizers(model))
 
 
 @on_ranks(1)
-def test_one_rank_has_nobody_to_differ_from() -> None:
+def test_one_rank_may_thaw_parameters() -> None:
     wrapper = StepDistributedDataParallel(_half_frozen())
     wrapper.module.net[2].requires_grad_(True)
     before = flat(wrapper)

@@ -121,7 +121,7 @@ def test_distributions(init_cfg: dict[str, Any], mean: float, std: float) -> Non
         assert layer.weight.abs().max() <= 2
 
 
-def test_the_draws_are_those_of_mmengine() -> None:
+def test_random_values_equal_those_of_mmengine() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = pytest.importorskip(
@@ -145,7 +145,7 @@ def test_the_draws_are_those_of_mmengine() -> None:
         assert all(torch.equal(value, nets[1][name]) for name, value in nets[0].items()), kind
 
 
-def test_a_model_initialises_what_is_inside(caplog: pytest.LogCaptureFixture) -> None:
+def test_init_weights_initialises_submodules(caplog: pytest.LogCaptureFixture) -> None:
     model = Toy(constant(1), constant(2))
     assert (model.init_cfg, model.is_init) == (constant(1), False)
     model.init_weights()
@@ -182,7 +182,7 @@ class _Pickled:
     """Not to be unpickled."""
 
 
-def test_pretrained_files_that_are_none(tmp_path: Path) -> None:
+def test_wrong_pretrained_files(tmp_path: Path) -> None:
     path = tmp_path / "file.pth"
     pretrained = {"type": "Pretrained", "checkpoint": str(path)}
     with pytest.raises(FileNotFoundError, match="file.pth"):

@@ -43,7 +43,7 @@ def test_registered_names(wrapper: type, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "told"),
+    ("wrapper", "text"),
     [
         (StepDistributedDataParallel, "process group"),
         (SeparateDistributedDataParallel, "process group"),
@@ -53,8 +53,8 @@ def test_registered_names(wrapper: type, names: list[str]) -> None:
         ),
     ],
 )
-def test_wrappers_that_need_a_group(wrapper: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrappers_that_need_a_group(wrapper: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         wrapper(classifier())
 
 
