@@ -1,7 +1,5 @@
 """Training by compiled and by eager steps, and changes between steps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The cells of the parity matrix: which there are, which cannot be and why, and how one is run."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

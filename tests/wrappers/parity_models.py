@@ -4,8 +4,6 @@ No parameter has a gradient that is zero but for rounding (a bias before BatchNo
 keys), because AdamW turns such noise into whole steps; and the activations are smooth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

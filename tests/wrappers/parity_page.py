@@ -1,7 +1,5 @@
 """docs/parity.md, from what the parity matrix came to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """The other side of the parity matrix: PyTorch written by hand, on the whole batch."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any

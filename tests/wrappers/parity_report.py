@@ -5,8 +5,6 @@
 The exit status is 1 if a bound is broken, or a cell could not be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -80,9 +78,9 @@ def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -
                 failures.append(f"{kind}, {world} ranks, {model}: {first_line(error)}")
                 continue
             cells += done
-            message = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
+            largest = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
             seconds = sum(one.seconds for one in done)
-            print(f"{kind:15} {world} {model:12} fp64 {message:.1e}   {seconds:5.1f} s", flush=True)
+            print(f"{kind:15} {world} {model:12} fp64 {largest:.1e}   {seconds:5.1f} s", flush=True)
     return cells
 
 
@@ -96,8 +94,8 @@ def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[
             failures.append(f"loading under {kind}, {world} ranks: {first_line(error)}")
             continue
         loads += done
-        message = worst(one.difference for one in done)
-        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {message:.1e}", flush=True)
+        largest = worst(one.difference for one in done)
+        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {largest:.1e}", flush=True)
     return loads
 
 
@@ -105,11 +103,11 @@ def describe(broken: Outcome | Load) -> str:
     """Say which cell broke its bound, and by what."""
     if isinstance(broken, Load):
         source = broken.source
-        message = f"{source.kind}, {source.world} ranks, {source.recipe}"
-        return f"{message}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
+        where = f"{source.kind}, {source.world} ranks, {source.recipe}"
+        return f"{where}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
     recipe: Recipe = broken.recipe
-    message = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
-    return f"{broken.kind}, {broken.world} ranks, {recipe}: {message}"
+    differences = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
+    return f"{broken.kind}, {broken.world} ranks, {recipe}: {differences}"
 
 
 if __name__ == "__main__":

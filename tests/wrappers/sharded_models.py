@@ -1,7 +1,5 @@
 """Models spread over ranks in every way, and their plain twins."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

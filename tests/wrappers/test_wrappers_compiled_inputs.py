@@ -1,7 +1,5 @@
 """The tensors that a compiled step reads and updates."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiled steps equal eager steps whatever happens between steps, or they are not compiled."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

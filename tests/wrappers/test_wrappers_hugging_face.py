@@ -1,7 +1,5 @@
 """Models whose output is a typed mapping with `loss` and more, as those of Hugging Face."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, fields

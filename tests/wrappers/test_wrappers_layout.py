@@ -1,7 +1,5 @@
 """Where the parts of tensors lie, on FSDP2, tensor-parallel and plain parameters."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

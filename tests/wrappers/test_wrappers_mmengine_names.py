@@ -1,7 +1,5 @@
 """What mmengine documents is there, in its place; what is not, docs/migrate.md says."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Optimizers over parameters that are spread over ranks: right, or refused when built."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any

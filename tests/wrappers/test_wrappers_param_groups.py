@@ -1,7 +1,5 @@
 """Options by parameter against groups written by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

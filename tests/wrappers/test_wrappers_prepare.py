@@ -1,7 +1,5 @@
 """Frozen, checkpointed and compiled models, each as it was otherwise."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Clipping, loss scaling and states of optimizers whose parameters are spread over ranks."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from typing import Any

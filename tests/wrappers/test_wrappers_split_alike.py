@@ -1,7 +1,5 @@
 """Gradients that should be the same on all ranks of a tensor group, compared once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies of models with layers split over a tensor axis."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """What a plan can ask for, and what a split layer is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

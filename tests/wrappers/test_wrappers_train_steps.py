@@ -1,7 +1,5 @@
 """Several batches by one call: what as many calls of `train_step` do, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of ragged sequences, its global batches, and what plain PyTorch makes of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable
