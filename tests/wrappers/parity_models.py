@@ -43,8 +43,7 @@ class Attention(nn.Module):
         rows = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS))
         query, key, value = rows.transpose(1, 2).unbind(3)
         weights = (query @ key.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5).softmax(-1)
-        mixed: Tensor = self.out((weights @ value).transpose(1, 2).flatten(2))
-        return mixed
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -67,8 +66,7 @@ class TransformerBody(nn.Module):
         self.position = nn.Parameter(torch.randn(TOKENS, WIDTH) * 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.block(self.embed(tokens) + self.position)
-        return x
+        return self.block(self.embed(tokens) + self.position)
 
 
 class TransformerHead(nn.Module):
@@ -108,8 +106,7 @@ class CnnHead(nn.Module):
         self.hidden, self.out = nn.Linear(64, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.out(F.gelu(self.hidden(x)))
-        return scores
+        return self.out(F.gelu(self.hidden(x)))
 
 
 PARTS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {

@@ -344,8 +344,7 @@ def _members(counts: int = 1) -> OptimWrapperDict:
 
 
 def _weight(wrapper: OptimWrapper) -> nn.Parameter:
-    weight: nn.Parameter = wrapper.optimizer.param_groups[0]["params"][0]
-    return weight
+    return wrapper.optimizer.param_groups[0]["params"][0]
 
 
 def test_mapping() -> None:

@@ -162,8 +162,7 @@ def test_dict_gather_refuses(outputs: list[Any], message: str) -> None:
 
 def test_a_custom_gather() -> None:
     def last(outputs: Any, device: torch.device, dim: int) -> Tensor:
-        tensor: Tensor = outputs[-1]["inputs"][0]
-        return tensor
+        return outputs[-1]["inputs"][0]
 
     assert echo(2, gather=last)(torch.arange(4)).tolist() == [2, 3]
     assert echo(2, gather="dict_gather")(torch.arange(4))["inputs"][0].tolist() == [0, 1, 2, 3]

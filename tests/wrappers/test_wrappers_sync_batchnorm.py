@@ -240,8 +240,7 @@ def test_gradcheck(eps_mode: Any) -> None:
 
     # Called for values; gradcheck changes those of the parameters in place.
     def call(x: Tensor, *_: Tensor) -> Tensor:
-        y: Tensor = parallel(x * torch.tensor([[0.5], [2.0]]))
-        return y
+        return parallel(x * torch.tensor([[0.5], [2.0]]))
 
     assert torch.autograd.gradcheck(call, (x, layer.weight, layer.bias))
 
@@ -364,8 +363,7 @@ class _Skipping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x[0, 0] == 13:
             raise KeyError("broken chunk")
-        normalised: Tensor = self.norm(x) if x[0, 0] > 0 else x
-        return normalised
+        return self.norm(x) if x[0, 0] > 0 else x
 
 
 def test_replicas_that_skip_the_layer_or_fail() -> None:
