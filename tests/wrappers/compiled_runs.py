@@ -99,6 +99,16 @@ def train(
     return state, losses, wrapper
 
 
+def at(changes: dict[int, Change]) -> Any:
+    """Return a function that changes the training before some steps."""
+
+    def before_step(index: int, model: Any, optim: OptimWrapper) -> None:
+        if index in changes:
+            changes[index](model, optim)
+
+    return before_step
+
+
 def steps_compiled(wrapper: Any) -> int:
     """Return how many steps were run by programs."""
     return sum(one._uses for one in wrapper.train_step.programs)

@@ -1,12 +1,21 @@
 """The tensors that a compiled step reads and updates."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compiled_runs import CHANGED_AT, Net, adamw, assert_same, batch_at, sgd, steps_compiled, train
+from compiled_runs import (
+    CHANGED_AT,
+    Net,
+    adamw,
+    assert_same,
+    at,
+    batch_at,
+    sgd,
+    steps_compiled,
+    train,
+)
 from marks import slow
 from torch import Tensor, nn
 
@@ -31,14 +40,6 @@ class Layers(nn.Module):
         return self.head(x) + 0 * sum(head(x).sum() for head in self.heads)
 
 
-def at(step: int, change: Callable[[Any, OptimWrapper], object]) -> Any:
-    def before_step(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == step:
-            change(model, optim)
-
-    return before_step
-
-
 def swapped(model: Any, _: OptimWrapper) -> None:
     layers = model.net.layers
     layers[0], layers[1] = layers[1], layers[0]
@@ -50,7 +51,7 @@ def other_head(model: Any, _: OptimWrapper) -> None:
 
 @pytest.mark.parametrize("change", [swapped, *slow(other_head)])
 def test_other_modules_of_the_same_shape(change: Any) -> None:
-    assert_same(1e-10, Layers, sgd, at(LATE, change))
+    assert_same(1e-10, Layers, sgd, at({LATE: change}))
 
 
 class PenaltyModel(nn.Module):
@@ -127,7 +128,7 @@ def test_gradients_of_parameters_that_no_optimizer_updates(
     def add(model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.add_param_group({"params": list(model.net.last.parameters())})
 
-    assert_same(1e-10, Net, some, at(CHANGED_AT, add))
+    assert_same(1e-10, Net, some, at({CHANGED_AT: add}))
     assert caplog.text.count("gets gradients, but no optimizer updates it") == 1
 
 
@@ -182,7 +183,7 @@ def other_gate(_: Any, optim: OptimWrapper) -> None:
     "change", [other_optimizer, other_clip, other_betas, other_order, other_gate]
 )
 def test_parts_of_the_optimizer_that_are_replaced(change: Any) -> None:
-    assert_same(1e-10, Net, with_lists, at(LATE, change), wrap=clipped)
+    assert_same(1e-10, Net, with_lists, at({LATE: change}), wrap=clipped)
 
 
 REPLACED = [(nn.Module, "__call__"), (OptimWrapper, "scale_loss"), (OptimWrapper, "update_params")]
@@ -200,13 +201,11 @@ def test_methods_of_base_classes_that_are_replaced(
         made = usual(self, *args, **kwargs)
         return made * 2 if isinstance(made, Tensor) else made
 
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == 0:
-            monkeypatch.undo()
-        if index == LATE:
-            monkeypatch.setattr(owner, name, doubled)
-
-    assert_same(1e-10, Net, sgd, change)
+    changes = {
+        0: lambda *_: monkeypatch.undo(),
+        LATE: lambda *_: monkeypatch.setattr(owner, name, doubled),
+    }
+    assert_same(1e-10, Net, sgd, at(changes))
 
 
 class PartlyUsed(Net):
@@ -232,16 +231,14 @@ def test_anomalous_parameters_are_detected_from_a_later_step(
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_gradients_held_in_another_layout(backend: str) -> None:
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
+    def transpose(model: Any, optim: OptimWrapper) -> None:
         one = model.net.first.weight
-        if index == 13:
-            assert one.grad is not None
-            one.grad = one.grad.t().contiguous().t()
+        one.grad = one.grad.t().contiguous().t()
 
     def accumulate(optimizer: torch.optim.Optimizer) -> OptimWrapper:
         return OptimWrapper(optimizer, accumulative_counts=2)
 
-    assert_same(1e-10, Net, sgd, change, wrap=accumulate, backend=backend)
+    assert_same(1e-10, Net, sgd, at({13: transpose}), wrap=accumulate, backend=backend)
 
 
 class PairModel(nn.Module):

@@ -17,6 +17,7 @@ from compiled_runs import (
     Net,
     adamw,
     assert_same,
+    at,
     batch_at,
     moved,
     orthonormal,
@@ -38,25 +39,17 @@ from stepwrap.wrappers.compiled.verifier import StepMismatchError
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")
 
 
-def assert_sound(net: Any, optimizer: Any, changes: dict[int, Change]) -> Any:
-    def before_step(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index in changes:
-            changes[index](model, optim)
-
-    return assert_same(1e-10, net, optimizer, before_step)
-
-
 @pytest.mark.parametrize(
     "change", [transposed, *slow(*(one for one in CHANGES if one is not transposed))]
 )
 def test_a_change_between_steps(change: Change) -> None:
-    assert_sound(Net, sgd, {CHANGED_AT: change})
+    assert_same(1e-10, Net, sgd, at({CHANGED_AT: change}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [orthonormal, transposed, moved, other_attribute])
 def test_a_change_before_each_step(change: Change) -> None:
-    assert_sound(Net, adamw, dict.fromkeys(range(STEPS), change))
+    assert_same(1e-10, Net, adamw, at(dict.fromkeys(range(STEPS), change)))
 
 
 @pytest.mark.slow
@@ -64,7 +57,7 @@ def test_another_layout_of_memory() -> None:
     def change(model: Any, _: OptimWrapper) -> None:
         model.to(memory_format=torch.channels_last)
 
-    wrapper = assert_sound(ConvNet, adamw, {CHANGED_AT: change})
+    wrapper = assert_same(1e-10, ConvNet, adamw, at({CHANGED_AT: change}))
     assert len(wrapper.train_step.programs) == 2
 
 
@@ -72,12 +65,12 @@ def test_another_layout_of_memory() -> None:
 @pytest.mark.parametrize("change", CHANGES)
 @settings(max_examples=22, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    at=st.integers(3, STEPS - 1),
+    step=st.integers(3, STEPS - 1),
     others=st.dictionaries(st.integers(3, STEPS - 1), st.sampled_from(CHANGES), max_size=2),
     optimizer=st.sampled_from([sgd, adamw]),
 )
-def test_any_changes(change: Change, at: int, others: dict[int, Change], optimizer: Any) -> None:
-    assert_sound(Net, optimizer, {**others, at: change})
+def test_any_changes(change: Change, step: int, others: dict[int, Change], optimizer: Any) -> None:
+    assert_same(1e-10, Net, optimizer, at({**others, step: change}))
 
 
 class Lookahead(torch.optim.SGD):
@@ -215,13 +208,11 @@ def test_another_type_of_weights_with_integer_inputs() -> None:
         tokens = torch.randint(9, shape, generator=generator)
         return tokens, torch.randint(3, shape[:1], generator=generator)
 
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == CHANGED_AT:
-            model.double()
-
     options = {"dtype": torch.float32, "make_batch": make_batch}
     plain = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
-    wrapper = assert_same(1e-6, Tokens, plain, change, **options)
+    wrapper = assert_same(
+        1e-6, Tokens, plain, at({CHANGED_AT: lambda model, _: model.double()}), **options
+    )
     assert steps_compiled(wrapper) == STEPS - 3
 
 
@@ -302,21 +293,19 @@ def test_a_difference_that_appears_later_ends_the_training(monkeypatch: pytest.M
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.rule.factor()
 
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == CHANGED_AT:
-            monkeypatch.setattr(Rule, "factor", lambda self: 0.5)
+    def halve(*_: Any) -> None:
+        monkeypatch.setattr(Rule, "factor", lambda self: 0.5)
 
     with pytest.raises(
         StepMismatchError, match=r"differs .* step 10: they were last equal at step 2"
     ):
-        train(True, Ruled, sgd, change)
+        train(True, Ruled, sgd, at({CHANGED_AT: halve}))
 
 
 def test_short_runs_are_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    def begin(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == 0:
-            optim.initialize_count_status(model, 0, STEPS)
+    def begin(model: Any, optim: OptimWrapper) -> None:
+        optim.initialize_count_status(model, 0, STEPS)
 
-    _, _, wrapper = train(True, Net, sgd, begin, min_steps=25)
+    _, _, wrapper = train(True, Net, sgd, at({0: begin}), min_steps=25)
     assert not wrapper.train_step.programs
     assert "the run has 24 updates, fewer than min_steps=25" in caplog.text

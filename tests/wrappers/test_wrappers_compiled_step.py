@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_runs import assert_same, train
+from compiled_runs import Change, assert_same, at, train
 from on_ranks import assert_near, on_ranks, same_on_ranks
 from torch import Tensor, distributed, nn
 
@@ -169,18 +169,14 @@ def test_parameters_that_share_a_gradient_are_clipped_once(counts: int) -> None:
 
 @pytest.mark.slow
 def test_other_settings_shapes_and_attributes_get_separate_programs() -> None:
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
-        net = model.net
-        if index == 6:
-            optim.optimizer.param_groups[0]["momentum"] = 0.5
-        if index == 8:
-            net.drop.p = 0.0
-        if index == 10:
-            net.conv.requires_grad_(False)
-
+    changes: dict[int, Change] = {
+        6: lambda _, optim: optim.optimizer.param_groups[0].update(momentum=0.5),
+        8: lambda model, _: setattr(model.net.drop, "p", 0.0),
+        10: lambda model, _: model.net.conv.requires_grad_(False),
+    }
     data = batches(12)
     data[4] = data[4][0][:5], data[4][1][:5]
-    wrapper = assert_equal(sgd, data, 1e-5, before_step=change)
+    wrapper = assert_equal(sgd, data, 1e-5, before_step=at(changes))
     assert len(wrapper.train_step.programs) == 5
 
 
@@ -239,12 +235,11 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
 
 @pytest.mark.gpu
 def test_weights_that_move_get_another_cuda_graph() -> None:
-    def move(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == 8:
-            for one in model.parameters():
-                one.data = one.data.clone()
+    def move(model: Any, optim: OptimWrapper) -> None:
+        for one in model.parameters():
+            one.data = one.data.clone()
 
-    wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=move)
+    wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=at({8: move}))
     assert len(wrapper.train_step.programs) == 2
 
 
@@ -348,11 +343,10 @@ def test_programs_that_other_users_can_write_are_not_run(
 def test_hooks_that_come_later_are_called() -> None:
     seen = []
 
-    def listen(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == 6:
-            optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    def listen(model: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
 
-    train(True, ConvNet, make=sgd, data=batches(9), before_step=listen, **FLOAT32)
+    train(True, ConvNet, make=sgd, data=batches(9), before_step=at({6: listen}), **FLOAT32)
     assert len(seen) == 3
 
 
