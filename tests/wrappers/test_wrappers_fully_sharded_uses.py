@@ -154,15 +154,6 @@ def test_names_kinds_and_buffers() -> None:
             use(model)
 
 
-class Checkpointed(HalfUsed):
-    """The used layer runs under re-entrant checkpointing."""
-
-    def forward(self, inputs: Tensor, target: Tensor | None = None, mode: str = "loss") -> Any:
-        inputs = inputs.detach().requires_grad_()
-        hidden = torch.utils.checkpoint.checkpoint(self.used, inputs, use_reentrant=True)
-        return {"loss": hidden.pow(2).mean()}
-
-
 # What torch itself warns of while it traces.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

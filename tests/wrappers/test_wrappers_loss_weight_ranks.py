@@ -12,7 +12,6 @@ from ranks import run_ranks
 from step_models import classifier
 from torch import Tensor, nn
 from weighted_models import (
-    Apart,
     Tagger,
     Weighted,
     all_cells,
@@ -48,14 +47,6 @@ FEW = [
     Weighted("tokens", "fp16", 3, True),
     Weighted("own", "bf16", 1, False),
 ]
-
-
-def _far(cells: list[Apart]) -> list[str]:
-    return [
-        f"{one.cell}: {one.weights:.1e}, loss {one.losses:.1e}"
-        for one in cells
-        if not one.is_within
-    ]
 
 
 @pytest.mark.parametrize(
