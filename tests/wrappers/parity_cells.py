@@ -283,7 +283,7 @@ def whole_weights(wrapper: Any) -> dict[str, Tensor]:
 
 
 def weights_apart(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest difference; infinite where the names are others."""
+    """Return the largest difference, or infinity if the names differ."""
     if weights.keys() != expected.keys():
         return float("inf")
     differences = [

@@ -150,7 +150,7 @@ class SeparateParts(TwoParts):
             optim_wrapper.weigh(data)
             losses = self(*data, mode="loss")
         total, logs = self.parse_losses(losses)
-        # Each part's gradients by a backward of its own, so that each wrapper counts one.
+        # A separate backward for each part, so that each wrapper counts one.
         body.backward(
             body.scale_loss(total), inputs=list(self.body.parameters()), retain_graph=True
         )

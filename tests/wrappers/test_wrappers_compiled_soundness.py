@@ -90,7 +90,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Decaying(torch.optim.Optimizer):
-    """A schedule of its own, in the group."""
+    """Keeps a schedule in the parameter group."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "k": 0})

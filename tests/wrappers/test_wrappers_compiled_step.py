@@ -381,7 +381,7 @@ def _train(compiled: bool, counts: int, weight: str | None, fails_on: int) -> An
     wrapper.train()
     generator = torch.Generator().manual_seed(rank)
     for index in range(24):
-        # One rank has a shape that no program is for, while the other goes on with its own.
+        # One rank has a shape without a program, while the other still runs its program.
         size = 4 if index == 20 and rank == 1 else 5
         inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
         targets = torch.arange(size) % 3

@@ -1,4 +1,4 @@
-"""The steps on the page about parts of one's own: they run, and agree."""
+"""The custom steps on the page about extending: they run, and agree."""
 
 import re
 from pathlib import Path

@@ -191,7 +191,7 @@ def test_each_micro_batch_must_be_weighed() -> None:
         optim_wrapper.backward(model(inputs, target, mode="loss")["loss"])
     with pytest.raises(RuntimeError, match=r"call optim_wrapper.weigh\(batch\)"):
         optim_wrapper.step()
-    # So that a step of one's own serves both.
+    # A custom step may therefore always call it.
     sgd(model).weigh([inputs, target])
 
 
@@ -205,7 +205,7 @@ def test_a_bare_model_weighs_by_itself() -> None:
 
 
 def test_cleared_gradients_have_no_weight() -> None:
-    """As after a failed step: the window goes on with what is left of it."""
+    """As after a failed step: the window continues with its remaining batches."""
     model = SingleDevice(classifier(torch.float64))
     optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
     first, *rest = batches(3, dtype=torch.float64)

@@ -26,7 +26,7 @@ from stepwrap.wrappers import (
 
 
 class Positions(nn.Module):
-    """A parameter of its own beside modules, and a buffer with random values."""
+    """A parameter next to modules, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_meta_parameters_moves_parameters_only() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-class Forgetful(nn.Module):
+class WithoutInit(nn.Module):
     """Nothing but its constructor sets the scale."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Forgetful(nn.Module):
         self.scale = nn.Parameter(torch.ones(6))
 
 
-class Meek(Forgetful):
+class IncompleteInit(WithoutInit):
     """Its initialiser leaves the scale out."""
 
     def reset_parameters(self) -> None:
@@ -189,14 +189,14 @@ def test_uninitialised_parameters_are_named() -> None:
         "the parameter 0.scale, which is on the meta device",
         "reset_parameters() that does, or give param_init_fn(module)",
     )
-    for kind, init in ((Forgetful, None), (Meek, None), (Forgetful, _linear_only)):
+    for kind, init in ((WithoutInit, None), (IncompleteInit, None), (WithoutInit, _linear_only)):
         with meta_parameters():
             model = nn.Sequential(kind())
         with raises_with(ValueError, *texts):
             StepFullyShardedDataParallel(model, param_init_fn=init)
     for init in (_ones, f"{__name__}._replacing", {"type": _replacing}):
         with meta_parameters():
-            model = nn.Sequential(Forgetful())
+            model = nn.Sequential(WithoutInit())
         StepFullyShardedDataParallel(model, shard="Linear", param_init_fn=init)
         assert all(bool((one == 1).all()) for one in whole(model).values())
 
@@ -205,7 +205,7 @@ WIDTH, LAYERS = 96, 8
 _peaks: list[int] = []
 
 
-class Weighed(nn.Linear):
+class MeasuredLinear(nn.Linear):
     """Notes how many elements all tensors with memory have while it is initialised."""
 
     def reset_parameters(self) -> None:
@@ -225,7 +225,7 @@ class Weighed(nn.Linear):
 def test_memory_is_the_shards_and_one_module(ranks: int) -> None:
     _peaks.clear()
     with meta_parameters():
-        model = nn.Sequential(*(Weighed(WIDTH, WIDTH) for _ in range(LAYERS)))
+        model = nn.Sequential(*(MeasuredLinear(WIDTH, WIDTH) for _ in range(LAYERS)))
     gc.collect()
     before = sum(one.numel() for one in model.parameters() if not one.is_meta)
     StepFullyShardedDataParallel(model, shard="Linear")

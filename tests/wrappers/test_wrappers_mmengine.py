@@ -1,4 +1,4 @@
-"""Models and optimizer wrappers of mmengine under every wrapper, where it is installed."""
+"""Models and optimizer wrappers of mmengine under every wrapper, if it is installed."""
 
 import warnings
 from typing import Any
@@ -38,7 +38,7 @@ class Model(mmengine_model.BaseModel):
 
 
 class Transformer(mmengine_model.BaseModel):
-    """Of the parity matrix, as somebody who uses mmengine writes it."""
+    """The transformer of the parity matrix as a model of mmengine."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

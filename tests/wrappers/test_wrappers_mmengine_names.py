@@ -61,7 +61,7 @@ def theirs(name: str) -> Any:
 
 
 def arguments(function: Callable[..., Any]) -> list[str]:
-    """Names of those that may be given by position, as long as they have a name of their own."""
+    """Return the names of the arguments that may be given by position and by name."""
     parameters = inspect.signature(function).parameters.values()
     named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     return [name for name in named if name != "self"]

@@ -149,7 +149,7 @@ class Recurrent(nn.Module):
         self.scaled = parametrizations.weight_norm(nn.Linear(6, 6))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # The list that it computes with is beside its parameters.
+        # It computes with a list of weights that is separate from its parameters.
         assert self.rnn._flat_weights[0] is self.rnn.weight_ih_l0
         hidden, _ = self.rnn(inputs.unsqueeze(1).expand(-1, 3, -1))
         return self.scaled(self.attention(hidden, hidden, hidden)[0][:, -1])
@@ -331,7 +331,7 @@ def test_what_is_saved_for_the_backward(width: int) -> None:
 
 
 def test_copies_take_as_many_threads_as_the_caller_has_set() -> None:
-    # That of torch, which every thread has to be told; in tests it begins with 1.
+    # OpenMP keeps the number by thread; tests begin with 1.
     library = Path(torch.__file__).parent / "lib/libgomp.so.1"
     if not library.exists():
         pytest.skip(f"this torch has no {library.name}")
@@ -360,7 +360,7 @@ def test_compiled_parts_are_refused() -> None:
 
 
 class Mine(DataParallel[nn.Module]):
-    """Somebody's own DataParallel."""
+    """A custom DataParallel."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().forward(*inputs, **kwargs) + 1
@@ -376,7 +376,7 @@ class Own(Mine):
         return [copy.copy(module) for _ in device_ids]
 
 
-class Noted(nn.Module):
+class CallbackLog(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[int] = []
@@ -391,7 +391,7 @@ class Noted(nn.Module):
 @pytest.mark.parametrize(("kind", "expected"), [(DataParallel, 3), (Mine, 7), (Own, 7)])
 def test_patching(kind: Any, expected: float) -> None:
     """Once per copy, also after deepcopy and pickle, also for one copy."""
-    model = kind(Noted())
+    model = kind(CallbackLog())
     model.device_ids = []
     for _ in range(2):
         patch_replication_callback(model)

@@ -220,7 +220,7 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
             results.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for work in (interrupt, other)]
-    # A shell lets what it runs in the background ignore the signal.
+    # A shell makes background processes ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for thread in threads:

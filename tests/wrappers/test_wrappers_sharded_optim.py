@@ -150,7 +150,7 @@ def _readable(state: Any) -> Any:
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
 def test_a_plain_state_loads_into_shards(size: int, kind: str, optim: str) -> None:
-    """A plain state loads into parts, goes on exactly, and comes back whole."""
+    """A plain state loads into parts, training continues exactly, and the state is whole again."""
     plain, model = _twins(kind)
     reference = _wrapper(plain, optim)
     _steps(plain, reference, range(2))

@@ -291,7 +291,7 @@ def test_shared_layer_and_buffers_in_place() -> None:
 
 
 def test_copies_that_share_their_buffers() -> None:
-    """Copies made elsewhere: the statistics move once, whoever holds them."""
+    """Copies made by other code: the shared statistics are updated once."""
     copies = [_layer("1d", F64) for _ in range(3)]
     for one in copies[1:]:
         one._buffers.update(copies[0]._buffers)

@@ -31,7 +31,7 @@ def forward(master: SyncMaster, num_slaves: int, calls: int = 1) -> list[Any]:
 
 
 def test_a_forward_with_fewer_copies() -> None:
-    """A chunk less, one chunk, which registers nobody, and more again."""
+    """Two slaves, one, none (a single chunk), and more again."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     for num_slaves in (2, 1, 0, 3, 0, 0, 1):
         results = forward(master, num_slaves, calls=2)
@@ -152,7 +152,7 @@ def test_a_new_replication_ends_the_old_one() -> None:
 
 
 class Layer:
-    """Holds a master whose callback is a method of its own, as synchronised layers do."""
+    """Holds a master whose callback is a method of the layer, as synchronised layers do."""
 
     def __init__(self) -> None:
         self.offset = 0

@@ -23,7 +23,7 @@ Make = Callable[[nn.Module], OptimWrapper]
 
 
 class Model(SupervisedModel):
-    """A perceptron with dropout, and a preprocessor where one is given."""
+    """A perceptron with dropout, and a preprocessor if one is given."""
 
     def __init__(self, preprocessor: DataPreprocessor | None = None) -> None:
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))

@@ -104,7 +104,7 @@ def test_several_settings_are_applied_in_order() -> None:
         ({"type": "Caffe2Xavier"}, 0, math.sqrt(1 / 300)),
         # The standard normal between -2 and 2.
         ({"type": "TruncNormal"}, 0, 0.8796),
-        # Far from what it may draw: 2.3 % of the normal.
+        # The mean is outside of the interval, which holds 2.3 % of the normal.
         ({"type": "TruncNormal", "mean": 3, "std": 0.5}, 1.8137, 0.1691),
     ],
 )
@@ -161,7 +161,7 @@ def test_init_weights_initialises_submodules(caplog: pytest.LogCaptureFixture) -
 
 
 def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whole, as a part, and beside others in a dict."""
+    """As a whole, as a part, and in a dict with other entries."""
     filled = {name: torch.full_like(one, 7.0) for name, one in Toy().state_dict().items()}
     torch.save(filled, tmp_path / "whole.pth")
     torch.save({"state_dict": {"blocks.0.linear.weight": torch.tensor([[7.0]])}}, tmp_path / "part")

@@ -63,14 +63,14 @@ class OwnSingle(SingleDevice):
 
 
 class Passing(SingleDevice):
-    """Passes on what it does not know."""
+    """Passes unknown options to its base class."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
 
 
 class OwnDDP(StepDistributedDataParallel):
-    """A wrapper with a step of its own."""
+    """A wrapper with a custom step."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         return super().train_step(data, optim_wrapper)
