@@ -180,12 +180,6 @@ def _wrapped(options: dict[str, Any], net: nn.Module) -> Any:
     return kind(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
 
 
-def _bare(model: Any) -> nn.Module:
-    net = mlp()
-    net.load_state_dict({n.removeprefix("net."): v for n, v in model.module.state_dict().items()})
-    return net
-
-
 @pytest.mark.parametrize(
     ("options", "accumulate", "ranks"),
     [
@@ -222,7 +216,10 @@ def test_a_wrapper_made_later_adds_in_the_same_order(
     again: Any = None
     for index, batch in enumerate(batches(STEPS * accumulate, seed=dist.get_rank())):
         if index == STOP * accumulate:
-            again = _wrapped(options, copy.deepcopy(_bare(model)))
+            net = mlp()
+            state = model.module.state_dict()
+            net.load_state_dict({name.removeprefix("net."): one for name, one in state.items()})
+            again = _wrapped(options, net)
             other = sgd(again, momentum=0.9, accumulative_counts=accumulate)
             other.load_state_dict(copy.deepcopy(optim.state_dict()))
         model.train_step(batch, optim)

@@ -38,13 +38,6 @@ def test_the_model_trains_and_predicts() -> None:
     assert [code.shape for code in wrapper.val_step((images,))] == [(8,)] * 4
 
 
-def _register_steps(penalty: str) -> None:
-    for code in _examples("A training step"):
-        # A rank process may have them from another call.
-        forced = code.replace("register_module()", "register_module(force=True)")
-        exec(forced.replace("1e-4", "1e-1").replace("p.square().sum()", penalty), {})
-
-
 @pytest.mark.parametrize("penalty", ["p.square().sum()", "p.abs().sum()", "p.norm()"])
 @pytest.mark.parametrize("axes", [None, {"data": 1, "tensor": 2}])
 @pytest.mark.slow
@@ -52,7 +45,10 @@ def _register_steps(penalty: str) -> None:
 def test_penalties_of_shards_are_those_of_whole_weights(
     penalty: str, axes: dict[str, int] | None
 ) -> None:
-    _register_steps(penalty)
+    for code in _examples("A training step"):
+        # A rank process may have them from another call.
+        forced = code.replace("register_module()", "register_module(force=True)")
+        exec(forced.replace("1e-4", "1e-1").replace("p.square().sum()", penalty), {})
     trained = []
     for name in NAMES:
         options: dict[str, Any] = {} if name == "Penalised" else {"shard": ["Block"]}

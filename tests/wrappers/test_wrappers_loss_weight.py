@@ -7,7 +7,7 @@ import pytest
 import torch
 from step_models import batches, classifier, flat, sgd, train
 from torch import Tensor, nn
-from weighted_models import SAMPLES, Batch, Tagger, difference, global_batch, split
+from weighted_models import SAMPLES, Tagger, difference, global_batch, split
 
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -259,18 +259,13 @@ def test_a_closure_weighs_by_itself() -> None:
 def test_float16_stays_in_range() -> None:
     """A loss times thousands of tokens and times the scale would be beyond it."""
     model = SingleDevice(Tagger("tokens", torch.float32))
-    optim_wrapper = AmpOptimWrapper(
-        _optimizer(model), 2, dtype="float16", loss_scale=2.0**12, loss_weight=_many
-    )
+    options = {"loss_scale": 2.0**12, "loss_weight": lambda b: 1e6 * len(b["labels"]) / SAMPLES}
+    optim_wrapper = AmpOptimWrapper(_optimizer(model), 2, dtype="float16", **options)
     batch = global_batch(0, torch.float32)
     batch["labels"][:3] = 1
     train(model, split(batch, 2, seed=0), optim_wrapper)
     assert optim_wrapper.loss_scaler.get_scale() == 2.0**12
     assert difference(model.module.state_dict(), Tagger("tokens", torch.float32).state_dict()) > 0
-
-
-def _many(batch: Batch) -> float:
-    return 1e6 * len(batch["labels"]) / SAMPLES
 
 
 def test_a_second_backward_of_weight_0_keeps_the_gradients_of_the_first() -> None:

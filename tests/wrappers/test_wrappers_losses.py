@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from programs import run
+from step_models import sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stepwrap.loops import HookList, LoopState, ValLoop
 from stepwrap.loops.metrics.mean_loss import MeanLoss
-from stepwrap.wrappers import OptimWrapper, SingleDevice, StepDataParallel, parse_losses
+from stepwrap.wrappers import SingleDevice, StepDataParallel, parse_losses
 
 
 def values(logs: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -133,10 +134,6 @@ def batch(size: int = 6, *, seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(size, 4, generator=generator)
     return {"inputs": inputs, "labels": torch.arange(size) % 3}
-
-
-def sgd(model: nn.Module) -> OptimWrapper:
-    return OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def test_outputs_that_are_not_losses_are_ignored() -> None:

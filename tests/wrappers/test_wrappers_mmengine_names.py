@@ -56,10 +56,6 @@ FUNCTIONS = {
 }
 
 
-def theirs(name: str) -> Any:
-    return getattr(theirs_model, name, None) or getattr(theirs_optim, name)
-
-
 def arguments(function: Callable[..., Any]) -> list[str]:
     """Return the names of the arguments that may be given by position and by name."""
     parameters = inspect.signature(function).parameters.values()
@@ -83,9 +79,12 @@ def documented(cls: type) -> dict[str, Any]:
 def differences(name: str) -> Iterator[str]:
     """Members of a class that are missing here, or that take other arguments."""
     ours: Any = getattr(wrappers, CLASSES[name])
-    for member, value in documented(theirs(name)).items():
+    # An instance of ours, for the attributes that instances have.
+    made = wrappers.BaseModule() if name.startswith("Base") else object
+    theirs = getattr(theirs_model, name, None) or getattr(theirs_optim, name)
+    for member, value in documented(theirs).items():
         full = f"{name}.{member}"
-        present = hasattr(ours, member) or member in vars(_made(name))
+        present = hasattr(ours, member) or member in vars(made)
         if present == (full in ABSENT):
             yield f"{full} is there: {present}"
         if not present or not inspect.isfunction(value) or full in OTHER_ARGUMENTS:
@@ -101,11 +100,6 @@ def differences(name: str) -> Iterator[str]:
 
 def test_classes_have_the_documented_members() -> None:
     assert not [line for name in CLASSES for line in differences(name)]
-
-
-def _made(name: str) -> Any:
-    """One of ours, for the attributes that instances have."""
-    return wrappers.BaseModule() if name.startswith("Base") else object
 
 
 def test_functions_have_the_documented_arguments() -> None:

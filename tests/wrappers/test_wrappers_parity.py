@@ -18,7 +18,7 @@ from parity_cells import (
     run_row,
     write_references,
 )
-from parity_plain import Recipe
+from parity_plain import Recipe, train_plain
 
 STEPS = 5
 ROWS = [
@@ -114,15 +114,10 @@ def test_bounds_detect_other_training(references: Path, tmp_path: Path) -> None:
         (weighted, replace(weighted, weight="samples")),
     ):
         path = tmp_path / "other.pt"
-        write_references(path, [other])
-        _rename(path, expected, other)
+        torch.save({expected: train_plain(other)}, path)
         (cell,) = run_row("single", 1, [expected], path)
         assert not cell.is_within
         assert cell.parameters > 1e3 * BOUNDS["fp64"]
-
-
-def _rename(path: Path, recipe: Recipe, other: Recipe) -> None:
-    torch.save({recipe: torch.load(path, weights_only=False)[other]}, path)
 
 
 def test_every_cell_is_filled_or_says_why_not() -> None:

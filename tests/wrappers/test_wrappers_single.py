@@ -189,12 +189,8 @@ def test_state_is_under_the_users_names() -> None:
     }
 
 
-def loss_of(wrapper: Any, data: Any) -> Any:
-    return wrapper(*data, mode="loss")["loss"]
-
-
 def usual(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
-    loss = loss_of(wrapper, data)
+    loss = wrapper(*data, mode="loss")["loss"]
     optim_wrapper.update_params(loss)
     return {"loss": loss, "half": 0.5}
 
