@@ -17,13 +17,13 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def on_ranks(ranks: int | str = 2, **options: Any) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(ranks: int | str, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Run the decorated test on every rank of a new gloo group.
 
     The arguments of the test, such as parameters and ``tmp_path``, are pickled.
 
     Args:
-        ranks: how many, or the name of the argument of the test that says it.
+        ranks: number of ranks, or the name of the test's argument that holds it.
         options: further arguments of ``run_ranks``.
     """
 

@@ -105,9 +105,8 @@ def test_an_error_in_a_callback() -> None:
     model = parallel(nn.Sequential(Failing()))
     with pytest.raises(LookupError, match="my own mistake") as caught:
         model(torch.zeros(2))
-    assert "Failing.__data_parallel_replicate__ of copy 1 of 2, layer '0'" in "".join(
-        caught.value.__notes__
-    )
+    notes = "\n".join(caught.value.__notes__)
+    assert "Failing.__data_parallel_replicate__ of copy 1 of 2, layer '0'" in notes
     assert model(torch.zeros(1)).shape == (1,)
 
 
