@@ -45,7 +45,6 @@ class Case:
     cotangents: list[Tensor]
 
     def to(self, dtype: torch.dtype) -> "Case":
-        """The same values, rounded to the type."""
         inputs, cotangents = ([one.to(dtype) for one in x] for x in (self.inputs, self.cotangents))
         return Case(self.kind, inputs, cotangents)
 
@@ -105,7 +104,7 @@ def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
         name: ((got[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(1))
         for name in expected
     }
-    # NaN is no error that max() would see.
+    # max() would not see a NaN.
     return max(torch.nan_to_num(one, nan=float("inf")).item() for one in errors.values())
 
 

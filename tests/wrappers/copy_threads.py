@@ -29,6 +29,14 @@ def run_threads(works: list[Callable[[], Any]], limit_s: float = LIMIT_S) -> lis
     return results
 
 
+def run_in_thread(call: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """Return what a call returns, or raise its error; a call that hangs fails the test."""
+    (result,) = run_threads([call], limit_s)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 def run_copies(
     session: ReplicationSession, forward: Callable[[ReplicationSession, int], Any]
 ) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_models import batches
+from step_models import batches, of_all_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Block(nn.Module):
-    """A residual block with another one inside, where `inner` says so."""
+    """A residual block, with another one inside if `inner` is set."""
 
     def __init__(self, inner: bool = False) -> None:
         super().__init__()
@@ -40,13 +40,10 @@ class Net(nn.Module):
         self.head = nn.Linear(6, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.blocks(inputs))
-        return scores
+        return self.head(self.blocks(inputs))
 
 
 class Frozen(Net):
-    """A part of it is not trained."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].requires_grad_(False)
@@ -69,44 +66,45 @@ class Tied(Net):
         return scores + self.last(scores)[:, :3] + self.lift(scores)[:, 3:]
 
 
-class Small(nn.Module):
+class Small(nn.Sequential):
     """Parameters of which most ranks have nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 1), nn.Linear(1, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        scores: Tensor = self.second(self.first(inputs))
-        return scores
+        super().__init__(nn.Linear(6, 1), nn.Linear(1, 3))
 
 
 class TwoDtypes(Net):
-    """One layer is in fp64 in a network of another dtype."""
-
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.blocks(inputs)
         return self.head(hidden.double()).to(hidden.dtype)
 
 
 class Normed(Net):
-    """BatchNorm between the blocks and the head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.norm(self.blocks(inputs)))
-        return scores
+        return self.head(self.norm(self.blocks(inputs)))
+
+
+class CallsChild(SupervisedModel):
+    """Has a training step, which calls the child."""
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self.loss(self.net(data[0]), data[1])
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+NETWORKS = (Net, Frozen, Tied, Small, TwoDtypes, Normed)
 
 
 def network(kind: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     """Return the same network for the same seed."""
     torch.manual_seed(seed)
-    net: nn.Module = {one.__name__: one for one in (Net, Frozen, Tied, Small, TwoDtypes, Normed)}[
-        kind
-    ]().to(dtype)
+    net = {one.__name__: one for one in NETWORKS}[kind]().to(dtype)
     if kind == "TwoDtypes":
         net.head.double()
     return net
@@ -121,8 +119,18 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_batches(rank: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return the batches of one rank."""
     return batches(STEPS, dtype=dtype, seed=10 + rank)
+
+
+def whole_batches(ranks: int = 2, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    """Return what all ranks see together."""
+    return of_all_ranks([own_batches(rank, dtype) for rank in range(ranks)])
+
+
+def supervised(
+    kind: str = "Net", dtype: torch.dtype = torch.float64, seed: int = 0
+) -> SupervisedModel:
+    return SupervisedModel(network(kind, dtype, seed), nn.CrossEntropyLoss())
 
 
 def train(
@@ -135,8 +143,7 @@ def train(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Train on this rank's batches and return the whole weights. Ranks start from other weights."""
-    net = network(kind, dtype, seed=dist.get_rank())
-    model = wrapper(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
+    model = wrapper(supervised(kind, dtype, dist.get_rank()), **options)
     optim = OptimWrapper(OPTIMIZERS[optimizer](model.parameters()), accumulative_counts=accumulate)
     # The last window is cut by the end of training.
     optim.initialize_count_status(nn.Module(), 0, STEPS)
@@ -153,13 +160,11 @@ def train_plainly(
     optimizer: str = "momentum",
     accumulate: int = 1,
 ) -> dict[str, Tensor]:
-    """Return what plain PyTorch makes of the batches of all ranks together."""
+    """Return the weights after training on the batches of all ranks in plain PyTorch."""
     net = network(kind, dtype)
     optim = OPTIMIZERS[optimizer](net.parameters())
     by_rank = [own_batches(rank, dtype) for rank in range(ranks)]
-    for start in range(0, STEPS, accumulate):
-        window = [batch for data in by_rank for batch in data[start : start + accumulate]]
-        inputs, target = (torch.cat(parts) for parts in zip(*window, strict=True))
+    for inputs, target in of_all_ranks(by_rank, accumulate):
         optim.zero_grad()
         nn.functional.cross_entropy(net(inputs), target).backward()
         optim.step()

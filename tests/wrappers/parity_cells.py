@@ -1,25 +1,17 @@
 """The cells of the parity matrix: which there are, which cannot be and why, and how one is run."""
 
-from __future__ import annotations
-
 import itertools
+import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_models import (
-    BLOCKS,
-    PLANS,
-    SeparateParts,
-    TwoParts,
-    make_data,
-    make_parts,
-    micro_batch,
-)
+from parity_models import BLOCKS, PLANS, SeparateParts, TwoParts, make_data, make_parts, micro_batch
 from parity_plain import (
     DTYPES,
     HALVES,
@@ -28,12 +20,14 @@ from parity_plain import (
     SCALE,
     Recipe,
     Reference,
+    train_plain,
     weight_of,
 )
+from ranks import RanksError, run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stepwrap.loops import LoopState, save_checkpoint
+from stepwrap.loops import LoopState, load_checkpoint, save_checkpoint
 from stepwrap.loops.checkpoints.weights import user_model
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import (
@@ -70,7 +64,6 @@ class Kind:
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether layers are split."""
         return any("tensor" in axes for axes in self.axes.values())
 
 
@@ -290,7 +283,7 @@ def whole_weights(wrapper: Any) -> dict[str, Tensor]:
 
 
 def weights_apart(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest difference; infinite where the names are others."""
+    """Return the largest difference, or infinity if the names differ."""
     if weights.keys() != expected.keys():
         return float("inf")
     differences = [
@@ -300,7 +293,6 @@ def weights_apart(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> fl
 
 
 def losses_apart(losses: Tensor, expected: Tensor, *, relative: bool) -> float:
-    """Largest difference of a loss."""
     difference = (losses - expected).abs()
     return float((difference / expected.abs() if relative else difference).max())
 
@@ -311,3 +303,115 @@ def _mean_over_ranks(value: Tensor) -> Tensor:
     value = value.clone()
     dist.all_reduce(value)
     return value / dist.get_world_size()
+
+
+# Of the validation loss, relative; weights trained under autocast are stored, and loaded, in fp32.
+LOAD_BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-6, "fp16": 2e-6}
+
+
+@dataclass(frozen=True)
+class Load:
+    """A checkpoint of `source`, loaded under a row and number of ranks.
+
+    Attributes:
+        difference: of the validation loss to the one where it was saved, relative.
+    """
+
+    kind: str
+    world: int
+    source: Outcome
+    difference: float
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it was saved by another row or number of ranks."""
+        return (self.kind, self.world) != (self.source.kind, self.source.world)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it keeps to the bound of its dtype; a NaN does not."""
+        return self.difference <= LOAD_BOUNDS[self.source.recipe.dtype]
+
+
+def load_all(kind: str, world: int, sources: list[Outcome], timeout_s: float = 300.0) -> list[Load]:
+    """Load all that saved a checkpoint under one row and number of ranks.
+
+    Raises:
+        RanksError: a rank failed.
+    """
+    groups: dict[tuple[str, torch.dtype], list[Outcome]] = defaultdict(list)
+    for one in (one for one in sources if one.checkpoint is not None):
+        groups[one.recipe.model, one.recipe.weights_dtype].append(one)
+    loads = []
+    for (model, dtype), group in groups.items():
+        paths = [one.checkpoint for one in group]
+        by_rank = run_ranks(evaluate, world, kind, model, dtype, paths, timeout_s=timeout_s)
+        for source, *losses in zip(group, *by_rank, strict=True):
+            apart = max(abs(loss - source.validation) for loss in losses)
+            loads.append(Load(kind, world, source, apart / abs(source.validation)))
+    return loads
+
+
+def evaluate(
+    kind: str, model: str, dtype: torch.dtype, paths: list[Path], device: str = "cpu"
+) -> list[float]:
+    """Load one checkpoint after the other into one wrapper; every rank must call this."""
+    mesh = make_mesh(kind, dist.get_world_size() if dist.is_initialized() else 1, device)
+    wrapper = make_wrapper(kind, model, dtype, mesh=mesh, device=device)
+    losses = []
+    for path in paths:
+        load_checkpoint(path).load_model(wrapper)
+        losses.append(validation_loss(wrapper, model, dtype, mesh, device))
+    return losses
+
+
+def write_references(path: Path, recipes: Iterable[Recipe], device: str = "cpu") -> None:
+    """Train what plain PyTorch trains, once for all rows, and write it for the ranks."""
+    torch.save({one: train_plain(one, device) for one in dict.fromkeys(recipes)}, path)
+
+
+def run_row(
+    kind: str,
+    world: int,
+    recipes: list[Recipe],
+    references: Path,
+    checkpoints: Path | None = None,
+    timeout_s: float = 300.0,
+) -> list[Outcome]:
+    """Run the cells of a row at a number of ranks; the worst rank counts.
+
+    Raises:
+        RanksError: a rank failed.
+    """
+    by_rank = run_ranks(
+        run_cells, world, kind, recipes, references, checkpoints, timeout_s=timeout_s
+    )
+    return [
+        replace(cells[0], parameters=worst(one.parameters for one in cells))
+        for cells in zip(*by_rank, strict=True)
+    ]
+
+
+def worst(differences: Iterable[float]) -> float:
+    """Largest of some differences; a NaN is the largest of all."""
+    return max((math.inf if math.isnan(one) else one for one in differences), default=0.0)
+
+
+def filled() -> Iterator[tuple[str, int]]:
+    """Rows and numbers of ranks that can be."""
+    for kind, row in KINDS.items():
+        for world in row.axes:
+            yield kind, world
+
+
+def empty() -> Iterator[tuple[str, int, str]]:
+    """Rows and numbers of ranks that cannot be, and why."""
+    for kind, row in KINDS.items():
+        for world, reason in row.why_not.items():
+            yield kind, world, reason
+
+
+def first_line(error: RanksError) -> str:
+    """What went wrong, in a line."""
+    text = next(iter(error.reports.values())).rstrip()
+    return text.splitlines()[-1]

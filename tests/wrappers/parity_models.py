@@ -4,8 +4,6 @@ No parameter has a gradient that is zero but for rounding (a bias before BatchNo
 keys), because AdamW turns such noise into whole steps; and the activations are smooth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,8 +43,7 @@ class Attention(nn.Module):
         rows = self.qkv(x).unflatten(-1, (-1, 3, WIDTH // HEADS))
         query, key, value = rows.transpose(1, 2).unbind(3)
         weights = (query @ key.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5).softmax(-1)
-        mixed: Tensor = self.out((weights @ value).transpose(1, 2).flatten(2))
-        return mixed
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -69,8 +66,7 @@ class TransformerBody(nn.Module):
         self.position = nn.Parameter(torch.randn(TOKENS, WIDTH) * 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x: Tensor = self.block(self.embed(tokens) + self.position)
-        return x
+        return self.block(self.embed(tokens) + self.position)
 
 
 class TransformerHead(nn.Module):
@@ -110,8 +106,7 @@ class CnnHead(nn.Module):
         self.hidden, self.out = nn.Linear(64, 16), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.out(F.gelu(self.hidden(x)))
-        return scores
+        return self.out(F.gelu(self.hidden(x)))
 
 
 PARTS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
@@ -155,7 +150,7 @@ class SeparateParts(TwoParts):
             optim_wrapper.weigh(data)
             losses = self(*data, mode="loss")
         total, logs = self.parse_losses(losses)
-        # Each part's gradients by a backward of its own, so that each wrapper counts one.
+        # A separate backward for each part, so that each wrapper counts one.
         body.backward(
             body.scale_loss(total), inputs=list(self.body.parameters()), retain_graph=True
         )

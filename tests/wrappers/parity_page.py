@@ -1,20 +1,13 @@
 """docs/parity.md, from what the parity matrix came to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch
-from parity_cells import BOUNDS, KINDS, VALIDATION, WORLDS, Outcome
-from parity_checkpoints import LOAD_BOUNDS, Load
-from parity_matrix import empty, worst
+from parity_cells import BOUNDS, KINDS, LOAD_BOUNDS, VALIDATION, WORLDS, Load, Outcome, empty, worst
 from parity_models import BATCH, RAGGED, SAMPLES
 from parity_plain import DTYPES, MAX_NORM, OPTIMIZERS
 
-MODELS = {
-    "transformer": "Transformer",
-    "cnn": "CNN with BatchNorm",
-}
+MODELS = {"transformer": "Transformer", "cnn": "CNN with BatchNorm"}
 _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
     ("fp64 parameters", "fp64", lambda one: one.parameters),
     ("fp64 loss", "fp64", lambda one: one.losses),
@@ -56,7 +49,6 @@ element whose gradient is as small as its rounding error would move as fast as a
 
 
 def page(cells: list[Outcome], loads: list[Load], failures: list[str], *, minutes: float) -> str:
-    """Return the page."""
     parts = [_head(cells, minutes)]
     if failures:
         parts.append("## Not run\n\n" + "\n".join(f"- {line}" for line in failures))

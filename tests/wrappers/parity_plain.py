@@ -1,7 +1,5 @@
 """The other side of the parity matrix: PyTorch written by hand, on the whole batch."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -52,17 +50,14 @@ class Recipe:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches in all."""
         return self.steps * self.accumulate
 
     @property
     def weights_dtype(self) -> torch.dtype:
-        """Of parameters and buffers."""
         return DTYPES.get(self.dtype, torch.float32)
 
     @property
     def is_half(self) -> bool:
-        """Whether the forward runs under autocast."""
         return self.dtype in HALVES
 
     def __str__(self) -> str:

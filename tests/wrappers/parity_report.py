@@ -5,8 +5,6 @@
 The exit status is 1 if a bound is broken, or a cell could not be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os
@@ -20,9 +18,18 @@ import torch
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from parity_cells import KINDS, Outcome, recipes_of  # noqa: E402
-from parity_checkpoints import Load, load_all  # noqa: E402
-from parity_matrix import filled, first_line, run_row, worst, write_references  # noqa: E402
+from parity_cells import (  # noqa: E402  # noqa: E402  # noqa: E402
+    KINDS,
+    Load,
+    Outcome,
+    filled,
+    first_line,
+    load_all,
+    recipes_of,
+    run_row,
+    worst,
+    write_references,
+)
 from parity_page import page  # noqa: E402
 from parity_plain import Recipe  # noqa: E402
 from ranks import RanksError, shutdown  # noqa: E402
@@ -57,7 +64,7 @@ def main() -> int:
 
 
 def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -> list[Outcome]:
-    """Run all cells of the rows; what fails is told in `failures`."""
+    """Run all cells of the rows; failed cells are added to `failures`."""
     recipes = {kind: [one for model in MODELS for one in recipes_of(kind, model)] for kind in KINDS}
     references = folder / "references.pt"
     write_references(references, [one for kind, _ in rows for one in recipes[kind]])
@@ -71,14 +78,14 @@ def train_rows(rows: list[tuple[str, int]], folder: Path, failures: list[str]) -
                 failures.append(f"{kind}, {world} ranks, {model}: {first_line(error)}")
                 continue
             cells += done
-            told = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
+            largest = worst(one.parameters for one in done if one.recipe.dtype == "fp64")
             seconds = sum(one.seconds for one in done)
-            print(f"{kind:15} {world} {model:12} fp64 {told:.1e}   {seconds:5.1f} s", flush=True)
+            print(f"{kind:15} {world} {model:12} fp64 {largest:.1e}   {seconds:5.1f} s", flush=True)
     return cells
 
 
 def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[str]) -> list[Load]:
-    """Load every checkpoint under every row; what fails is told in `failures`."""
+    """Load every checkpoint under every row; failed cells are added to `failures`."""
     loads: list[Load] = []
     for kind, world in rows:
         try:
@@ -87,8 +94,8 @@ def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[
             failures.append(f"loading under {kind}, {world} ranks: {first_line(error)}")
             continue
         loads += done
-        told = worst(one.difference for one in done)
-        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {told:.1e}", flush=True)
+        largest = worst(one.difference for one in done)
+        print(f"{kind:15} {world} {len(done)} checkpoints loaded, {largest:.1e}", flush=True)
     return loads
 
 
@@ -96,11 +103,11 @@ def describe(broken: Outcome | Load) -> str:
     """Say which cell broke its bound, and by what."""
     if isinstance(broken, Load):
         source = broken.source
-        told = f"{source.kind}, {source.world} ranks, {source.recipe}"
-        return f"{told}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
+        where = f"{source.kind}, {source.world} ranks, {source.recipe}"
+        return f"{where}, loaded under {broken.kind}, {broken.world}: {broken.difference:.1e}"
     recipe: Recipe = broken.recipe
-    told = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
-    return f"{broken.kind}, {broken.world} ranks, {recipe}: {told}"
+    differences = f"{broken.parameters:.1e}, loss {broken.losses:.1e}"
+    return f"{broken.kind}, {broken.world} ranks, {recipe}: {differences}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Models spread over ranks in every way, beside their plain twins, for tests."""
-
-from __future__ import annotations
+"""Models spread over ranks in every way, and their plain twins."""
 
 from typing import Any
 
@@ -109,3 +107,16 @@ def data(seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return the same inputs (8, 5) on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(8, 5, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class Readable:
+    """Stands for a whole tensor in a file: it has a shape and can be cut."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
+        self.read = 0
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self._tensor[index].clone()
+        self.read += part.numel()
+        return part

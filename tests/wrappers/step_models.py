@@ -1,5 +1,6 @@
 """Models that the tests of the wrappers train."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,6 +42,43 @@ def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **kwargs: Any)
 def flat(model: nn.Module) -> Tensor:
     """Return all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(model: Any, data: list[Any], optim: Any = None) -> None:
+    """Call ``train_step`` with each batch; by plain SGD unless an optimizer wrapper is given."""
+    optim = sgd(model) if optim is None else optim
+    for batch in data:
+        model.train_step(batch, optim)
+
+
+def train_plainly(
+    net: nn.Module, data: list[Any], *, momentum: float = 0.0, max_norm: float | None = None
+) -> list[float]:
+    """Train a network by hand with cross-entropy and SGD; return the losses."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
+    losses = []
+    for inputs, target in data:
+        loss = nn.functional.cross_entropy(net(inputs), target)
+        optimizer.zero_grad()
+        loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def joined(parts: Iterable[Any]) -> list[Tensor]:
+    """Return one batch with the rows of all parts."""
+    return [torch.cat(entries) for entries in zip(*parts, strict=True)]
+
+
+def of_all_ranks(by_rank: list[list[Any]], window: int = 1) -> list[list[Tensor]]:
+    """Return what the ranks see together: a batch for every window of micro-batches."""
+    return [
+        joined(batch for data in by_rank for batch in data[start : start + window])
+        for start in range(0, len(by_rank[0]), window)
+    ]
 
 
 class PlainModel(nn.Module):

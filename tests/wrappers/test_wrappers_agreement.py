@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import gathered, on_ranks, raises_with
 from step_models import classifier
 from torch import nn
 
@@ -37,7 +37,7 @@ def _frozen() -> nn.Module:
     return model
 
 
-# By what the text must hold: a case where the ranks differ.
+# Cases where the ranks differ, by a part of the error's text.
 DIFFERENT: dict[str, Case] = {
     "'freeze' is [] on rank 0 and ['net.0.weight'": lambda rank: _prepared(
         DDP, freeze=["net.0"] if rank else []
@@ -68,7 +68,7 @@ DIFFERENT: dict[str, Case] = {
         classifier(), mixed_precision={"param_dtype": "bfloat16"} if rank else None
     ),
 }
-# What one rank alone has got wrong.
+# Cases where one rank alone is wrong.
 WRONG: dict[str, Case] = {
     "no parameter of the model has the name": lambda rank: _prepared(
         DDP, freeze=["net.7"] if rank else []
@@ -85,57 +85,37 @@ WRONG: dict[str, Case] = {
 }
 
 
-def _told() -> list[tuple[str, str]]:
-    told = []
-    for case in [*DIFFERENT.values(), *WRONG.values()]:
+@on_ranks(2)
+def test_all_ranks_raise_the_same_error() -> None:
+    for text, case in (DIFFERENT | WRONG).items():
         with pytest.raises((ValueError, TypeError)) as caught:
             case(dist.get_rank())
-        told.append((type(caught.value).__name__, str(caught.value)))
-    return told
+        (first, message), other = gathered((type(caught.value).__name__, str(caught.value)))
+        assert (first, message) == other
+        assert text in message
+        assert message.startswith("on rank 1: ") or text in DIFFERENT
 
 
-def test_all_ranks_hear_the_same() -> None:
-    """X-5 at construction."""
-    first, second = run_ranks(_told, 2)
-    assert [kind for kind, _ in first] == [kind for kind, _ in second]
-    for (_, text), (_, other), expected in zip(first, second, [*DIFFERENT, *WRONG], strict=True):
-        assert expected in text
-        assert text == other
-    for _, text in first[len(DIFFERENT) :]:
-        assert text.startswith("on rank 1: ")
-
-
-def _on_a_mesh_of_two_axes() -> str:
-    with pytest.raises(ValueError, match="'shard' is") as caught:
-        FSDP(
-            classifier(),
-            mesh=build_mesh({"replicate": 2, "shard": 2}),
-            shard="Linear" if dist.get_rank() == 3 else None,
-        )
-    return str(caught.value)
-
-
+@on_ranks(4)
 def test_over_two_axes() -> None:
-    (told,) = set(run_ranks(_on_a_mesh_of_two_axes, 4))
-    assert "'shard' is [] on rank 0 and ['net.0', 'net.2'] on rank 3" in told
+    mesh = build_mesh({"replicate": 2, "shard": 2})
+    shard = "Linear" if dist.get_rank() == 3 else None
+    with raises_with(ValueError, "'shard' is [] on rank 0 and ['net.0', 'net.2'] on rank 3"):
+        FSDP(classifier(), mesh=mesh, shard=shard)
 
 
-class _OwnError(Exception):
+class CustomError(Exception):
     pass
 
 
-def _policy(**_: Any) -> bool:
+def failing_policy(**_: Any) -> bool:
     if dist.get_rank():
-        raise _OwnError("of the user")
+        raise CustomError("of the user")
     return True
 
 
-def _foreign() -> str:
-    with pytest.raises(_OwnError) as caught:
-        FSDP(classifier(), auto_wrap_policy=_policy)
-    assert isinstance(caught.value.__cause__, _OwnError) == bool(dist.get_rank())
-    return str(caught.value)
-
-
-def test_an_error_of_the_users_own() -> None:
-    assert run_ranks(_foreign, 2) == ["on rank 1: of the user"] * 2
+@on_ranks(2)
+def test_a_custom_error_of_one_rank() -> None:
+    with pytest.raises(CustomError, match="^on rank 1: of the user$") as caught:
+        FSDP(classifier(), auto_wrap_policy=failing_policy)
+    assert isinstance(caught.value.__cause__, CustomError) == bool(dist.get_rank())

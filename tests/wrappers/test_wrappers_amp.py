@@ -20,7 +20,6 @@ def _amp(model: nn.Module, *, fused: bool = False, lr: float = 0.1, **kwargs: An
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16, None])
 def test_bfloat16(dtype: Any) -> None:
-    """C-17."""
     model = classifier()
     amp = _amp(model, dtype=dtype)
     before = flat(model)
@@ -36,7 +35,6 @@ def test_bfloat16(dtype: Any) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
 def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | None) -> None:
-    """C-17."""
     model = classifier()
     amp = _amp(model, dtype="float16", clip_grad=clip, fused=fused, loss_scale={"init_scale": 64.0})
     before = flat(model)
@@ -49,8 +47,8 @@ def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | N
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
-def test_momentum_begins_after_a_first_update_that_is_left_out(clip: Any) -> None:
-    """torch's fused implementation would make it of memory that nobody has written."""
+def test_momentum_begins_after_a_skipped_first_update(clip: Any) -> None:
+    """torch's fused implementation would otherwise use uninitialised momentum."""
     model = classifier()
     optimizer = build_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
     assert optimizer.param_groups[0]["fused"]
@@ -128,7 +126,7 @@ def test_state_holds_the_scale() -> None:
 
 
 def test_either_order_of_arguments() -> None:
-    """That of OptimWrapper, and that which mmengine documents."""
+    """The order of OptimWrapper, and the one that mmengine documents."""
     optimizer = torch.optim.SGD(classifier().parameters(), lr=0.1)
     ours = AmpOptimWrapper(optimizer, 2, {"max_norm": 1.0}, loss_scale=8.0, dtype="float16")
     theirs = AmpOptimWrapper(
@@ -155,16 +153,8 @@ def test_sharded_scaler() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        (
-            {"loss_scale": "static"},
-            TypeError,
-            '^loss_scale must be of type float, dict, or "dynamic", but',
-        ),
-        (
-            {"loss_scale": True},
-            TypeError,
-            '^loss_scale must be of type float, dict, or "dynamic", but',
-        ),
+        ({"loss_scale": "static"}, TypeError, "^loss_scale must be of type float, dict, or"),
+        ({"loss_scale": True}, TypeError, "^loss_scale must be of type float, dict, or"),
         ({"loss_scale": {"init": 1.0}}, TypeError, "loss_scale has no argument 'init'"),
         ({"dtype": "half"}, ValueError, "^dtype should be any of .'float16'"),
         ({"dtype": torch.int8}, ValueError, "got torch.int8"),

@@ -1,11 +1,11 @@
-"""Parameters that the loss does not reach (C-8)."""
+"""Parameters that the loss does not reach."""
 
 import logging
 
 import pytest
 import torch
-from ranks import run_ranks
-from step_models import HalfUsed, batches, sgd
+from on_ranks import on_ranks
+from step_models import HalfUsed, batches, sgd, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,8 +22,7 @@ def test_unused_layer_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = SingleDevice(HalfUsed(), detect_anomalous_params=True)
     wrapper = sgd(model)
     with caplog.at_level(logging.ERROR):
-        for batch in batches(3):
-            model.train_step(batch, wrapper)
+        train(model, batches(3), wrapper)
     assert [record.getMessage() for record in caplog.records] == [
         "module.spare.weight with shape torch.Size([1, 6]) is not in the computational graph",
         "module.spare.bias with shape torch.Size([1]) is not in the computational graph",
@@ -56,13 +55,8 @@ def test_deep_graphs_after_backward() -> None:
 
 
 def test_leaves_and_constants_as_loss() -> None:
-    class Scalar(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value = nn.Parameter(torch.tensor(1.0))
-
-    model = Scalar()
-    assert detect_anomalous_params(model.value, model) == []
+    model = nn.ParameterDict({"value": torch.tensor(1.0)})
+    assert detect_anomalous_params(model["value"], model) == []
     assert detect_anomalous_params(torch.tensor(1.0), model) == ["value"]
 
 
@@ -91,8 +85,7 @@ def test_activation_checkpointing(
     model = SingleDevice(Checkpointed(use_reentrant), detect_anomalous_params=True)
     wrapper = sgd(model, accumulative_counts=accumulate)
     with caplog.at_level(logging.ERROR):
-        for batch in batches(4):
-            model.train_step(batch, wrapper)
+        train(model, batches(4), wrapper)
     assert [record.args[0] for record in caplog.records] == [f"module.{n}" for n in SPARE]
 
 
@@ -119,18 +112,14 @@ def test_old_gradients_do_not_count() -> None:
     assert detect_anomalous_params(loss, model) == SPARE
 
 
-def _under_ddp(use_reentrant: bool) -> set[tuple[str, ...]]:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
     model = StepDistributedDataParallel(
         Checkpointed(use_reentrant), detect_anomalous_params=True, static_graph=True
     )
     optim = sgd(model)
-    for batch in batches(3):
-        model.train_step(batch, optim)
+    train(model, batches(3), optim)
     seen: set[tuple[str, ...]] = model._anomalies_seen
-    return seen
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_under_ddp(use_reentrant: bool) -> None:
     expected = {tuple(f"module.{name}" for name in SPARE)}
-    assert run_ranks(_under_ddp, 2, use_reentrant) == [expected] * 2
+    assert seen == expected

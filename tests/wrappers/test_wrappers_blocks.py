@@ -68,7 +68,7 @@ BOTH = ["blocks.0", "blocks.1"]
         ({"min_params": 1000, "classes": ["Block"]}, BOTH),
     ],
 )
-def test_what_is_found(spec: object, paths: list[str]) -> None:
+def test_blocks_are_found_by_class_path_pattern_and_size(spec: object, paths: list[str]) -> None:
     model = Net()
     found = find_blocks(model, spec)
     assert sorted(found) == sorted(paths)

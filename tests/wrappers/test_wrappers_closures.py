@@ -1,11 +1,11 @@
-"""Updates by a closure: right, or refused before anything is trained."""
+"""Updates by a closure: right, or refused before any training."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import assert_near, on_ranks, same_on_ranks
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -28,7 +28,7 @@ def batch() -> list[Tensor]:
 
 
 class ByClosure(SingleDevice):
-    """Asks for the loss as often as the optimizer wants it."""
+    """Calls the loss function as often as the optimizer asks for it."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         loss = optim_wrapper.update_by_closure(lambda: self(*data, mode="loss")["loss"], self)
@@ -88,17 +88,19 @@ def test_parameters_of_another_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "text"),
     [
         ({"accumulative_counts": 2}, "accumulative_counts=1, got 2"),
         ({"clip_grad": {"max_norm": 1.0}}, "clip_grad=None"),
     ],
 )
 @pytest.mark.parametrize("search", [True, False])
-def test_what_does_not_go_together(options: dict[str, Any], told: str, search: bool) -> None:
+def test_closures_exclude_accumulation_and_clipping(
+    options: dict[str, Any], text: str, search: bool
+) -> None:
     wrapper = ByClosure(model())
     cls: Any = torch.optim.LBFGS if search else torch.optim.SGD
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=text):
         wrapper.train_step(batch(), OptimWrapper(cls(wrapper.parameters(), lr=0.1), **options))
 
 
@@ -118,8 +120,8 @@ def test_the_usual_step_has_no_closure(kind: Any) -> None:
     assert torch.equal(wrapper.module.net.weight, before)
 
 
-def test_the_model_alone_knows_no_other_ranks() -> None:
-    """Each rank would search by its own loss, and end somewhere else."""
+def test_the_bare_model_is_refused() -> None:
+    """Each rank would search by its loss alone, and end elsewhere."""
     wrapper = ByClosure(model())
     optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters()))
     with pytest.raises(TypeError, match="got SupervisedModel: give self, not self.module"):
@@ -127,41 +129,29 @@ def test_the_model_alone_knows_no_other_ranks() -> None:
     assert optim.inner_count == 0
 
 
-def search(uneven: bool) -> tuple[list[float], Tensor]:
-    """Search with this rank's rows, whose loss is another one than that of the other rank."""
-    wrapper = ByClosureDDP(model(), uneven_inputs=uneven)
-    optim = OptimWrapper(
-        torch.optim.LBFGS(wrapper.parameters(), max_iter=8, line_search_fn="strong_wolfe")
-    )
+def search(wrapper: Any, rows: slice) -> list[float]:
+    """Return the losses of two updates with rows whose losses differ."""
+    options: dict[str, Any] = {"max_iter": 8, "line_search_fn": "strong_wolfe"}
+    optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters(), **options))
     data = batch()
     data[1] = data[1] * torch.arange(1, 9)[:, None]
-    rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    losses = [
-        wrapper.train_step([one[rows] for one in data], optim)["loss"].item() for _ in range(2)
-    ]
-    return losses, wrapper.module.net.weight.detach()
+    own = [one[rows] for one in data]
+    return [wrapper.train_step(own, optim)["loss"].item() for _ in range(2)]
 
 
+@on_ranks(2)
 def test_ranks_search_the_same_line() -> None:
-    first, second = run_ranks(search, 2, uneven=False)
-    assert first[0] == second[0]
-    assert torch.equal(first[1], second[1])
-    alone = ByClosure(model())
-    optim = OptimWrapper(
-        torch.optim.LBFGS(alone.parameters(), max_iter=8, line_search_fn="strong_wolfe")
-    )
-    data = batch()
-    data[1] = data[1] * torch.arange(1, 9)[:, None]
-    for loss in first[0]:
-        assert abs(alone.train_step(data, optim)["loss"].item() - loss) <= 1e-9
-    assert (alone.module.net.weight - first[1]).abs().max().item() <= 1e-9
+    wrapper, alone = ByClosureDDP(model()), ByClosure(model())
+    losses = search(wrapper, slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4))
+    weight = wrapper.module.net.weight.detach()
+    assert same_on_ranks(torch.tensor(losses, dtype=torch.float64))
+    assert same_on_ranks(weight)
+    assert losses == pytest.approx(search(alone, slice(None)), rel=0, abs=1e-9)
+    assert_near(weight, alone.module.net.weight.detach(), 1e-9)
 
 
-def search_unevenly() -> str:
-    with pytest.raises(ValueError, match="leave uneven_inputs out") as caught:
-        search(uneven=True)
-    return str(caught.value)
-
-
-def test_no_ranks_of_different_lengths() -> None:
-    assert len(run_ranks(search_unevenly, 2)) == 2
+@on_ranks(2)
+def test_ranks_of_different_lengths_are_refused() -> None:
+    wrapper = ByClosureDDP(model(), uneven_inputs=True)
+    with pytest.raises(ValueError, match="leave uneven_inputs out"):
+        search(wrapper, slice(None))

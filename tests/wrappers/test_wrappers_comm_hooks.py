@@ -2,13 +2,15 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd
+from marks import slow
+from on_ranks import assert_near, gathered, on_ranks, same_on_ranks
+from step_models import batches, classifier, flat, mlp, sgd, train
 from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -16,15 +18,19 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from stepwrap.registry import COMM_HOOKS
-from stepwrap.wrappers import CommHook, StepDistributedDataParallel
+from stepwrap.wrappers import (
+    CommHook,
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
+from stepwrap.wrappers.ddp.buckets import CHECKED
 
 STEPS = 6
 POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.1}
 
 
 class Doubled(CommHook):
-    """Twice the mean."""
-
     def bind(self, group: dist.ProcessGroup) -> Any:
         return (group, 2.0), scaled_mean
 
@@ -42,9 +48,7 @@ def plain_mean(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
 
 def _train(hook: Any, **options: Any) -> Tensor:
     model = StepDistributedDataParallel(classifier(), comm_hook=hook, **options)
-    optim = sgd(model)
-    for batch in batches(STEPS, seed=dist.get_rank()):
-        model.train_step(batch, optim)
+    train(model, batches(STEPS, seed=dist.get_rank()))
     return flat(model)
 
 
@@ -80,20 +84,19 @@ def _plain(cast: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
         ((("group", 3.0), "test_wrappers_comm_hooks.default_group"), torch.float32, 3.0, 1e-6),
     ],
 )
+@on_ranks(2)
 def test_hooks_by_arithmetic(hook: Any, cast: torch.dtype, factor: float, bound: float) -> None:
-    expected = _plain(cast, factor)
-    exact = _plain()
-    for weights in run_ranks(_train, 2, hook):
-        assert (weights - expected).abs().max().item() <= bound
-        if cast is not torch.float32:
-            assert not torch.equal(weights, exact)
+    weights = _train(hook)
+    assert_near(weights, _plain(cast, factor), bound)
+    assert cast is torch.float32 or not torch.equal(weights, _plain())
 
 
 def default_group(state: tuple[str, float], bucket: GradBucket) -> Future[Tensor]:
     return scaled_mean((dist.group.WORLD, state[1]), bucket)
 
 
-def _power() -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_power_sgd_is_torchs() -> None:
     torch_net = classifier()
     wrapped = DistributedDataParallel(torch_net)
     state = powerSGD_hook.PowerSGDState(process_group=None, **POWER)
@@ -103,51 +106,32 @@ def _power() -> tuple[Tensor, Tensor]:
         wrapped(inputs, target, mode="loss")["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _train({"type": "powerSGD", **POWER}), flat(torch_net)
+    weights = _train({"type": "powerSGD", **POWER})
+    assert torch.equal(weights, flat(torch_net))
+    assert not torch.allclose(weights, _plain(), atol=1e-6)
 
 
-def test_power_sgd_is_torchs() -> None:
-    for ours, theirs in run_ranks(_power, 2):
-        assert torch.equal(ours, theirs)
-        assert not torch.allclose(ours, _plain(), atol=1e-6)
-
-
-def _copies() -> list[bool]:
-    model = StepDistributedDataParallel(classifier(), comm_hook="bf16_compress")
-    group = dist.group.WORLD
-    results = []
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again.process_group is group
-        optim = sgd(again)
-        for batch in batches(STEPS, seed=dist.get_rank()):
-            again.train_step(batch, optim)
-        results.append(torch.allclose(flat(again), _plain(torch.bfloat16), atol=1e-6))
-    return results
-
-
+@on_ranks(2)
 def test_copies_keep_their_hook() -> None:
-    assert run_ranks(_copies, 2) == [[True, True]] * 2
+    model = StepDistributedDataParallel(classifier(), comm_hook="bf16_compress")
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.process_group is dist.group.WORLD
+        train(again, batches(STEPS, seed=dist.get_rank()))
+        assert torch.allclose(flat(again), _plain(torch.bfloat16), atol=1e-6)
 
 
-def _subgroups() -> tuple[Tensor, str]:
+@on_ranks(4)
+def test_subgroups_of_local_sgd() -> None:
     options = {"type": "post_localSGD", "start_localSGD_iter": 1}
     model = StepDistributedDataParallel(classifier(), comm_hook={**options, "subgroup_size": 2})
-    optim = sgd(model)
     seen = []
     for batch in batches(2, seed=dist.get_rank()):
-        model.train_step(batch, optim)
-        everyone = [torch.empty_like(flat(model)) for _ in range(4)]
-        dist.all_gather(everyone, flat(model))
-        seen.append([torch.equal(everyone[0], other) for other in everyone])
-    with pytest.raises(ValueError, match="does not divide") as refused:
+        train(model, [batch])
+        first, *others = gathered(flat(model))
+        seen.append([torch.equal(first, other) for other in others])
+    assert seen == [[True] * 3, [True, False, False]]
+    with pytest.raises(ValueError, match="subgroup_size=3 does not divide the 4 ranks"):
         StepDistributedDataParallel(classifier(), comm_hook={**options, "subgroup_size": 3})
-    return torch.tensor(seen), str(refused.value)
-
-
-def test_subgroups_of_local_sgd() -> None:
-    for seen, refused in run_ranks(_subgroups, 4):
-        assert seen.tolist() == [[True] * 4, [True, True, False, False]]
-        assert "subgroup_size=3 does not divide the 4 ranks" in refused
 
 
 @pytest.mark.parametrize(
@@ -174,3 +158,149 @@ def test_registered_hooks() -> None:
     finally:
         del COMM_HOOKS.module_dict["plain_mean_of_tests"]
     assert {"allreduce", "fp16_compress", "bf16_compress", "powerSGD"} < set(COMM_HOOKS)
+
+
+CHANGED = (
+    f"torch has changed how it rebuilds buckets since {CHECKED}: look at what "
+    "wrappers/ddp/buckets.py uses"
+)
+STOP = 2
+# Less than the weights of the first layer: there are two buckets.
+SMALL_MB = 0.0002
+Names = list[list[str]]
+
+
+def _wrapped(options: dict[str, Any], net: nn.Module) -> Any:
+    options = dict(options)
+    if options.pop("frozen", False):
+        net[0].bias.requires_grad_(False)  # type: ignore[index, union-attr]
+    kind: Any = StepDistributedDataParallel
+    if options.pop("separate", False):
+        kind = SeparateDistributedDataParallel
+    return kind(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate", "ranks"),
+    [
+        ({}, 1, 3),
+        ({"separate": True}, 1, 3),
+        ({"gradient_as_bucket_view": True, "frozen": True}, 2, 3),
+        ({"static_graph": True}, 3, 3),
+        ({"static_graph": True, "find_unused_parameters": True}, 2, 2),
+        *slow(
+            ({}, 1, 4),
+            ({}, 2, 3),
+            ({"bucket_cap_mb": None}, 1, 3),
+            ({"bucket_cap_mb": None}, 1, 4),
+            ({"separate": True, "gradient_as_bucket_view": True}, 1, 4),
+            ({"static_graph": True}, 1, 4),
+            ({"static_graph": True, "gradient_as_bucket_view": True}, 2, 4),
+            ({"find_unused_parameters": True}, 1, 3),
+            ({"comm_hook": "allreduce"}, 1, 3),
+            ({"comm_hook": "fp16_compress"}, 1, 3),
+            ({"comm_hook": "bf16_compress", "static_graph": True}, 2, 3),
+            ({"init_sync": False}, 1, 3),
+            ({"broadcast_buffers": False, "frozen": True}, 1, 4),
+        ),
+    ],
+)
+@on_ranks("ranks")
+def test_a_wrapper_made_later_adds_in_the_same_order(
+    options: dict[str, Any], accumulate: int, ranks: int
+) -> None:
+    """A wrapper made at update ``STOP`` makes the same updates as the first one."""
+    options = {"bucket_cap_mb": SMALL_MB, **options}
+    model = _wrapped(options, mlp())
+    optim = sgd(model, momentum=0.9, accumulative_counts=accumulate)
+    again: Any = None
+    for index, batch in enumerate(batches(STEPS * accumulate, seed=dist.get_rank())):
+        if index == STOP * accumulate:
+            net = mlp()
+            state = model.module.state_dict()
+            net.load_state_dict({name.removeprefix("net."): one for name, one in state.items()})
+            again = _wrapped(options, net)
+            other = sgd(again, momentum=0.9, accumulative_counts=accumulate)
+            other.load_state_dict(copy.deepcopy(optim.state_dict()))
+        model.train_step(batch, optim)
+        if again is not None:
+            again.train_step(batch, other)
+    assert torch.equal(flat(model), flat(again))
+
+
+def _orders(kind: Callable[..., Any], steps: int, **options: Any) -> list[Names]:
+    """Return the parameters of the buckets, in the order in which they are sent, by step."""
+    net = mlp()
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    model = kind(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
+    seen: list[Names] = []
+
+    def note(state: Any, bucket) -> Future[Tensor]:  # type: ignore[no-untyped-def]
+        seen[-1].append([names[one] for one in bucket.parameters()])
+        return _mean(state, bucket)
+
+    model.register_comm_hook(None, note)
+    for inputs, target in batches(steps, seed=dist.get_rank()):
+        seen.append([])
+        model(inputs, target, mode="loss")["loss"].backward()
+    return seen
+
+
+def _mean(state: Any, bucket: GradBucket) -> Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@on_ranks(3)
+def test_the_first_buckets_are_those_that_torch_arrives_at() -> None:
+    """The average overlaps the backward as much as under torch's class."""
+    expected = [["2.bias", "2.weight", "0.bias"], ["0.weight"]]
+    for options in ({"bucket_cap_mb": SMALL_MB}, {"bucket_cap_mb": SMALL_MB, "init_sync": False}):
+        assert _orders(StepDistributedDataParallel, 3, **options) == [expected] * 3, CHANGED
+    seen = _orders(DistributedDataParallel, 3, bucket_cap_mb=SMALL_MB)
+    assert seen[0] != expected
+    assert seen[1:] == [expected] * 2
+
+
+@on_ranks(2)
+def test_two_ranks_train_as_under_torch_to_the_bit() -> None:
+    model = StepDistributedDataParallel(classifier(), bucket_cap_mb=SMALL_MB)
+    optim = sgd(model, momentum=0.9)
+    net = classifier()
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=SMALL_MB)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for inputs, target in batches(STEPS, seed=dist.get_rank()):
+        model.train_step([inputs, target], optim)
+        wrapped(inputs, target, mode="loss")["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(flat(model), flat(net))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks(2)
+def test_copies_of_a_static_graph_average(accumulate: int) -> None:
+    model = StepDistributedDataParallel(classifier(), static_graph=True)
+    data = batches(STEPS, seed=dist.get_rank())
+    train(model, data, sgd(model, momentum=0.9))
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.static_graph
+        expected = StepDistributedDataParallel(classifier())
+        expected.load_state_dict(again.state_dict())
+        for one in (again, expected):
+            train(one, data, sgd(one, momentum=0.9, accumulative_counts=accumulate))
+        assert torch.equal(flat(again), flat(expected))
+
+
+@on_ranks(2)
+def test_a_changed_torch_trains_with_a_warning() -> None:
+    kept = dist.Reducer._push_all_rebuilt_params
+    del dist.Reducer._push_all_rebuilt_params
+    try:
+        with pytest.warns(UserWarning, match="no _push_all_rebuilt_params, so on three or more"):
+            model = StepDistributedDataParallel(classifier())
+    finally:
+        dist.Reducer._push_all_rebuilt_params = kept
+    train(model, batches(STEPS, seed=dist.get_rank()), sgd(model, momentum=0.9))
+    assert same_on_ranks(flat(model))

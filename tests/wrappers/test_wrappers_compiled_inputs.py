@@ -1,14 +1,21 @@
-"""What a compiled step reads and updates: the right tensors, or none at all."""
-
-from __future__ import annotations
+"""The tensors that a compiled step reads and updates."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from compiled_runs import CHANGED_AT, Net, adamw, assert_same, batch_at, sgd, steps_compiled, train
+from compiled_runs import (
+    CHANGED_AT,
+    Net,
+    adamw,
+    assert_same,
+    at,
+    batch_at,
+    sgd,
+    steps_compiled,
+    train,
+)
 from marks import slow
 from torch import Tensor, nn
 
@@ -20,8 +27,6 @@ LATE = 14
 
 
 class Layers(nn.Module):
-    """Layers of one shape in a list, and the active one of two heads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
@@ -35,14 +40,6 @@ class Layers(nn.Module):
         return self.head(x) + 0 * sum(head(x).sum() for head in self.heads)
 
 
-def at(step: int, change: Callable[[Any, OptimWrapper], object]) -> Any:
-    def before_step(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == step:
-            change(model, optim)
-
-    return before_step
-
-
 def swapped(model: Any, _: OptimWrapper) -> None:
     layers = model.net.layers
     layers[0], layers[1] = layers[1], layers[0]
@@ -54,7 +51,7 @@ def other_head(model: Any, _: OptimWrapper) -> None:
 
 @pytest.mark.parametrize("change", [swapped, *slow(other_head)])
 def test_other_modules_of_the_same_shape(change: Any) -> None:
-    assert_same(1e-10, Layers, sgd, at(LATE, change))
+    assert_same(1e-10, Layers, sgd, at({LATE: change}))
 
 
 class PenaltyModel(nn.Module):
@@ -91,14 +88,12 @@ def test_a_forward_that_changes_its_batch() -> None:
 
 
 class InPlacePenalty(PenaltyModel):
-    """Is refused after a step that has changed its batch."""
-
     def forward(self, x: Tensor, y: Tensor, *, mode: str) -> dict[str, Tensor]:
         return super().forward(x.mul_(1.1), y, mode=mode)
 
 
 @pytest.mark.slow
-def test_a_refused_step_leaves_its_batch_alone() -> None:
+def test_a_refused_step_restores_its_batch() -> None:
     assert_same(0.0, InPlacePenalty, sgd)
 
 
@@ -111,16 +106,15 @@ class Scaling(nn.Module):
         return data[0] * self.scale, data[1]
 
 
-class PreparedModel(SupervisedModel):
-    losses = ("loss",)
-
-    def __init__(self) -> None:
-        super().__init__(Net(), nn.CrossEntropyLoss(), data_preprocessor=Scaling())
+def prepared() -> SupervisedModel:
+    model: Any = SupervisedModel(Net(), nn.CrossEntropyLoss(), data_preprocessor=Scaling())
+    model.losses = ("loss",)
+    return model
 
 
 @pytest.mark.slow
 def test_a_preprocessor_with_parameters(caplog: pytest.LogCaptureFixture) -> None:
-    assert_same(0.0, PreparedModel, sgd)
+    assert_same(0.0, prepared, sgd)
     assert caplog.text.count("batches require gradients") == 1
 
 
@@ -134,7 +128,7 @@ def test_gradients_of_parameters_that_no_optimizer_updates(
     def add(model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.add_param_group({"params": list(model.net.last.parameters())})
 
-    assert_same(1e-10, Net, some, at(CHANGED_AT, add))
+    assert_same(1e-10, Net, some, at({CHANGED_AT: add}))
     assert caplog.text.count("gets gradients, but the optimizer does not update it") == 1
 
 
@@ -189,7 +183,7 @@ def other_gate(_: Any, optim: OptimWrapper) -> None:
     "change", [other_optimizer, other_clip, other_betas, other_order, other_gate]
 )
 def test_parts_of_the_optimizer_that_are_replaced(change: Any) -> None:
-    assert_same(1e-10, Net, with_lists, at(LATE, change), wrap=clipped)
+    assert_same(1e-10, Net, with_lists, at({LATE: change}), wrap=clipped)
 
 
 REPLACED = [(nn.Module, "__call__"), (OptimWrapper, "scale_loss"), (OptimWrapper, "update_params")]
@@ -207,13 +201,11 @@ def test_methods_of_base_classes_that_are_replaced(
         made = usual(self, *args, **kwargs)
         return made * 2 if isinstance(made, Tensor) else made
 
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
-        if index == 0:
-            monkeypatch.undo()
-        if index == LATE:
-            monkeypatch.setattr(owner, name, doubled)
-
-    assert_same(1e-10, Net, sgd, change)
+    changes = {
+        0: lambda *_: monkeypatch.undo(),
+        LATE: lambda *_: monkeypatch.setattr(owner, name, doubled),
+    }
+    assert_same(1e-10, Net, sgd, at(changes))
 
 
 class PartlyUsed(Net):
@@ -222,7 +214,7 @@ class PartlyUsed(Net):
         self.unused = nn.Linear(2, 2)
 
 
-def test_anomalous_parameters_are_looked_for_from_a_later_step(
+def test_anomalous_parameters_are_detected_from_a_later_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrapper: Any = SingleDevice(SupervisedModel(PartlyUsed().double(), nn.CrossEntropyLoss()))
@@ -239,18 +231,14 @@ def test_anomalous_parameters_are_looked_for_from_a_later_step(
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_gradients_held_in_another_layout(backend: str) -> None:
-    """As of a micro-batch that ran eagerly."""
-
-    def change(index: int, model: Any, optim: OptimWrapper) -> None:
+    def transpose(model: Any, optim: OptimWrapper) -> None:
         one = model.net.first.weight
-        if index == 13:
-            assert one.grad is not None
-            one.grad = one.grad.t().contiguous().t()
+        one.grad = one.grad.t().contiguous().t()
 
     def accumulate(optimizer: torch.optim.Optimizer) -> OptimWrapper:
         return OptimWrapper(optimizer, accumulative_counts=2)
 
-    assert_same(1e-10, Net, sgd, change, wrap=accumulate, backend=backend)
+    assert_same(1e-10, Net, sgd, at({13: transpose}), wrap=accumulate, backend=backend)
 
 
 class PairModel(nn.Module):
@@ -264,7 +252,7 @@ class PairModel(nn.Module):
         return {"loss": (self.net(x) - self.net(y)).square().mean() + self.net(x).square().mean()}
 
 
-def test_a_block_of_steps_whose_first_batch_has_one_tensor_twice() -> None:
+def test_train_steps_if_the_first_batch_has_one_tensor_twice() -> None:
     weights = []
     for compiled in (False, True):
         torch.manual_seed(0)

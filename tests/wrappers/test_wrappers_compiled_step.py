@@ -1,6 +1,4 @@
-"""The compiled training step: the numbers of the usual one, and when it leaves the step to that."""
-
-from __future__ import annotations
+"""The compiled training step: the numbers of the usual one, and when it is not compiled."""
 
 import copy
 import logging
@@ -12,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from compiled_runs import Change, assert_same, at, train
+from on_ranks import assert_near, on_ranks, same_on_ranks
+from torch import Tensor, distributed, nn
 
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -26,6 +26,8 @@ from stepwrap.wrappers import (
 from stepwrap.wrappers.compiled.cuda_graph import CudaGraph
 
 Batch = tuple[Tensor, Tensor]
+FLOAT32: dict[str, Any] = {"dtype": torch.float32, "backend": "inductor"}
+Make = Callable[[nn.Module], OptimWrapper]
 
 
 class ConvNet(nn.Module):
@@ -55,49 +57,11 @@ def batches(count: int, size: int = 8, dtype: torch.dtype = torch.float32) -> li
     return list(zip(inputs, targets, strict=True))
 
 
-Make = Callable[[nn.Module], OptimWrapper]
-
-
-def train(
-    compiled: bool,
-    make: Make,
-    data: list[Batch],
-    *,
-    dtype: torch.dtype = torch.float32,
-    net: Callable[[], nn.Module] = ConvNet,
-    before_step: Callable[[int, Any, OptimWrapper], None] | None = None,
-    device: str = "cpu",
-    backend: str = "inductor",
-) -> tuple[dict[str, Tensor], list[float], Any]:
-    """Weights, buffers and optimizer state after the batches; the losses; and the wrapper."""
-    torch.manual_seed(0)
-    model = SupervisedModel(net().to(dtype), nn.CrossEntropyLoss())
-    options = {"step": True, "min_steps": 0, "backend": backend}
-    prepare = Preparation(compile=options if compiled else False)
-    wrapper: Any = wrap_model(None, model, device=device, prepare=prepare)
-    optim = make(model)
-    wrapper.train()
-    losses = []
-    for index, batch in enumerate(data):
-        if before_step is not None:
-            before_step(index, wrapper, optim)
-        losses.append(wrapper.train_step(batch, optim)["loss"].item())
-    state = {f"model.{name}": one for name, one in model.state_dict().items()}
-    for index, own in optim.optimizer.state_dict()["state"].items():
-        state |= {f"{index}.{k}": v for k, v in own.items() if isinstance(v, Tensor)}
-    return state, losses, wrapper
-
-
 def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any) -> Any:
-    usual, usual_losses, _ = train(False, make, data, **options)
-    compiled, losses, wrapper = train(True, make, data, **options)
+    """Train both ways by inductor; return the wrapper with the compiled step."""
+    options = {"net": ConvNet, "dtype": data[0][0].dtype, "backend": "inductor", **options}
+    wrapper = assert_same(tolerance, make=make, data=data, **options)
     assert wrapper.train_step.programs, "nothing was compiled"
-    assert list(usual) == list(compiled)
-    for name, one in usual.items():
-        # A program for a GPU keeps counts of steps there.
-        close = {"rtol": tolerance, "atol": tolerance, "check_device": False}
-        torch.testing.assert_close(compiled[name], one, **close, msg=name)
-    assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance, nan_ok=True)
     return wrapper
 
 
@@ -113,7 +77,7 @@ def adamw(model: nn.Module, **options: Any) -> OptimWrapper:
 def test_200_steps_in_double_precision() -> None:
     data = batches(200, dtype=torch.float64)
     make = lambda model: adamw(model, clip_grad={"max_norm": 0.5})  # noqa: E731
-    wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
+    wrapper = assert_equal(make, data, 1e-12)
     assert len(wrapper.train_step.programs) == 1
 
 
@@ -129,7 +93,7 @@ def test_other_optimizers(kind: str) -> None:
     def make(model: nn.Module) -> OptimWrapper:
         return OptimWrapper(getattr(torch.optim, kind)(model.parameters(), lr=1e-3))
 
-    assert_equal(make, batches(30, dtype=torch.float64), 1e-10, dtype=torch.float64)
+    assert_equal(make, batches(30, dtype=torch.float64), 1e-10)
 
 
 @pytest.mark.slow
@@ -140,7 +104,7 @@ def test_accumulation_with_a_short_last_window() -> None:
         return optim
 
     data = batches(20, dtype=torch.float64)
-    wrapper = assert_equal(make, data, 1e-12, dtype=torch.float64)
+    wrapper = assert_equal(make, data, 1e-12)
     # The first of a window, one in the middle and the last; a last window of two.
     assert len(wrapper.train_step.programs) >= 3
 
@@ -148,7 +112,7 @@ def test_accumulation_with_a_short_last_window() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [1, 3])
 def test_loss_weights(counts: int) -> None:
-    """Also of windows and micro-batches without a target, whose loss is no number."""
+    """Also windows and micro-batches without a target, whose loss is NaN."""
     weights: list[Any] = []
 
     def make(model: nn.Module) -> OptimWrapper:
@@ -156,7 +120,7 @@ def test_loss_weights(counts: int) -> None:
         optim.initialize_count_status(model, 0, 20)
         return optim
 
-    def note(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def note(index: int, model: Any, optim: OptimWrapper) -> None:
         weights.append(optim.last_weight)
 
     data = batches(20, dtype=torch.float64)
@@ -165,14 +129,14 @@ def test_loss_weights(counts: int) -> None:
         if index in (10, 12, 13, 14):
             targets[:] = -100
     data[-1] = data[-1][0][:5], data[-1][1][:5]
-    assert_equal(make, data, 1e-12, dtype=torch.float64, before_step=note)
+    assert_equal(make, data, 1e-12, before_step=note)
     assert weights[:20] == weights[20:]
     assert weights[11] == 0
 
 
 @pytest.mark.slow
 def test_rates_change_without_a_new_program() -> None:
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["lr"] = 0.05 / (1 + index)
 
     wrapper = assert_equal(sgd, batches(20), 1e-5, before_step=change)
@@ -180,7 +144,7 @@ def test_rates_change_without_a_new_program() -> None:
 
 
 class TwoTables(nn.Module):
-    """One tensor is the gradient of both, and a number that is spread that of the shift."""
+    """Two parameters share a gradient, and the gradient of the shift is an expanded number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,23 +164,19 @@ def test_parameters_that_share_a_gradient_are_clipped_once(counts: int) -> None:
         optim.initialize_count_status(model, 0, 24)
         return optim
 
-    assert_equal(make, batches(24, dtype=torch.float64), 1e-12, dtype=torch.float64, net=TwoTables)
+    assert_equal(make, batches(24, dtype=torch.float64), 1e-12, net=TwoTables)
 
 
 @pytest.mark.slow
-def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> None:
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
-        net = wrapper.module.net
-        if index == 6:
-            optim.optimizer.param_groups[0]["momentum"] = 0.5
-        if index == 8:
-            net.drop.p = 0.0
-        if index == 10:
-            net.conv.requires_grad_(False)
-
+def test_other_settings_shapes_and_attributes_get_separate_programs() -> None:
+    changes: dict[int, Change] = {
+        6: lambda _, optim: optim.optimizer.param_groups[0].update(momentum=0.5),
+        8: lambda model, _: setattr(model.net.drop, "p", 0.0),
+        10: lambda model, _: model.net.conv.requires_grad_(False),
+    }
     data = batches(12)
     data[4] = data[4][0][:5], data[4][1][:5]
-    wrapper = assert_equal(sgd, data, 1e-5, before_step=change)
+    wrapper = assert_equal(sgd, data, 1e-5, before_step=at(changes))
     assert len(wrapper.train_step.programs) == 5
 
 
@@ -224,7 +184,7 @@ def test_other_settings_shapes_and_attributes_get_programs_of_their_own() -> Non
 def test_settings_that_change_at_each_step_are_not_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["momentum"] = 0.9 - index / 100
 
     wrapper = assert_equal(sgd, batches(12), 1e-5, before_step=change)
@@ -263,33 +223,33 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
         optim.initialize_count_status(model, 0, 200)
         return optim
 
-    def change(index: int, wrapper: Any, optim: OptimWrapper) -> None:
+    def change(index: int, model: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["lr"] = 0.01 / (1 + index)
 
     data = batches(200, dtype=torch.float64)
     data[-1] = data[-1][0][:5], data[-1][1][:5]
     # Some sums on GPUs have no fixed order.
-    wrapper = assert_equal(make, data, 1e-9, dtype=torch.float64, device="cuda", before_step=change)
+    wrapper = assert_equal(make, data, 1e-9, device="cuda", before_step=change)
     assert all(type(one._run) is CudaGraph for one in wrapper.train_step.programs)
 
 
 @pytest.mark.gpu
 def test_weights_that_move_get_another_cuda_graph() -> None:
-    def move(index: int, wrapper: Any, optim: OptimWrapper) -> None:
-        if index == 8:
-            for one in wrapper.parameters():
-                one.data = one.data.clone()
+    def move(model: Any, optim: OptimWrapper) -> None:
+        for one in model.parameters():
+            one.data = one.data.clone()
 
-    wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=move)
+    wrapper = assert_equal(sgd, batches(20), 1e-4, device="cuda", before_step=at({8: move}))
     assert len(wrapper.train_step.programs) == 2
 
 
 @pytest.mark.gpu
-def test_what_no_cuda_graph_holds_runs_as_usual(caplog: pytest.LogCaptureFixture) -> None:
-    """Also what the optimizer keeps on the CPU stays there."""
+def test_steps_that_a_cuda_graph_cannot_hold_run_as_usual(caplog: pytest.LogCaptureFixture) -> None:
     states = []
     for compiled in (False, True):
-        state, _, _ = train(compiled, adamw, batches(8), net=lambda: Odd("draws"), device="cuda")
+        state, _, _ = train(
+            compiled, lambda: Odd("draws"), make=adamw, data=batches(8), device="cuda", **FLOAT32
+        )
         states.append({name: one.device for name, one in state.items()})
     assert states[0] == states[1]
     assert caplog.text.count("cannot be traced") == 1
@@ -304,8 +264,6 @@ def test_bfloat16_as_a_cuda_graph() -> None:
 
 
 class Odd(nn.Module):
-    """A net that does what no graph sees."""
-
     def __init__(self, what: str) -> None:
         super().__init__()
         self.linear, self.what, self.calls = nn.Linear(36, 3), what, 0
@@ -341,11 +299,10 @@ class Odd(nn.Module):
 def test_steps_that_cannot_be_compiled_run_as_usual(
     what: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def run(compiled: bool) -> Any:
-        random.seed(0)
-        return train(compiled, sgd, batches(8), net=lambda: Odd(what))
-
-    usual, compiled = run(False), run(True)
+    usual, compiled = (
+        train(flag, lambda: Odd(what), make=sgd, data=batches(8), **FLOAT32)
+        for flag in (False, True)
+    )
     assert usual[1] == compiled[1]
     # The attempt changes nothing in the model.
     assert compiled[2].module.net.calls == usual[2].module.net.calls
@@ -369,13 +326,15 @@ def test_copies_compile_again() -> None:
         assert one.train_step is not wrapper.train_step
 
 
-def test_programs_of_others_are_not_run(
+def test_programs_that_other_users_can_write_are_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "stepwrap").mkdir()
     (tmp_path / "stepwrap").chmod(0o777)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    usual, compiled = (train(flag, sgd, batches(6))[1] for flag in (False, True))
+    usual, compiled = (
+        train(flag, ConvNet, make=sgd, data=batches(6), **FLOAT32)[1] for flag in (False, True)
+    )
     assert usual == compiled
     assert "others can write to" in caplog.text
 
@@ -384,9 +343,80 @@ def test_programs_of_others_are_not_run(
 def test_hooks_that_come_later_are_called() -> None:
     seen = []
 
-    def listen(index: int, wrapper: Any, optim: OptimWrapper) -> None:
-        if index == 6:
-            optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+    def listen(model: Any, optim: OptimWrapper) -> None:
+        optim.optimizer.register_step_pre_hook(lambda *_: seen.append(1))
 
-    train(True, sgd, batches(9), before_step=listen)
+    train(True, ConvNet, make=sgd, data=batches(9), before_step=at({6: listen}), **FLOAT32)
     assert len(seen) == 3
+
+
+class Net(nn.Module):
+    """With running statistics, which DistributedDataParallel gives to all ranks.
+
+    The gradient of a layer is so large that it is averaged by itself.
+    """
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8)
+        self.wide, self.head = nn.Linear(8, 2**16, bias=False), nn.Linear(8, 3)
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.first(x)))
+        if self.fails and hidden.sum() < 0:
+            hidden = hidden * 2
+        return self.head(hidden + self.wide(hidden).mean(1, keepdim=True))
+
+
+def _train(compiled: bool, counts: int, weight: str | None, fails_on: int) -> Any:
+    rank = distributed.get_rank()
+    torch.manual_seed(0)
+    model = SupervisedModel(Net(fails=rank == fails_on).double(), nn.CrossEntropyLoss())
+    prepare = Preparation(compile={"step": True, "min_steps": 0} if compiled else False)
+    wrapper: Any = wrap_model(None, model, prepare=prepare)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optim = OptimWrapper(optimizer, counts, clip_grad={"max_norm": 0.5}, loss_weight=weight)
+    optim.initialize_count_status(model, 0, 24)
+    wrapper.train()
+    generator = torch.Generator().manual_seed(rank)
+    for index in range(24):
+        # One rank has a shape without a program, while the other still runs its program.
+        size = 4 if index == 20 and rank == 1 else 5
+        inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+        targets = torch.arange(size) % 3
+        if weight is not None:
+            targets[: index % 3 + rank] = -100
+            # Nothing on one rank, or on both.
+            targets[:] = -100 if index == 15 or (index == 13 and rank) else targets
+        wrapper.train_step((inputs, targets), optim)
+    return wrapper
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("ranks", "counts", "weight", "fails_on"),
+    [
+        (2, 1, None, -1),
+        (2, 3, None, -1),
+        (2, 1, "tokens", -1),
+        (2, 3, "tokens", -1),
+        (3, 1, None, -1),
+        (3, 3, "tokens", -1),
+        # A rank that cannot compile steps with one that can.
+        (2, 1, None, 1),
+    ],
+)
+@on_ranks("ranks", timeout_s=280.0)
+def test_ranks_train_as_under_ddp(
+    ranks: int, counts: int, weight: str | None, fails_on: int
+) -> None:
+    expected = _train(False, counts, weight, fails_on).module.state_dict()
+    wrapper = _train(True, counts, weight, fails_on)
+    state = wrapper.module.state_dict()
+    assert_near(dict(state), dict(expected), 1e-12)
+    if fails_on < 0:
+        assert all(same_on_ranks(one) for name, one in state.items() if "norm" not in name)
+    assert bool(wrapper.train_step.programs) == (distributed.get_rank() != fails_on)
+    assert fails_on < 0 or len(wrapper.train_step.programs) <= 1

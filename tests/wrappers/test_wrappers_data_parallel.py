@@ -5,16 +5,17 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from copy_threads import run_in_thread
 from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, flat, sgd
 from torch import Tensor, nn
 
-from stepwrap.registry import MODEL_WRAPPERS, ConfigError, load_config
+from stepwrap.registry import ConfigError, load_config
 from stepwrap.runner import Runner
 from stepwrap.wrappers import (
     AmpOptimWrapper,
@@ -32,25 +33,6 @@ from stepwrap.wrappers import (
 def _no_thread_is_left() -> Iterator[None]:
     yield
     assert [one.name for one in threading.enumerate() if "stepwrap copy" in one.name] == []
-
-
-def within(call: Callable[[], Any], timeout_s: float = 30) -> Any:
-    """Result of ``call``, or its error, in a thread that a hang cannot hold up."""
-    done: list[Any] = []
-
-    def run() -> None:
-        try:
-            done.extend((call(), None))
-        except BaseException as error:
-            done.extend((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    assert done, "still running"
-    if done[1] is not None:
-        raise done[1]
-    return done[0]
 
 
 def step(model: nn.Module, copies: int = 2, **options: Any) -> StepDataParallel:
@@ -72,8 +54,6 @@ def test_training_follows_the_whole_batch(
 
 
 class Losses(BaseModel):
-    """Losses of several kinds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(6, 1).double()
@@ -169,11 +149,10 @@ class Meeting(nn.Module):
         return inputs + total
 
 
-def test_copies_meet() -> None:
-    """D-7: the count of the copies changes and nothing is left from before."""
+def test_copies_rendezvous() -> None:
     model = ReplicationCallbackDataParallel(Meeting(), ["cpu"] * 2, timeout_s=10)
     for size in (4, 1, 5, 1, 2):
-        assert within(lambda size=size: model(torch.zeros(size))).tolist() == [size] * size
+        assert run_in_thread(lambda size=size: model(torch.zeros(size))).tolist() == [size] * size
     assert not hasattr(model.module, "ctx")
 
 
@@ -181,18 +160,17 @@ def test_copies_meet() -> None:
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 @pytest.mark.parametrize("large", [False, True])
 def test_a_copy_that_fails(failing: int, error: type[BaseException], large: bool) -> None:
-    """D-8: its own error at once, and the next forward works."""
     module = Meeting()
     if large:
         module.weight = nn.Parameter(torch.zeros(2**21))
     module.failing, module.error = failing, error
     model = ReplicationCallbackDataParallel(module, ["cpu"] * 3, timeout_s=60)
     with pytest.raises(error, match=f"broken in {failing}") as caught:
-        within(lambda: model(torch.zeros(3)), 20)
+        run_in_thread(lambda: model(torch.zeros(3)), 20)
     assert f"in copy {failing} of 3 on cpu" in "\n".join(getattr(caught.value, "__notes__", []))
     assert "forward" in {entry.name for entry in caught.traceback}
     module.failing = None
-    assert within(lambda: model(torch.zeros(3))).tolist() == [3, 3, 3]
+    assert run_in_thread(lambda: model(torch.zeros(3))).tolist() == [3, 3, 3]
 
 
 def test_a_slow_copy_is_no_timeout() -> None:
@@ -202,11 +180,10 @@ def test_a_slow_copy_is_no_timeout() -> None:
             return inputs
 
     model = ReplicationCallbackDataParallel(Slow(), ["cpu"] * 2, timeout_s=0.05)
-    assert within(lambda: model(torch.arange(2))).tolist() == [0, 1]
+    assert run_in_thread(lambda: model(torch.arange(2))).tolist() == [0, 1]
 
 
 def test_copies_of_the_wrapper_are_independent() -> None:
-    """D-12."""
     model = step(classifier())
     batch = batches(1, 5)[0]
     model.train_step(batch, sgd(model))
@@ -258,24 +235,19 @@ def test_compiled_around_the_copies() -> None:
     model = step(classifier(torch.float64))
     inputs = batches(1, 5, torch.float64)[0][0]
     compiled = torch.compile(model, backend="eager")
-    assert torch.allclose(within(lambda: compiled(inputs), 60), model(inputs), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        run_in_thread(lambda: compiled(inputs), 60), model(inputs), rtol=0, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("name", ["StepDataParallel", "MMDataParallel", "DataParallel", "dp"])
-def test_registered_names(name: str) -> None:
-    assert MODEL_WRAPPERS.get(name) is StepDataParallel
+def test_wrapping_twice() -> None:
     model = wrap_model(StepDataParallel, classifier(), device_ids=["cpu", "cpu"])
     assert is_model_wrapper(model)
     assert wrap_model(None, model) is model
 
 
-@pytest.mark.parametrize("name", ["DataParallelWithCallback", "JacDataParallel"])
-def test_registered_names_without_steps(name: str) -> None:
-    assert MODEL_WRAPPERS.get(name) is ReplicationCallbackDataParallel
-
-
 def test_ctrl_c_while_waiting_for_a_copy() -> None:
-    """The interrupt comes through when the copies have ended; see also the fixture."""
+    """The interrupt is raised after the copies have ended; see also the fixture."""
 
     class Interrupting(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
@@ -336,3 +308,64 @@ def test_in_a_config(tmp_path: Path) -> None:
     assert (flat(parallel) - flat(single)).abs().max() <= 1e-6
     with pytest.raises(ConfigError, match=r"device_id: StepDataParallel.*did you mean device_ids"):
         Runner.from_config(load_config("parallel.yaml", ["wrapper.device_id=[cpu]"]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [[0, 0], ["cuda:0"], ["cuda:0", "cuda", 0], None])
+@pytest.mark.parametrize("size", [5, 1])
+def test_training_on_devices_follows_the_whole_batch(devices: Any, size: int) -> None:
+    model = StepDataParallel(classifier(torch.float64).cuda(), devices)
+    whole = SingleDevice(classifier(torch.float64).cuda())
+    ours, theirs = sgd(model, momentum=0.9), sgd(whole, momentum=0.9)
+    for batch in batches(5, size, torch.float64):
+        model.train_step(batch, ours)
+        whole.train_step(batch, theirs)
+    assert (flat(model) - flat(whole)).abs().max() <= 1e-12
+
+
+@pytest.mark.gpu
+def test_buffers_streams_and_autocast() -> None:
+    seen: list[Any] = []
+
+    class Look(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.count += len(inputs)
+            seen.append((torch.cuda.current_stream(), torch.is_autocast_enabled("cuda")))
+            return inputs + self.count
+
+    module = Look().cuda()
+    model = ReplicationCallbackDataParallel(module, [0, 0], "cpu")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.autocast("cuda", torch.bfloat16):
+        outputs = model(torch.zeros(3))
+    assert outputs.tolist() == [2, 2, 1]
+    assert module.count.item() == 2
+    assert seen == [(stream, True)] * 2
+
+
+@pytest.mark.gpu
+def test_mixed_precision_on_one_device() -> None:
+    model = StepDataParallel(classifier().cuda(), [0, 0])
+    before = flat(model)
+    amp = AmpOptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), dtype="float16")
+    logs = model.train_step(batches(1, 5)[0], amp)
+    assert logs["loss"].is_cuda
+    assert not torch.equal(flat(model), before)
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_and_other_devices_are_refused() -> None:
+    model = ReplicationCallbackDataParallel(nn.Linear(2, 2).cuda(), [0, 0])
+    inputs = torch.zeros(2, 2, device="cuda")
+    model(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs.add_(1)
+        with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
+            model(inputs)
+    with pytest.raises(RuntimeError, match=r"on device cpu \(device_ids\[0\]\)"):
+        ReplicationCallbackDataParallel(nn.Linear(2, 2).cuda(), ["cpu"])(inputs)

@@ -1,4 +1,4 @@
-"""The steps on the page about parts of one's own: they run, and agree."""
+"""The custom steps on the page about extending: they run, and agree."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_runs import largest_difference, network, own_batches, whole
-from ranks import run_ranks
-from torch import Tensor, nn
+from on_ranks import on_ranks
+from torch import nn
 
 from stepwrap.registry import MODEL_WRAPPERS
 from stepwrap.wrappers import OptimWrapper, Preparation, SupervisedModel, build_mesh, wrap_model
@@ -38,15 +38,17 @@ def test_the_model_trains_and_predicts() -> None:
     assert [code.shape for code in wrapper.val_step((images,))] == [(8,)] * 4
 
 
-def _register_steps(penalty: str) -> None:
+@pytest.mark.parametrize("penalty", ["p.square().sum()", "p.abs().sum()", "p.norm()"])
+@pytest.mark.parametrize("axes", [None, {"data": 1, "tensor": 2}])
+@pytest.mark.slow
+@on_ranks(2)
+def test_penalties_of_shards_are_those_of_whole_weights(
+    penalty: str, axes: dict[str, int] | None
+) -> None:
     for code in _examples("A training step"):
         # A rank process may have them from another call.
         forced = code.replace("register_module()", "register_module(force=True)")
         exec(forced.replace("1e-4", "1e-1").replace("p.square().sum()", penalty), {})
-
-
-def _train(penalty: str, axes: dict[str, int] | None) -> list[dict[str, Tensor]]:
-    _register_steps(penalty)
     trained = []
     for name in NAMES:
         options: dict[str, Any] = {} if name == "Penalised" else {"shard": ["Block"]}
@@ -65,14 +67,4 @@ def _train(penalty: str, axes: dict[str, int] | None) -> list[dict[str, Tensor]]
             logs = wrapper.train_step(batch, optim)
         assert set(logs) == {"loss", "loss_raw", "loss_penalty"}
         trained.append(whole(net))
-    return trained
-
-
-@pytest.mark.parametrize("penalty", ["p.square().sum()", "p.abs().sum()", "p.norm()"])
-@pytest.mark.parametrize("axes", [None, {"data": 1, "tensor": 2}])
-@pytest.mark.slow
-def test_penalties_of_shards_are_those_of_whole_weights(
-    penalty: str, axes: dict[str, int] | None
-) -> None:
-    for replicated, sharded in run_ranks(_train, 2, penalty, axes):
-        assert largest_difference(replicated, sharded) <= 1e-12
+    assert largest_difference(*trained) <= 1e-12

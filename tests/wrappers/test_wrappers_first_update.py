@@ -1,11 +1,11 @@
-"""A step of one's own whose gradients are not the same on all ranks stops at its first update."""
+"""A custom step whose gradients differ between ranks raises at its first update."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import assert_near, gathered, on_ranks, raises_with
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -42,7 +42,7 @@ def own_rows(batch: list[Tensor]) -> list[Tensor]:
 
 
 def by_grad(wrapper: Any, data: Any, optim_wrapper: Any, average: bool = False) -> dict[str, Any]:
-    """Gradients that no backward has averaged, times two, as a method of one's own makes them."""
+    """Take gradients that no backward has averaged, times two."""
     weights = list(wrapper.parameters())
     with optim_wrapper.optim_context(wrapper):
         loss = wrapper(*data, mode="loss")["loss"]
@@ -58,8 +58,7 @@ def averaged(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
     return by_grad(wrapper, data, optim_wrapper, average=True)
 
 
-def trained(step: Any, half: bool = False, **options: Any) -> Tensor | str:
-    """The weights after some steps, or the error."""
+def train_by(step: Any, half: bool = False, **options: Any) -> Tensor:
     wrapper: Any = wrap_model(StepDistributedDataParallel, model(), train_step=step, **options)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     optim: Any = OptimWrapper(optimizer)
@@ -67,66 +66,49 @@ def trained(step: Any, half: bool = False, **options: Any) -> Tensor | str:
         wrapper.module.float()
         scales = {"init_scale": 2.0**40, "backoff_factor": 2.0**-40}
         optim = AmpOptimWrapper(optimizer, dtype="float16", loss_scale=scales)
-    try:
-        for batch in batches():
-            wrapper.train_step(
-                [one.float() if half else one for one in own_rows(batch)],
-                optim,
-            )
-    except RuntimeError as error:
-        return str(error)
+    for batch in batches():
+        wrapper.train_step([one.float() if half else one for one in own_rows(batch)], optim)
     return wrapper.module.net.weight.detach()
 
 
+@on_ranks(RANKS)
 def test_gradients_of_autograd_grad_are_those_of_one_rank() -> None:
-    for found in run_ranks(trained, RANKS, by_grad):
-        assert isinstance(found, str)
-        assert "different gradients of 'net.weight'" in found
-        assert "StepDistributedDataParallel_with_by_grad.train_step" in found
-        assert "self.average(gradient)" in found
+    texts = (
+        "different gradients of 'net.weight'",
+        "StepDistributedDataParallel_with_by_grad.train_step",
+        "self.average(gradient)",
+    )
+    with raises_with(RuntimeError, *texts):
+        train_by(by_grad)
 
 
-def test_they_may_be_averaged() -> None:
+@on_ranks(RANKS)
+def test_averaged_gradients_are_accepted() -> None:
     plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for batch in batches():
         optimizer.zero_grad()
         (2 * plain(*batch, mode="loss")["loss"]).backward()
         optimizer.step()
-    for found in run_ranks(trained, RANKS, averaged):
-        assert isinstance(found, Tensor)
-        assert (found - plain.net.weight).abs().max() <= 1e-12
+    assert_near(train_by(averaged), plain.net.weight.detach(), 1e-12)
 
 
-def test_infinite_gradients_put_the_look_off() -> None:
+@on_ranks(RANKS)
+def test_infinite_gradients_delay_the_check() -> None:
     """A first update that the loss scale leaves out says nothing about the next."""
-    for found in run_ranks(trained, RANKS, by_grad, half=True):
-        assert isinstance(found, str)
-        assert "different gradients" in found
-    assert all(isinstance(one, Tensor) for one in run_ranks(trained, RANKS, averaged, half=True))
+    with pytest.raises(RuntimeError, match="different gradients"):
+        train_by(by_grad, half=True)
+    train_by(averaged, half=True)
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"uneven_inputs": True},
-        {"comm_hook": {"type": "post_localSGD", "start_localSGD_iter": 0}},
-    ],
+    [{"uneven_inputs": True}, {"comm_hook": {"type": "post_localSGD", "start_localSGD_iter": 0}}],
 )
-def test_ranks_that_may_differ_are_let_be(options: dict[str, Any]) -> None:
-    first, second = run_ranks(trained, RANKS, by_grad, **options)
-    assert isinstance(first, Tensor)
+@on_ranks(RANKS)
+def test_ranks_that_may_differ_are_not_checked(options: dict[str, Any]) -> None:
+    first, second = gathered(train_by(by_grad, **options))
     assert not torch.equal(first, second)
-
-
-def trained_in_part() -> float:
-    """Torch is told to leave the bias apart."""
-    bare = model()
-    StepDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(bare, ["net.bias"])
-    wrapper: Any = with_train_step(StepDistributedDataParallel, as_it_comes)(bare)
-    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
-    wrapper.train_step(own_rows(batches()[0]), optim)
-    return bare.net.bias.detach()[0].item()
 
 
 def as_it_comes(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
@@ -136,8 +118,14 @@ def as_it_comes(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
     return {"loss": loss}
 
 
-def test_a_parameter_may_be_left_apart() -> None:
-    first, second = run_ranks(trained_in_part, RANKS)
+@on_ranks(RANKS)
+def test_a_parameter_that_torch_ignores_is_not_checked() -> None:
+    bare = model()
+    StepDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(bare, ["net.bias"])
+    wrapper: Any = with_train_step(StepDistributedDataParallel, as_it_comes)(bare)
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    wrapper.train_step(own_rows(batches()[0]), optim)
+    first, second = gathered(bare.net.bias.detach()[0].item())
     assert first != second
 
 
@@ -153,7 +141,7 @@ class Pair(BaseModel):
 
 
 class TwoLosses(SeparateDistributedDataParallel):
-    """As many write it: a backward for each loss, after all calls."""
+    """A common way to write it: a backward for each loss, after all calls."""
 
     together = False
 
@@ -176,8 +164,6 @@ class OneLoss(TwoLosses):
 
 
 class SteppingPair(Pair):
-    """The same as the model's own step."""
-
     @property
     def module(self) -> "SteppingPair":
         return self
@@ -187,7 +173,7 @@ class SteppingPair(Pair):
         return TwoLosses.train_step(self, data, optim_wrapper)  # type: ignore[arg-type]
 
 
-def trained_apart(cls: Any, kind: type[Pair] = Pair) -> str:
+def train_apart(cls: Any, kind: type[Pair] = Pair) -> None:
     torch.manual_seed(0)
     wrapper = cls(kind())
     optims = OptimWrapperDict(
@@ -197,21 +183,17 @@ def trained_apart(cls: Any, kind: type[Pair] = Pair) -> str:
         }
     )
     optims.initialize_count_status(wrapper, 0, STEPS)
-    try:
-        for batch in batches():
-            wrapper.train_step(own_rows(batch), optims)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    for batch in batches():
+        wrapper.train_step(own_rows(batch), optims)
 
 
-def test_a_second_backward_of_a_childs_calls_averages_nothing() -> None:
-    assert run_ranks(trained_apart, RANKS, OneLoss) == ["", ""]
-    for found in run_ranks(trained_apart, RANKS, TwoLosses):
-        assert "different gradients of 'decoder" in found
-        assert "TwoLosses.train_step" in found
-    for found in run_ranks(trained_apart, RANKS, SeparateDistributedDataParallel, SteppingPair):
-        assert "different gradients of 'decoder" in found
+@on_ranks(RANKS)
+def test_a_second_backward_of_a_child_is_not_averaged() -> None:
+    train_apart(OneLoss)
+    with raises_with(RuntimeError, "different gradients of 'decoder", "TwoLosses.train_step"):
+        train_apart(TwoLosses)
+    with raises_with(RuntimeError, "different gradients of 'decoder"):
+        train_apart(SeparateDistributedDataParallel, SteppingPair)
 
 
 class Odd(BaseModel):
@@ -226,8 +208,8 @@ class Odd(BaseModel):
         return {"loss": (number * self.wave.abs()).sum() + self.table(rows).square().sum()}
 
 
-def stepped_odd(optimised: str, factor: float) -> str:
-    """A step that multiplies this rank's gradients by a number of its own."""
+def step_odd(optimised: str, factor: float) -> None:
+    """Multiply the gradients by a number that differs between ranks."""
 
     def train_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
         loss = wrapper(*data)["loss"]
@@ -241,26 +223,19 @@ def stepped_odd(optimised: str, factor: float) -> str:
     weights = dict(wrapper.module.named_parameters())
     optim = OptimWrapper(torch.optim.SGD([weights[optimised]], lr=0.1))
     optim.initialize_count_status(wrapper, 0, 1)
-    try:
-        wrapper.train_step([torch.ones(3), torch.tensor([dist.get_rank(), 2])], optim)
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    wrapper.train_step([torch.ones(3), torch.tensor([dist.get_rank(), 2])], optim)
 
 
 @pytest.mark.parametrize("optimised", ["wave", "table.weight"])
+@on_ranks(RANKS)
 def test_gradients_of_every_kind_are_compared(optimised: str) -> None:
-    assert run_ranks(stepped_odd, RANKS, optimised, 0.0) == ["", ""]
-    for found in run_ranks(stepped_odd, RANKS, optimised, 1.0):
-        assert f"different gradients of '{optimised}'" in found
+    step_odd(optimised, 0.0)
+    with raises_with(RuntimeError, f"different gradients of '{optimised}'"):
+        step_odd(optimised, 1.0)
 
 
-def test_the_usual_step_sends_nothing_more() -> None:
-    """Only a step of one's own can go wrong in this way."""
-    assert all(run_ranks(collectives_of_a_step, RANKS))
-
-
-def collectives_of_a_step() -> bool:
+@on_ranks(RANKS)
+def test_the_usual_step_needs_no_further_collective() -> None:
     usual: Any = StepDistributedDataParallel(model())
     same: Any = with_train_step(StepDistributedDataParallel, averaged)(model())
     sent = []
@@ -269,4 +244,4 @@ def collectives_of_a_step() -> bool:
         with torch.profiler.profile() as profile:
             wrapper.train_step(own_rows(batches()[0]), optim)
         sent.append(any("allgather" in one.key for one in profile.key_averages()))
-    return sent == [False, True]
+    assert sent == [False, True]

@@ -1,47 +1,36 @@
 """Fully sharded training against plain PyTorch, over real processes."""
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import Block, largest_difference, network, own_batches, train, train_plainly
+from fsdp_runs import Block, own_batches, supervised, train, train_plainly, whole
 from marks import slow
-from ranks import run_ranks
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from on_ranks import assert_near, gathered, on_ranks, raises_with
+from step_models import sgd
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from stepwrap.wrappers import (
-    OptimWrapper,
-    StepFullyShardedDataParallel,
-    SupervisedModel,
-    build_mesh,
-)
+from stepwrap.wrappers import Mesh, StepFullyShardedDataParallel, build_mesh
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6}
-
-
-def _agrees(results: list[dict[str, Tensor]], expected: dict[str, Tensor], bound: float) -> None:
-    for weights in results:
-        assert largest_difference(weights, expected) <= bound
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("optimizer", ["adamw", *slow("momentum")])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, *slow(4)])
+@on_ranks("ranks")
 def test_equals_plain_pytorch(
     dtype: torch.dtype, optimizer: str, accumulate: int, ranks: int
 ) -> None:
-    """C-5 for shards; the last of the windows is cut short."""
     settings: dict[str, Any] = {"optimizer": optimizer, "accumulate": accumulate}
     expected = train_plainly("Net", dtype, ranks=ranks, **settings)
-    results = run_ranks(train, ranks, "Net", dtype, shard=["Block"], **settings)
-    _agrees(results, expected, BOUNDS[dtype])
-
-
-def _each(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Tensor]]:
-    return [train(kind, **options) for kind, options in cases]
+    assert_near(train("Net", dtype, shard=["Block"], **settings), expected, BOUNDS[dtype])
 
 
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -80,75 +69,60 @@ UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
 
 @pytest.mark.parametrize(("ranks", "cases"), [(2, OPTIONS), *slow((4, UNEVEN))], ids=["2", "4"])
 @pytest.mark.slow
+@on_ranks("ranks")
 def test_options_change_no_number(ranks: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
-    results = run_ranks(_each, ranks, cases)
-    for at, (kind, options) in enumerate(cases):
+    for kind, options in cases:
         settings = {one: options[one] for one in ("optimizer", "accumulate") if one in options}
+        weights = train(kind, **options)
         expected = train_plainly(kind, torch.float64, ranks=ranks, **settings)
         if kind == "Normed":
             # Its running variance comes from another formula over ranks.
             expected = {name: one for name, one in expected.items() if "running" not in name}
-            for weights in results:
-                weights[at] = {name: weights[at][name] for name in expected}
-        for weights in results:
-            assert largest_difference(weights[at], expected) <= 1e-12, (kind, options)
+            weights = {name: weights[name] for name in expected}
+        assert_near(weights, expected, 1e-12)
 
 
-def _meshes() -> list[dict[str, Tensor]]:
-    world = dist.group.WORLD
+@pytest.mark.slow
+@on_ranks(4)
+def test_meshes_change_no_number() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
-    wanted: list[dict[str, Any]] = [
+    cases: list[dict[str, Any]] = [
         {"mesh": build_mesh({"data": 4})},
         {"mesh": build_mesh({"replicate": 2, "shard": 2})},
         {"mesh": build_mesh({"replicate": 2, "shard": -1}), "accumulate": 3},
         {"mesh": mesh},
         {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"},
-        {"process_group": world},
+        {"process_group": dist.group.WORLD},
         {"process_group": groups, "sharding_strategy": "HYBRID_SHARD"},
         {"sharding_strategy": "_HYBRID_SHARD_ZERO2"},
         {"reshard_after_forward": 2},
     ]
-    return [train(shard=["Block"], **options) for options in wanted]
+    expected = {count: train_plainly(ranks=4, accumulate=count) for count in (1, 3)}
+    for options in cases:
+        weights = train(shard=["Block"], **options)
+        assert_near(weights, expected[options.get("accumulate", 1)], 1e-12)
 
 
-@pytest.mark.slow
-def test_meshes_change_no_number() -> None:
-    once = train_plainly(ranks=4)
-    accumulated = train_plainly(ranks=4, accumulate=3)
-    for results in run_ranks(_meshes, 4):
-        for at, weights in enumerate(results):
-            expected = accumulated if at == 2 else once
-            assert largest_difference(weights, expected) <= 1e-12, at
-
-
-def _pairs() -> dict[str, Tensor]:
-    """Two independent pairs of ranks, each over a mesh of its own."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))
-    return train(mesh=mesh["data"], shard=["Block"])
-
-
+@on_ranks(4)
 def test_a_mesh_over_some_of_the_ranks() -> None:
-    first, second, third, fourth = run_ranks(_pairs, 4)
-    assert largest_difference(first, train_plainly(ranks=2)) <= 1e-12
-    assert largest_difference(first, second) == largest_difference(third, fourth) == 0
-    assert largest_difference(first, third) > 1e-3
+    """Two independent pairs of ranks train, each over a separate mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))
+    first, second, third, fourth = gathered(train(mesh=mesh["data"], shard=["Block"]))
+    assert_near(first, train_plainly(ranks=2), 1e-12)
+    assert_near(first, second, 0)
+    assert_near(third, fourth, 0)
+    assert max((first[name] - third[name]).abs().max() for name in first) > 1e-3
 
 
-def _two_dtypes() -> dict[str, Tensor]:
-    return train("TwoDtypes", torch.float32, shard=["Block"])
-
-
+@on_ranks(2)
 def test_parameters_of_two_dtypes() -> None:
-    expected = train_plainly("TwoDtypes", torch.float32, ranks=2)
-    for weights in run_ranks(_two_dtypes, 2):
-        assert weights["head.weight"].dtype == torch.float64
-        assert largest_difference(weights, expected) <= 2e-6
+    weights = train("TwoDtypes", torch.float32, shard=["Block"])
+    assert weights["head.weight"].dtype == torch.float64
+    assert_near(weights, train_plainly("TwoDtypes", torch.float32, ranks=2), 2e-6)
 
 
 class Doubling(StepFullyShardedDataParallel):
-    """A step of its own."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             losses = self(*self.module.data_preprocessor(data, True), mode="loss")
@@ -157,23 +131,64 @@ class Doubling(StepFullyShardedDataParallel):
         return {"doubled": loss.detach()}
 
 
-def test_a_subclass_with_its_own_step() -> None:
-    expected = train_plainly(ranks=2, accumulate=3)
-    _agrees(run_ranks(train, 2, shard=["Block"], wrapper=Doubling, accumulate=3), expected, 1e-12)
+@on_ranks(2)
+def test_a_subclass_with_a_custom_step() -> None:
+    weights = train(shard=["Block"], wrapper=Doubling, accumulate=3)
+    assert_near(weights, train_plainly(ranks=2, accumulate=3), 1e-12)
 
 
-def _made_too_early() -> str:
-    model = SupervisedModel(network("Net", torch.float32), nn.CrossEntropyLoss())
-    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1), accumulative_counts=2)
+@on_ranks(2)
+def test_an_optimizer_made_before_wrapping() -> None:
+    model = supervised(dtype=torch.float32)
+    optim = sgd(model, accumulative_counts=2)
     wrapper = StepFullyShardedDataParallel(model, shard=["Block"])
     first, second, *_ = own_batches(dist.get_rank(), torch.float32)
     wrapper.train_step(first, optim)
-    with pytest.raises(RuntimeError) as caught:
+    texts = (
+        "no parameter of SGD has a gradient at its first update",
+        "create the optimizer after wrapping",
+    )
+    with raises_with(RuntimeError, *texts):
         wrapper.train_step(second, optim)
-    return str(caught.value)
 
 
-def test_an_optimizer_of_the_parameters_before() -> None:
-    for told in run_ranks(_made_too_early, 2):
-        assert "no parameter of SGD has a gradient at its first update" in told
-        assert "create the optimizer after wrapping" in told
+def _train_over(mesh: Mesh | DeviceMesh) -> dict[str, Tensor]:
+    model = StepFullyShardedDataParallel(supervised(), shard=["Block"], mesh=mesh)
+    optim = sgd(model, momentum=0.9)
+    for batch in own_batches(dist.get_rank(), torch.float64):
+        # What comes out of an operation is on the mesh that torch remembers of it.
+        norm = sum(one.square().sum().full_tensor() for one in model.parameters())
+        assert norm.item() > 0
+        model.train_step(batch, optim)
+    return whole(model.module.net)
+
+
+def _sum_split_layer(mesh: DeviceMesh) -> None:
+    layer = distribute_tensor(torch.ones(4, 3), mesh, [Replicate(), Shard(0)])
+    assert layer.sum().full_tensor() == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_torch", [False, True])
+@on_ranks(4)
+def test_a_new_world_in_the_same_processes(by_torch: bool, tmp_path: Path) -> None:
+    expected = train_plainly(ranks=4)
+    # Groups are numbered, and the second world has fewer of them.
+    for _ in range(3):
+        dist.new_group()
+    rank = dist.get_rank()
+    for store in ("first", "second"):
+        if by_torch:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            assert_near(_train_over(mesh), expected, 1e-12)
+        else:
+            ours = build_mesh({"replicate": 2, "shard": 2})
+            assert ours.device_mesh is not None
+            # Split layers alone, before and after what the other wrapper remembers.
+            _sum_split_layer(ours.device_mesh)
+            assert_near(_train_over(ours), expected, 1e-12)
+            _sum_split_layer(ours.device_mesh)
+        dist.destroy_process_group()
+        file = dist.FileStore(str(tmp_path / store), 4)
+        timeout = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=file, rank=rank, world_size=4, timeout=timeout)

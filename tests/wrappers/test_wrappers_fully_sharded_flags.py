@@ -1,29 +1,27 @@
 """Parameters of a fully sharded model that are frozen and thawed in training."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_runs import largest_difference, network, own_batches, whole
+from fsdp_runs import Block, network, own_batches, whole, whole_batches
 from marks import slow
-from ranks import run_ranks
-from step_models import sgd
+from on_ranks import assert_near, on_ranks
+from step_models import sgd, train
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
+    BaseModel,
     OptimWrapperDict,
     SingleDevice,
     StepFullyShardedDataParallel,
     SupervisedModel,
 )
 
-RANKS = 2
-
 
 class Changing(SupervisedModel):
-    """Its forward calls `change(net, at)`, where there is one, before and after the layers."""
+    """Its forward calls `first(net, at)` before the layers, and `last(net, at)` after them."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(network("Net", dtype), nn.CrossEntropyLoss())
@@ -88,52 +86,33 @@ def _flags(change: Any, at: int) -> list[tuple[str, bool]]:
     return [(name, one.requires_grad) for name, one in net.named_parameters()]
 
 
-def _together(by_rank: list[Any]) -> list[Any]:
-    return [
-        [torch.cat(parts) for parts in zip(*pair, strict=True)]
-        for pair in zip(*by_rank, strict=True)
-    ]
-
-
-def _changed(change: Callable[[Any, int], None], where: str) -> list[float]:
-    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
-    far = []
-    for accumulate in (1, 3):
-        plain = _trained(
-            SingleDevice(Changing()), _together(by_rank), change, where, accumulate
-        ).state_dict()
-        for options in ({}, {"shard": "Block"}, {"shard": "Block", "reshard_after_forward": False}):
-            model = StepFullyShardedDataParallel(Changing(), **options)
-            mine = _trained(model, by_rank[dist.get_rank()], change, where, accumulate)
-            far.append(largest_difference(whole(mine), plain))
-    return far
-
-
 @pytest.mark.parametrize("where", ["steps", "shards", *slow("gathered", "first", "last")])
 @pytest.mark.parametrize("change", [_unfreeze, _swap])
-def test_what_is_trained_may_change(change: Any, where: str) -> None:
-    for far in run_ranks(_changed, RANKS, change, where):
-        assert max(far) <= 1e-12
+@on_ranks(2)
+def test_parameters_may_be_frozen_and_thawed(change: Any, where: str) -> None:
+    data = own_batches(dist.get_rank(), torch.float64)
+    for accumulate in (1, 3):
+        single = _trained(SingleDevice(Changing()), whole_batches(), change, where, accumulate)
+        for options in ({}, {"shard": "Block"}, {"shard": "Block", "reshard_after_forward": False}):
+            model = StepFullyShardedDataParallel(Changing(), **options)
+            sharded = _trained(model, data, change, where, accumulate)
+            assert_near(whole(sharded), dict(single.state_dict()), 1e-12)
 
 
-def _thawed(frozen: bool) -> dict[str, Tensor]:
-    """Train in mixed precision; a block is frozen before or after the first forward."""
-    bare = Changing(torch.float32)
-    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}
-    bare.net.blocks[0].requires_grad_(not frozen)
-    model = StepFullyShardedDataParallel(bare, shard="Block", mixed_precision=policy)
-    data = own_batches(dist.get_rank(), torch.float32)
-    with torch.no_grad():
-        model(data[0][0], mode="tensor")
-    return whole(_trained(model, data, _unfreeze, "steps", 1))
-
-
-def _both_ways() -> float:
-    return largest_difference(_thawed(True), _thawed(False))
-
-
+@on_ranks(2)
 def test_a_block_that_was_frozen_at_first_is_reduced_in_its_dtype() -> None:
-    assert run_ranks(_both_ways, RANKS) == [0.0] * RANKS
+    """Train in mixed precision; a block is frozen before or after the first forward."""
+    data = own_batches(dist.get_rank(), torch.float32)
+    policy = {"param_dtype": "bfloat16", "reduce_dtype": "float32", "output_dtype": "float32"}
+    results = []
+    for frozen in (True, False):
+        bare = Changing(torch.float32)
+        bare.net.blocks[0].requires_grad_(not frozen)
+        model = StepFullyShardedDataParallel(bare, shard="Block", mixed_precision=policy)
+        with torch.no_grad():
+            model(data[0][0], mode="tensor")
+        results.append(whole(_trained(model, data, _unfreeze, "steps", 1)))
+    assert_near(*results, 0)
 
 
 class Toggling(SupervisedModel):
@@ -150,24 +129,109 @@ class Toggling(SupervisedModel):
         return {"loss": loss.detach()}
 
 
-def _toggled() -> float:
+@on_ranks(2)
+def test_children_that_take_turns() -> None:
+    """While the last child alone is trained no backward reaches the first, which stays gathered."""
     states = []
-    by_rank = [own_batches(rank, torch.float64) for rank in range(RANKS)]
     for kind, data in (
-        (SingleDevice, _together(by_rank)),
-        (StepFullyShardedDataParallel, by_rank[dist.get_rank()]),
+        (SingleDevice, whole_batches()),
+        (StepFullyShardedDataParallel, own_batches(dist.get_rank(), torch.float64)),
     ):
         bare = Toggling(network("Net", torch.float64), nn.CrossEntropyLoss())
         bare.out = nn.Linear(3, 3).double()
         bare.out.load_state_dict({"weight": torch.eye(3), "bias": torch.arange(3.0)})
         model: Any = kind(bare)
-        optims = OptimWrapperDict(out=sgd(bare.out), net=sgd(bare.net))
-        for batch in data:
-            model.train_step(batch, optims)
+        train(model, data, OptimWrapperDict(out=sgd(bare.out), net=sgd(bare.net)))
         states.append(whole(bare))
-    return largest_difference(*states)
+    assert_near(*states, 1e-12)
 
 
-def test_children_that_take_turns() -> None:
-    """While the last child alone is trained no backward reaches the first, which stays gathered."""
-    assert max(run_ranks(_toggled, RANKS)) <= 1e-12
+class Nested(BaseModel):
+    """A model whose loss calls the model itself, in one of several ways, and may fail."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.fails = way, False
+        self.body, self.head = Block(), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, inputs: Tensor, target: Tensor | None = None, mode: str = "tensor") -> Any:
+        if mode != "loss":
+            scores = self.head(self.body(inputs))
+            if mode == "raise":
+                raise KeyboardInterrupt if self.way == "interrupt" else KeyError(mode)
+            return scores
+        if self.way == "caught":
+            with pytest.raises(KeyError):
+                self(inputs, mode="raise")
+        if self.fails:
+            self(inputs, mode="raise")
+        loss = nn.functional.cross_entropy(self(inputs), target)
+        if self.way == "twice":
+            loss = loss + self(2 * inputs).square().mean()
+        if self.way == "sum":
+            loss = loss + 0.1 * self.head.weight.square().sum() + self._sum()
+        return {"loss": loss}
+
+    def _sum(self) -> Any:
+        own = dict(self.named_parameters())
+        return 0.1 * own["head.bias"].square().sum()
+
+
+def _train_nested(model: Any, data: list[Any]) -> Any:
+    optim = sgd(model, momentum=0.9, accumulative_counts=3)
+    optim.initialize_count_status(nn.Module(), 0, 6)
+    for at, batch in enumerate(data[:6]):
+        if at == 3 and model.module.way in ("error", "interrupt"):
+            _fail(model, batch, optim)
+        model.train_step(batch, optim)
+        if at == 1:
+            with torch.no_grad():
+                model(*batch, mode="loss")
+    return model.module
+
+
+def _fail(model: Any, batch: Any, optim: Any) -> None:
+    """Fail in an inner forward: of a step, without one, in an evaluation; then in a backward."""
+    model.module.fails = True
+    for run in (
+        lambda: model.train_step(batch, optim),
+        lambda: model(*batch, mode="loss"),
+        lambda: torch.no_grad()(model)(*batch, mode="loss"),
+    ):
+        with pytest.raises((KeyError, KeyboardInterrupt)):
+            run()
+        model.zero_grad()
+    model.module.fails = False
+    handle = model.module.body.register_forward_hook(_break_backward)
+    with pytest.raises(KeyError, match="fails"):
+        model.train_step(batch, optim)
+    handle.remove()
+    model.zero_grad()
+
+
+def _break_backward(body: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.register_hook(_raise_in_backward)
+
+
+def _raise_in_backward(gradient: Tensor) -> None:
+    raise KeyError("this backward fails")
+
+
+# What torch itself warns of while it traces.
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("way", ["once", "error", *slow("twice", "sum", "caught", "interrupt")])
+@on_ranks(2)
+def test_gradients_of_a_window_are_kept(way: str) -> None:
+    single = _train_nested(SingleDevice(Nested(way)), whole_batches())
+    for shard, compiled in ((None, False), ("Block", False), ("Block", True)):
+        if way == "sum" and compiled:
+            continue
+        bare = Nested(way)
+        model = StepFullyShardedDataParallel(bare, shard=shard)
+        if compiled:
+            bare.compile(backend="eager")
+        sharded = _train_nested(model, own_batches(dist.get_rank(), torch.float64))
+        assert_near(whole(sharded), dict(single.state_dict()), 1e-12)

@@ -1,4 +1,4 @@
-"""The options of fully sharded training in all spellings, without any process group (C-12)."""
+"""The options of fully sharded training in all spellings, without any process group."""
 
 import copy
 import functools
@@ -34,7 +34,6 @@ NO_PIN = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
 
 
 def init_ones(module: nn.Module, scale: float = 1.0) -> None:
-    """Fill all parameters."""
     for one in module.parameters():
         nn.init.constant_(one, scale)
 
@@ -109,7 +108,6 @@ def test_functions_with_arguments() -> None:
 
 
 def always(module: nn.Module, recurse: bool, nonwrapped_numel: int, wanted: type = Block) -> bool:
-    """Wrap the modules of one class."""
     return recurse or isinstance(module, wanted)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from step_models import batches, classifier, flat, mlp
+from step_models import batches, classifier, flat, mlp, train
 from torch import nn
 from weighted_models import Tagger, difference, global_batch, split, train_whole
 
@@ -46,7 +46,7 @@ def test_float32_equals_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("counts", [1, 2])
-def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> None:
+def test_a_window_of_weight_0_gives_gradients_of_0(counts: int) -> None:
     model = wrap_model(None, classifier(), device="cuda")
     wrapper = OptimWrapper(
         _optimizer(model),
@@ -54,8 +54,7 @@ def test_a_window_that_weighs_nothing_gives_gradients_of_zero(counts: int) -> No
         loss_weight=lambda batch: batch[0].new_zeros(()),
     )
     before = flat(model).clone()
-    for batch in batches(counts):
-        model.train_step(batch, wrapper)
+    train(model, batches(counts), wrapper)
     assert wrapper.last_weight == 0
     assert torch.equal(flat(model), before)
 
@@ -90,8 +89,7 @@ def test_a_step_without_a_host_sync() -> None:
     model.train_step(data[0], wrapper)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for batch in data[1:]:
-            model.train_step(batch, wrapper)
+        train(model, data[1:], wrapper)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -118,12 +116,10 @@ def test_loss_weights_stay_on_the_device(counts: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     wrapper = OptimWrapper(optimizer, counts, loss_weight="tokens")
     for update in range(3):
-        for batch in split(global_batch(update), counts, seed=update):
-            model.train_step(batch, wrapper)
+        train(model, split(global_batch(update), counts, seed=update), wrapper)
     assert wrapper.last_weight.is_cuda
     assert difference(model.module.state_dict(), train_whole("tokens", 3)[0]) <= 1e-12
     nothing = global_batch(3)
     nothing["labels"][:] = -100
-    for batch in split(nothing, counts, seed=3):
-        model.train_step(batch, wrapper)
+    train(model, split(nothing, counts, seed=3), wrapper)
     assert flat(model).isfinite().all()

@@ -1,7 +1,5 @@
 """Where the parts of tensors lie, on FSDP2, tensor-parallel and plain parameters."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -9,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
-from ranks import run_ranks
-from sharded_models import CASES, data, net, spread, whole, whole_gradient
+from on_ranks import gathered, on_ranks
+from sharded_models import CASES, Readable, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -26,24 +24,12 @@ from stepwrap.wrappers.sharding.layout import (
 )
 
 
-class Readable:
-    """Stands for a whole tensor in a file: it has a shape and can be cut."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self.shape = tensor.shape
-        self.read = 0
-
-    def __getitem__(self, index: Any) -> Tensor:
-        part = self._tensor[index].clone()
-        self.read += part.numel()
-        return part
-
-
-def _places(kind: str, width: int) -> list[dict[str, Any]]:
-    """Check each parameter's part against the whole, and tell where it lies."""
+@pytest.mark.parametrize("width", [6, *slow(8, 2)])
+@pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
+def test_every_part_is_where_it_says(size: int, kind: str, width: int) -> None:
+    """Also uneven and empty parts, and those of FSDP2 over a dimension split already."""
     plain, model = net(width=width), spread(net(width=width), kind)
-    found = []
     for (name, reference), parameter in zip(
         plain.named_parameters(), model.parameters(), strict=True
     ):
@@ -65,20 +51,8 @@ def _places(kind: str, width: int) -> list[dict[str, Any]]:
         assert readable.read == 2 * part.numel()
         copy_whole_(parameter, Readable(reference.detach() + 1))
         assert torch.equal(local_part(parameter), reference[layout.slices] + 1)
-        found.append({"name": name, "offsets": layout.offsets, "sizes": layout.sizes})
-    return found
-
-
-@pytest.mark.parametrize("width", [6, *slow(8, 2)])
-@pytest.mark.parametrize(("size", "kind"), CASES)
-def test_every_part_is_where_it_says(size: int, kind: str, width: int) -> None:
-    """Also uneven and empty parts, and those of FSDP2 over a dimension split already."""
-    by_rank = run_ranks(_places, size, kind, width)
-    for places in zip(*by_rank, strict=True):
-        shape = {"0.weight": width * 5, "2.weight": 3 * width, "4.bias": 1}.get(places[0]["name"])
-        pieces = {place["offsets"] + place["sizes"]: math.prod(place["sizes"]) for place in places}
-        if shape is not None:
-            assert sum(pieces.values()) == shape
+        pieces = set(gathered((layout.offsets, layout.sizes)))
+        assert sum(math.prod(sizes) for _, sizes in pieces) == reference.numel()
 
 
 def test_plain_tensors() -> None:
@@ -99,7 +73,7 @@ def test_plain_tensors() -> None:
         take_part(torch.ones(3, 2), tensor)
 
 
-def test_what_is_cut_keeps_no_whole() -> None:
+def test_a_part_does_not_keep_the_storage_of_the_whole() -> None:
     part = nn.Parameter(torch.zeros(2, 3))
     whole_one = torch.ones(4, 3)
     layout = layout_of(part)
@@ -110,7 +84,8 @@ def test_what_is_cut_keeps_no_whole() -> None:
     assert torch.equal(taken, torch.ones(2, 3))
 
 
-def _another_layout() -> None:
+@on_ranks(2)
+def test_sources_of_another_layout() -> None:
     """A source with parts elsewhere is gathered."""
     reference = torch.arange(12.0).view(4, 3)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -123,11 +98,10 @@ def _another_layout() -> None:
         as_global(torch.ones(3, 3), columns)
 
 
-def test_sources_of_another_layout() -> None:
-    run_ranks(_another_layout, 2)
-
-
-def _norms(kind: str) -> list[list[float]]:
+@pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
+def test_the_norm_is_that_of_the_whole(size: int, kind: str) -> None:
+    """One all_reduce for each group over which there are parts; the same bits on all ranks."""
     # torch's tensor-parallel layers compute in equal parts only.
     width = 8 if kind == "tensor" else 6
     plain, model = net(width=width), spread(net(width=width), kind)
@@ -164,14 +138,7 @@ def _norms(kind: str) -> list[list[float]]:
         assert weights == pytest.approx(values, rel=1e-13)
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole_gradient(mine), other.grad, rtol=1e-12, atol=1e-14)
-    return results
-
-
-@pytest.mark.parametrize(("size", "kind"), CASES)
-def test_the_norm_is_that_of_the_whole(size: int, kind: str) -> None:
-    """One all_reduce for each group over which there are parts; the same bits on all ranks."""
-    first, *others = run_ranks(_norms, size, kind)
-    assert all(other == first for other in others)
+    assert gathered(results) == [results] * size
 
 
 def test_the_norm_of_plain_tensors_is_torchs() -> None:
@@ -180,14 +147,11 @@ def test_the_norm_of_plain_tensors_is_torchs() -> None:
         assert total_norm(tensors, order).equal(torch.nn.utils.get_total_norm(tensors, order))
 
 
-def _refused_norm() -> None:
+@on_ranks(2)
+def test_norms_that_do_not_add_up() -> None:
     parameters = list(spread(net(), "fsdp").parameters())
     with pytest.raises(ValueError, match="norm_type must be above 0"):
         total_norm(parameters, -math.inf)
-
-
-def test_norms_that_do_not_add_up() -> None:
-    run_ranks(_refused_norm, 2)
 
 
 def test_parameters_added_later_are_seen() -> None:

@@ -1,25 +1,28 @@
-"""Loss weights under every wrapper: any split of a global batch gives its whole gradients."""
+"""Loss weights under every wrapper: any split of a global batch gives the same gradients."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from marks import slow
+from on_ranks import gathered, on_ranks
 from parity_cells import make_mesh, whole_weights
-from ranks import RanksError, run_ranks
+from ranks import run_ranks
 from step_models import classifier
 from torch import Tensor, nn
-from weighted_models import Tagger, difference, global_batch, split, train_whole
-from weighted_runs import (
-    Apart,
+from weighted_models import (
+    Tagger,
     Weighted,
     all_cells,
+    difference,
+    global_batch,
     optimizer_of,
     pieces_of,
     run_weighted,
+    split,
     train,
+    train_whole,
 )
 
 from stepwrap.loops import LoopState, find_checkpoint, load_checkpoint, save_checkpoint
@@ -34,13 +37,7 @@ from stepwrap.wrappers import (
     with_train_step,
 )
 
-QUICK = [
-    ("single", 1),
-    ("dp, 2 replicas", 1),
-    ("ddp", 2),
-    ("fsdp", 2),
-    ("separate", 2),
-]
+QUICK = [("single", 1), ("dp, 2 replicas", 1), ("ddp", 2), ("fsdp", 2), ("separate", 2)]
 FOURS = [("ddp", 4), ("hsdp", 4), ("ddp x tp", 4), ("fsdp x tp", 4), ("tp 2", 2)]
 # One setting of each kind; the whole product is slow.
 FEW = [
@@ -52,24 +49,18 @@ FEW = [
 ]
 
 
-def _far(cells: list[Apart]) -> list[str]:
-    return [
-        f"{one.cell}: {one.weights:.1e}, loss {one.losses:.1e}"
-        for one in cells
-        if not one.is_within
-    ]
-
-
-@pytest.mark.parametrize(("kind", "world"), [*QUICK, *(one for row in FOURS for one in slow(row))])
-def test_pieces_are_a_whole(kind: str, world: int) -> None:
-    for cells in run_ranks(run_weighted, world, kind, FEW):
-        assert _far(cells) == []
-
-
-@pytest.mark.parametrize(("kind", "world"), [one for row in QUICK + FOURS for one in slow(row)])
-def test_all_pieces_are_a_whole(kind: str, world: int) -> None:
-    for cells in run_ranks(run_weighted, world, kind, all_cells(), timeout_s=300):
-        assert _far(cells) == []
+@pytest.mark.parametrize(
+    ("kind", "world", "cells"),
+    [
+        *((*row, FEW) for row in QUICK[1:]),
+        *slow(*((*row, FEW) for row in FOURS)),
+        ("single", 1, all_cells()),
+        *slow(*((*row, all_cells()) for row in QUICK[1:] + FOURS)),
+    ],
+)
+@on_ranks("world", timeout_s=300)
+def test_pieces_are_a_whole(kind: str, world: int, cells: list[Weighted]) -> None:
+    assert [str(one) for one in run_weighted(kind, cells) if not one.is_within] == []
 
 
 def _own_step(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
@@ -94,32 +85,32 @@ def _weighs_outside(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dic
     return losses
 
 
-def _by_step(step: Any) -> float:
-    """Train by a step of one's own; return the difference of the weights to whole batches."""
-    mesh, cell = make_mesh("ddp", 2), Weighted()
+def _train_whole(updates: int = Weighted().updates) -> dict[str, Tensor]:
+    return train_whole("tokens", updates)[0]
+
+
+def _train_by_step(step: Any) -> Any:
     wrapper = with_train_step(StepDistributedDataParallel, step)(Tagger())
-    train(wrapper, optimizer_of(wrapper, cell), cell, mesh)
-    return difference(whole_weights(wrapper), train_whole("tokens", cell.updates)[0])
+    train(wrapper, optimizer_of(wrapper, Weighted()), Weighted(), make_mesh("ddp", 2))
+    return wrapper
 
 
-def test_a_step_of_ones_own() -> None:
-    assert max(run_ranks(_by_step, 2, _own_step)) <= 1e-12
+@on_ranks(2)
+def test_a_custom_step() -> None:
+    assert difference(whole_weights(_train_by_step(_own_step)), _train_whole()) <= 1e-12
 
 
 @pytest.mark.parametrize(
     ("step", "text"),
     [
         (_forgetful, r"call optim_wrapper.weigh\(batch\) with the preprocessed batch"),
-        (
-            _weighs_outside,
-            r"enter optim_wrapper.optim_context\(self\) .* optim_wrapper.weigh\(batch",
-        ),
+        (_weighs_outside, r"enter optim_wrapper.optim_context\(self\) .* optim_wrapper.weigh"),
     ],
 )
-def test_steps_that_cannot_be_weighed(step: Any, text: str) -> None:
-    with pytest.raises(RanksError, match=text) as error:
-        run_ranks(_by_step, 2, step)
-    assert len(error.value.reports) == 2
+@on_ranks(2)
+def test_steps_that_do_not_weigh_are_refused(step: Any, text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        _train_by_step(step)
 
 
 class _TwoOptimizers(Tagger):
@@ -143,7 +134,8 @@ class _TwoOptimizers(Tagger):
         return logs
 
 
-def _two_optimizers() -> float:
+@on_ranks(2)
+def test_several_optimizers() -> None:
     mesh, cell = make_mesh("separate", 2), Weighted()
     wrapper = SeparateDistributedDataParallel(_TwoOptimizers())
     parts = {"first": wrapper.module.first, "second": wrapper.module.second}
@@ -151,46 +143,35 @@ def _two_optimizers() -> float:
         **{name: optimizer_of(part, cell) for name, part in parts.items()}
     )
     train(wrapper, optim_wrapper, cell, mesh)
-    return difference(whole_weights(wrapper), train_whole("tokens", cell.updates)[0])
+    assert difference(whole_weights(wrapper), _train_whole()) <= 1e-12
 
 
-def test_several_optimizers() -> None:
-    assert max(run_ranks(_two_optimizers, 2)) <= 1e-12
-
-
-def _with_torch() -> float:
-    """Train by torch's own class, in a loop of one's own."""
+@on_ranks(2)
+def test_under_the_wrapper_of_torch() -> None:
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = nn.parallel.DistributedDataParallel(Tagger())
     optim_wrapper = optimizer_of(wrapper, cell)
     for update in range(cell.updates):
         for batch in pieces_of(cell, update, mesh):
             _own_step(wrapper, batch, optim_wrapper)
-    return difference(wrapper.module.state_dict(), train_whole("tokens", cell.updates)[0])
+    assert difference(wrapper.module.state_dict(), _train_whole()) <= 1e-12
 
 
-def test_under_the_wrapper_of_torch() -> None:
-    assert max(run_ranks(_with_torch, 2)) <= 1e-12
-
-
-def _weighing_nothing() -> list[float]:
-    """An update to which one rank contributes nothing, and one of nothing at all."""
+@on_ranks(2)
+def test_ranks_with_weight_0() -> None:
+    """An update of nothing at all, and one to which one rank contributes nothing."""
+    cell = Weighted("mask", accumulate=1)
     wrapper = StepDistributedDataParallel(Tagger("mask", torch.float64))
-    optim_wrapper = optimizer_of(wrapper, Weighted("mask", accumulate=1))
+    optim_wrapper = optimizer_of(wrapper, cell)
     before, steps = wrapper.module.second.bias.detach().clone(), []
-    (batch,) = pieces_of(Weighted("mask", accumulate=1), 0, make_mesh("ddp", 2))[:1]
+    (batch,) = pieces_of(cell, 0, make_mesh("ddp", 2))[:1]
     for counts in ((), (1,)):
         optim_wrapper.batch_counts = wrapper.process_group.rank() in counts
         wrapper.train_step(batch, optim_wrapper)
         steps.append((wrapper.module.second.bias - before).abs().max().item())
-    return steps
-
-
-def test_ranks_that_weigh_nothing() -> None:
-    first, second = run_ranks(_weighing_nothing, 2)
-    assert first == second
-    assert first[0] == 0
-    assert 0 < first[1] < 1
+    assert gathered(steps) == [steps] * 2
+    assert steps[0] == 0
+    assert 0 < steps[1] < 1
 
 
 class _OwnMean(CommHook):
@@ -205,53 +186,50 @@ def _mean(state: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def _refusal(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
+LOCAL = {"type": "post_localSGD", "start_localSGD_iter": 2}
 
 
-def _refusals() -> list[str]:
-    """What each setting is refused with; "" where it is not."""
-    found = []
-    local = {"type": "post_localSGD", "start_localSGD_iter": 2}
-    for hook in (None, "bf16_compress", _OwnMean(), {"type": "powerSGD"}, local, _mean):
-        for kind in (StepDistributedDataParallel, SeparateDistributedDataParallel):
-            wrapper = kind(Tagger(), comm_hook=hook)
-            optim_wrapper = optimizer_of(wrapper, Weighted())
-            # Not only at the first time.
-            for _ in range(2):
-                text = _refusal(lambda: optim_wrapper.optim_context(wrapper))  # noqa: B023
-            found.append(text)
+@pytest.mark.parametrize("kind", [StepDistributedDataParallel, SeparateDistributedDataParallel])
+@pytest.mark.parametrize(
+    ("hook", "refused"),
+    [
+        (None, None),
+        ("bf16_compress", None),
+        (_OwnMean(), None),
+        ({"type": "powerSGD"}, "powerSGD_hook"),
+        (LOCAL, "post_localSGD_hook"),
+        (_mean, "_mean"),
+    ],
+)
+@on_ranks(2)
+def test_hooks_that_do_not_average_are_refused(kind: Any, hook: Any, refused: str | None) -> None:
+    wrapper = kind(Tagger(), comm_hook=hook)
+    optim_wrapper = optimizer_of(wrapper, Weighted())
+    # Not only at the first time.
+    for _ in range(2):
+        if refused is None:
+            optim_wrapper.optim_context(wrapper)
+        else:
+            with pytest.raises(ValueError, match=f"comm_hook {refused} need not"):
+                optim_wrapper.optim_context(wrapper)
+
+
+@on_ranks(2)
+def test_local_sgd_and_join_are_refused() -> None:
     options: Any = {"period": 2, "optimizer_class": "SGD", "lr": 0.1}
     optimizer = PostLocalSGD(classifier().parameters(), **options)
-    found.append(_refusal(lambda: OptimWrapper(optimizer, loss_weight="samples")))
+    with pytest.raises(ValueError, match="PostLocalSGD steps by the gradients of each rank"):
+        OptimWrapper(optimizer, loss_weight="samples")
     wrapper = StepDistributedDataParallel(Tagger())
     with wrapper.join():
         optim_wrapper = optimizer_of(wrapper, Weighted())
-        found.append(_refusal(lambda: optim_wrapper.optim_context(wrapper)))
-    found.append(_refusal(lambda: wrapper.join().__enter__()))
-    return found
-
-
-def test_what_does_not_average_is_refused() -> None:
-    first, second = run_ranks(_refusals, 2)
-    assert first == second
-    assert first[:6] == [""] * 6
-    for text, part in zip(
-        first[6:12:2], ("powerSGD_hook", "post_localSGD_hook", "_mean"), strict=True
-    ):
-        assert f"comm_hook {part} need not" in text
-    assert first[6:12:2] == first[7:12:2]
-    assert "PostLocalSGD steps by the gradients of each rank" in first[12]
-    assert first[13] == first[14]
-    assert "loss_weight excludes join()" in first[13]
+        with pytest.raises(ValueError, match=r"loss_weight excludes join\(\)"):
+            optim_wrapper.optim_context(wrapper)
+    with pytest.raises(ValueError, match=r"loss_weight excludes join\(\)"):
+        wrapper.join().__enter__()
 
 
 def _begin_window(folder: Path) -> None:
-    """Train two of three micro-batches, and save."""
     mesh, cell = make_mesh("ddp", 2), Weighted()
     wrapper = StepDistributedDataParallel(Tagger())
     optim_wrapper = optimizer_of(wrapper, cell)
@@ -261,7 +239,6 @@ def _begin_window(folder: Path) -> None:
 
 
 def _end_window(folder: Path, world: int) -> float:
-    """Go on from the checkpoint with what is left of the global batch."""
     pieces = split(global_batch(0), 6, seed=0)[4:]
     wrapper: Any = StepDistributedDataParallel(Tagger()) if world > 1 else SingleDevice(Tagger())
     optim_wrapper = optimizer_of(wrapper, Weighted())
@@ -273,10 +250,10 @@ def _end_window(folder: Path, world: int) -> float:
         pieces = [{key: torch.cat([one[key] for one in pieces]) for key in pieces[0]}]
     wrapper.train_step(pieces[torch.distributed.get_rank()], optim_wrapper)
     assert optim_wrapper.window_weight == 0
-    return difference(whole_weights(wrapper), train_whole("tokens", 1)[0])
+    return difference(whole_weights(wrapper), _train_whole(1))
 
 
 @pytest.mark.parametrize("world", [2, 1])
-def test_a_window_goes_on_from_a_checkpoint(tmp_path: Path, world: int) -> None:
+def test_a_window_continues_from_a_checkpoint(tmp_path: Path, world: int) -> None:
     run_ranks(_begin_window, 2, tmp_path)
     assert max(run_ranks(_end_window, world, tmp_path, world)) <= 1e-12

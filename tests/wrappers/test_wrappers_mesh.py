@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import distributed
 
 from stepwrap.wrappers import build_mesh
@@ -29,7 +29,7 @@ def test_axes(axes: dict[str, int], ranks: int, expected: dict[str, int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("axes", "told"),
+    ("axes", "text"),
     [
         ({"data": 2, "tensor": 2}, "data 2 x tensor 2 = 4 ranks, but there are 6"),
         ({"data": -1, "tensor": 4}, "6 ranks cannot be divided into data -1 x tensor 4"),
@@ -42,8 +42,8 @@ def test_axes(axes: dict[str, int], ranks: int, expected: dict[str, int]) -> Non
         ({"data": "6"}, "axis data must be at least 1, or -1, got '6'"),
     ],
 )
-def test_wrong_axes(axes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrong_axes(axes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         check_axes(axes, 6)
 
 
@@ -55,49 +55,40 @@ def test_one_process_without_a_group() -> None:
         build_mesh({"data": 2})
 
 
-def _places(axes: dict[str, int]) -> tuple[Any, ...]:
+PLACES = [(0, 2, 0, 2), (0, 2, 1, 4), (1, 2, 0, 2), (1, 2, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "places", "names"),
+    [
+        ({"data": 2, "tensor": 2}, 4, PLACES, "data"),
+        ({"replicate": 2, "shard": 1, "tensor": 2}, 4, PLACES, "replicate shard"),
+        ({"data": 2, "tensor": 1}, 2, [(0, 2, 0, 1), (1, 2, 0, 1)], "data"),
+    ],
+)
+@on_ranks("ranks")
+def test_places_of_ranks(
+    axes: dict[str, int], ranks: int, places: list[tuple[int, ...]], names: str
+) -> None:
+    """Rank and size of the data axis, rank of the tensor axis, and the sum over the data group."""
     mesh = build_mesh(axes)
-    own = torch.tensor(float(distributed.get_rank()))
-    distributed.all_reduce(own, group=mesh.data_group)
-    tensor = None if mesh.tensor is None else mesh.tensor.get_local_rank()
+    total = torch.tensor(float(distributed.get_rank()))
+    distributed.all_reduce(total, group=mesh.data_group)
+    assert mesh.tensor is not None
     assert mesh.fsdp is not None
-    return mesh.data_rank, mesh.data_size, tensor, own.item(), mesh.fsdp.mesh_dim_names
+    place = (mesh.data_rank, mesh.data_size, mesh.tensor.get_local_rank(), total.item())
+    assert place == places[distributed.get_rank()]
+    assert mesh.fsdp.mesh_dim_names == tuple(names.split())
 
 
-def test_two_axes() -> None:
-    places = run_ranks(_places, 4, {"data": 2, "tensor": 2})
-    assert places == [
-        (0, 2, 0, 2.0, ("data",)),
-        (0, 2, 1, 4.0, ("data",)),
-        (1, 2, 0, 2.0, ("data",)),
-        (1, 2, 1, 4.0, ("data",)),
-    ]
-
-
-def test_copies_of_shards_of_layers() -> None:
-    places = run_ranks(_places, 4, {"replicate": 2, "shard": 1, "tensor": 2})
-    assert [one[:4] for one in places] == [(0, 2, 0, 2), (0, 2, 1, 4), (1, 2, 0, 2), (1, 2, 1, 4)]
-    assert places[0][4] == ("replicate", "shard")
-
-
-def test_all_ranks_see_their_own() -> None:
-    places = run_ranks(_places, 2, {"data": 2, "tensor": 1})
-    assert [one[:4] for one in places] == [(0, 2, 0, 1.0), (1, 2, 0, 1.0)]
-
-
-def _unlike() -> list[str]:
-    told = []
-    for others in ({"tensor": 2}, {"data": 3}):
-        with pytest.raises(ValueError, match="on rank 1") as caught:
-            build_mesh({"data": 2} if distributed.get_rank() == 0 else others)
-        told.append(str(caught.value))
-    return told
-
-
+@on_ranks(2)
 def test_ranks_that_disagree() -> None:
-    for different, wrong in run_ranks(_unlike, 2):
-        assert "'mesh' is data 2 on rank 0 and data 1 x tensor 2 on rank 1" in different
-        assert "on rank 1: data 3 = 3 ranks, but there are 2" in wrong
+    for others, text in (
+        ({"tensor": 2}, "'mesh' is data 2 on rank 0 and data 1 x tensor 2 on rank 1"),
+        ({"data": 3}, "on rank 1: data 3 = 3 ranks, but there are 2"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            build_mesh({"data": 2} if distributed.get_rank() == 0 else others)
 
 
 class Described:
@@ -121,16 +112,11 @@ class Described:
         return str(self.value)
 
 
-def _exchanged() -> tuple[int, str, int]:
+@on_ranks(2)
+def test_descriptions_are_exchanged_only_if_they_differ() -> None:
     agree(lambda: {"size": Described(1), "names": [f"layer{index}" for index in range(100)]})
-    alike = len(Described.received)
-    with pytest.raises(ValueError, match="must be the same") as caught:
+    assert not Described.received
+    with pytest.raises(ValueError, match="must be the same.*'size' is 0 on rank 0 and 1 on rank 1"):
         agree(lambda: {"size": Described(distributed.get_rank())})
-    return alike, str(caught.value), len(Described.received) - alike
-
-
-def test_descriptions_are_exchanged_only_where_they_differ() -> None:
-    for alike, told, unlike in run_ranks(_exchanged, 2):
-        assert alike == 0
-        assert "'size' is 0 on rank 0 and 1 on rank 1" in told
-        assert unlike == 2
+    assert len(Described.received) == 2
+    Described.received.clear()

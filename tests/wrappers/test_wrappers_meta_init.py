@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 from fsdp_runs import Block, Net, Normed, own_batches, whole
 from marks import slow
-from ranks import run_ranks
-from step_models import sgd
+from on_ranks import assert_near, on_ranks, raises_with
+from step_models import sgd, train
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +26,7 @@ from stepwrap.wrappers import (
 
 
 class Positions(nn.Module):
-    """A parameter of its own beside modules, and a buffer with random values."""
+    """A parameter next to modules, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +55,6 @@ class Overwriting(nn.Module):
 
 
 class Shared(nn.Module):
-    """The same weight twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(7, 4, padding_idx=1), nn.Linear(4, 7)
@@ -76,28 +75,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def _built(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool]:
-    """Return the weights, and whether the random stream is where an ordinary one ends."""
-    axes = options.pop("axes", None)
-    if axes is not None:
-        options["mesh"] = build_mesh(axes)
-    torch.manual_seed(3)
-    MODELS[kind]()
-    end = torch.get_rng_state()
-    torch.manual_seed(3)
-    with meta_parameters():
-        model = MODELS[kind]()
-    assert all(one.is_meta for one in model.parameters())
-    assert not any(one.is_meta for one in model.buffers())
-    wrapped = StepFullyShardedDataParallel(model, **options)
-    assert all(isinstance(one, DTensor) for one in wrapped.parameters())
-    return whole(model), torch.equal(torch.get_rng_state(), end)
-
-
-def _all_built(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[dict[str, Tensor], bool]]:
-    return [_built(kind, dict(options)) for kind, options in cases]
-
-
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {}) for kind in MODELS),
     ("linear", {"shard": ["Block", "Linear"]}),
@@ -111,46 +88,50 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("ranks", "more"), [(2, {}), *slow((1, {}), (4, {"axes": {"replicate": 2, "shard": 2}}))]
 )
+@on_ranks("ranks")
 def test_weights_are_those_of_an_ordinary_construction(ranks: int, more: dict[str, Any]) -> None:
-    cases = [(kind, {**options, **more}) for kind, options in CASES]
-    for results in run_ranks(_all_built, ranks, cases):
-        for (kind, options), (weights, at_end) in zip(cases, results, strict=True):
-            torch.manual_seed(3)
-            expected = MODELS[kind]().state_dict()
-            assert weights.keys() == expected.keys()
-            for name, one in expected.items():
-                assert torch.equal(weights[name], one), (kind, options, name)
-            assert at_end
+    """The weights, and where the random stream ends."""
+    for kind, options in CASES:
+        torch.manual_seed(3)
+        expected = MODELS[kind]().state_dict()
+        end = torch.get_rng_state()
+        torch.manual_seed(3)
+        with meta_parameters():
+            model = MODELS[kind]()
+        assert all(one.is_meta for one in model.parameters())
+        assert not any(one.is_meta for one in model.buffers())
+        mesh = {"mesh": build_mesh(more["axes"])} if more else {}
+        wrapped = StepFullyShardedDataParallel(model, **options, **mesh)
+        assert all(isinstance(one, DTensor) for one in wrapped.parameters())
+        assert torch.equal(torch.get_rng_state(), end)
+        weights = whole(model)
+        assert weights.keys() == expected.keys()
+        for name, one in expected.items():
+            assert torch.equal(weights[name], one), (kind, options, name)
 
 
-def _other_streams() -> bool:
+@on_ranks(2)
+def test_other_random_streams_are_left_alone() -> None:
     torch.manual_seed(100 + dist.get_rank())
     before = torch.get_rng_state()
     with meta_parameters():
         model = Net()
     StepFullyShardedDataParallel(model, shard=["Block"])
-    return torch.equal(before, torch.get_rng_state())
+    assert torch.equal(before, torch.get_rng_state()) == (dist.get_rank() == 1)
 
 
-def test_other_random_streams_are_left_alone() -> None:
-    assert run_ranks(_other_streams, 2) == [False, True]
-
-
-def _whole_transformer() -> bool:
+@on_ranks(2)
+def test_an_initialiser_of_the_whole_model() -> None:
     """Its layers are copies of one, so their values come in another order; but they are all set."""
     with meta_parameters():
         model = nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
     StepFullyShardedDataParallel(model, shard="TransformerEncoderLayer")
     weights = whole(model)
     bounds = {name: one.abs().max().item() for name, one in weights.items()}
-    return all(0 < bounds[name] <= 1 for name in bounds if name.endswith("weight"))
+    assert all(0 < bounds[name] <= 1 for name in bounds if name.endswith("weight"))
 
 
-def test_an_initialiser_of_the_whole_model() -> None:
-    assert run_ranks(_whole_transformer, 2) == [True, True]
-
-
-def test_what_is_on_the_meta_device() -> None:
+def test_meta_parameters_moves_parameters_only() -> None:
     weight = nn.Parameter(torch.zeros(3))
     with meta_parameters():
         model = nn.ParameterList([weight])
@@ -170,7 +151,7 @@ def test_what_is_on_the_meta_device() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-class Forgetful(nn.Module):
+class WithoutInit(nn.Module):
     """Nothing but its constructor sets the scale."""
 
     def __init__(self) -> None:
@@ -179,7 +160,7 @@ class Forgetful(nn.Module):
         self.scale = nn.Parameter(torch.ones(6))
 
 
-class Meek(Forgetful):
+class IncompleteInit(WithoutInit):
     """Its initialiser leaves the scale out."""
 
     def reset_parameters(self) -> None:
@@ -201,34 +182,30 @@ def _linear_only(module: nn.Module) -> None:
         _ones(module)
 
 
-def _uninitialised() -> list[str]:
-    told = []
-    for kind, init in ((Forgetful, None), (Meek, None), (Forgetful, _linear_only)):
+@on_ranks(2)
+def test_uninitialised_parameters_are_named() -> None:
+    texts = (
+        "nothing initialises",
+        "the parameter 0.scale, which is on the meta device",
+        "reset_parameters() of its module, or pass param_init_fn(module)",
+    )
+    for kind, init in ((WithoutInit, None), (IncompleteInit, None), (WithoutInit, _linear_only)):
         with meta_parameters():
             model = nn.Sequential(kind())
-        with pytest.raises(ValueError, match="nothing initialises") as error:
+        with raises_with(ValueError, *texts):
             StepFullyShardedDataParallel(model, param_init_fn=init)
-        told.append(str(error.value))
     for init in (_ones, f"{__name__}._replacing", {"type": _replacing}):
         with meta_parameters():
-            model = nn.Sequential(Forgetful())
+            model = nn.Sequential(WithoutInit())
         StepFullyShardedDataParallel(model, shard="Linear", param_init_fn=init)
         assert all(bool((one == 1).all()) for one in whole(model).values())
-    return told
-
-
-def test_what_nothing_initialises_is_named() -> None:
-    for told in run_ranks(_uninitialised, 2):
-        for text in told:
-            assert "the parameter 0.scale, which is on the meta device" in text
-            assert "reset_parameters() of its module, or pass param_init_fn(module)" in text
 
 
 WIDTH, LAYERS = 96, 8
 _peaks: list[int] = []
 
 
-class Weighed(nn.Linear):
+class MeasuredLinear(nn.Linear):
     """Notes how many elements all tensors with memory have while it is initialised."""
 
     def reset_parameters(self) -> None:
@@ -243,46 +220,38 @@ class Weighed(nn.Linear):
             _peaks.append(sum(memory.values()))
 
 
-def _peak() -> tuple[int, int]:
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_memory_is_the_shards_and_one_module(ranks: int) -> None:
     _peaks.clear()
     with meta_parameters():
-        model = nn.Sequential(*(Weighed(WIDTH, WIDTH) for _ in range(LAYERS)))
+        model = nn.Sequential(*(MeasuredLinear(WIDTH, WIDTH) for _ in range(LAYERS)))
     gc.collect()
     before = sum(one.numel() for one in model.parameters() if not one.is_meta)
     StepFullyShardedDataParallel(model, shard="Linear")
-    return max(_peaks), before
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_is_the_shards_and_one_module(ranks: int) -> None:
     layer = WIDTH * (WIDTH + 1)
     shards = LAYERS * layer // ranks
-    for peak, before in run_ranks(_peak, ranks):
-        assert before == 0
-        assert layer < peak <= shards + layer + 5100
+    assert before == 0
+    assert layer < max(_peaks) <= shards + layer + 5100
 
 
-def _trained(meta: bool) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    if meta:
-        with meta_parameters():
-            net: nn.Module = Normed()
-    else:
-        net = Normed()
-    model = SupervisedModel(net, nn.CrossEntropyLoss())
-    wrapped = StepFullyShardedDataParallel(model, shard=[Block], sync_batchnorm=True)
-    optim = sgd(wrapped, momentum=0.9)
-    for batch in own_batches(dist.get_rank(), torch.float32):
-        wrapped.train_step(batch, optim)
-    return whole(model)
+@on_ranks(2)
+def test_training_equals_an_ordinary_construction() -> None:
+    results = []
+    for context in (meta_parameters(), nullcontext()):
+        torch.manual_seed(0)
+        with context:
+            net = Normed()
+        model = SupervisedModel(net, nn.CrossEntropyLoss())
+        wrapped = StepFullyShardedDataParallel(model, shard=[Block], sync_batchnorm=True)
+        data = own_batches(dist.get_rank(), torch.float32)
+        train(wrapped, data, sgd(wrapped, momentum=0.9))
+        results.append(whole(model))
+    assert_near(*results, 0)
 
 
-def test_it_trains_the_same() -> None:
-    for one, other in zip(run_ranks(_trained, 2, True), run_ranks(_trained, 2, False), strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in other)
-
-
-def _split_over_ranks() -> bool:
+@on_ranks(4)
+def test_layers_split_over_a_tensor_axis() -> None:
     torch.manual_seed(5 + 10 * dist.get_rank())
     with meta_parameters():
         net = Net()
@@ -298,8 +267,4 @@ def _split_over_ranks() -> bool:
     )
     weights = whole(model.module.net)
     torch.manual_seed(5)
-    return all(torch.equal(weights[name], one) for name, one in Net().state_dict().items())
-
-
-def test_layers_split_over_a_tensor_axis() -> None:
-    assert run_ranks(_split_over_ranks, 4) == [True] * 4
+    assert all(torch.equal(weights[name], one) for name, one in Net().state_dict().items())

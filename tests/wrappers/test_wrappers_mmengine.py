@@ -1,4 +1,4 @@
-"""Models and optimizer wrappers of mmengine under every wrapper, where it is installed."""
+"""Models and optimizer wrappers of mmengine under every wrapper, if it is installed."""
 
 import warnings
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
+from on_ranks import on_ranks
 from parity_cells import BOUNDS, KINDS, make_mesh, train, weights_apart, whole_weights
 from parity_models import PLANS, make_parts
 from parity_plain import MAX_NORM, OPTIMIZERS, Recipe, train_plain
-from ranks import run_ranks
 from step_models import batches, mlp, sgd
 from torch.nn import functional as F
 
@@ -38,7 +38,7 @@ class Model(mmengine_model.BaseModel):
 
 
 class Transformer(mmengine_model.BaseModel):
-    """Of the parity matrix, as somebody who uses mmengine writes it."""
+    """The transformer of the parity matrix as a model of mmengine."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Transformer(mmengine_model.BaseModel):
         return list(scores) if mode == "predict" else scores
 
 
-def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
+def test_mmengine_models_and_optimizer_wrappers_run_unchanged() -> None:
     ours, theirs = SingleDevice(Model()), SingleDevice(Model())
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     wrappers = sgd(ours), mmengine_optim.OptimWrapper(optimizer)
@@ -67,7 +67,23 @@ def test_its_model_and_optimizer_wrapper_run_unchanged() -> None:
     assert len(ours.val_step(batches(1)[0])) == 4
 
 
-def train_theirs(kind: str, recipe: Recipe) -> tuple[Any, dict[str, Any], int]:
+# Under tensor parallel their wrapper would clip by the norm of one rank's parts.
+@pytest.mark.parametrize(
+    ("kind", "world", "clip"),
+    [
+        ("single", 1, True),
+        ("ddp", 2, True),
+        ("fsdp", 2, True),
+        *slow(("separate", 2, True), ("tp 2", 2, False), ("ddp x tp", 4, False)),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@on_ranks("world")
+def test_mmengine_models_follow_plain_pytorch(
+    kind: str, world: int, clip: bool, accumulate: int
+) -> None:
+    recipe = Recipe("transformer", "fp64", accumulate, clip, "AdamW", steps=5)
+    plain = train_plain(recipe)
     """Train their model by their optimizer wrapper, under one of our wrappers."""
     row, mesh = KINDS[kind], make_mesh(kind, dist.get_world_size())
     options: dict[str, Any] = {"mesh": mesh}
@@ -86,24 +102,6 @@ def train_theirs(kind: str, recipe: Recipe) -> tuple[Any, dict[str, Any], int]:
     losses = train(wrapper, optimizer, recipe, mesh)
     with torch.no_grad():
         predictions = wrapper.val_step([torch.zeros(2, 8, dtype=torch.long), None])
-    return losses, whole_weights(wrapper), len(predictions)
-
-
-# Under tensor parallel their wrapper would clip by the norm of one rank's parts.
-@pytest.mark.parametrize(
-    ("kind", "world", "clip"),
-    [
-        ("single", 1, True),
-        ("ddp", 2, True),
-        ("fsdp", 2, True),
-        *slow(("separate", 2, True), ("tp 2", 2, False), ("ddp x tp", 4, False)),
-    ],
-)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_they_follow_plain_pytorch(kind: str, world: int, clip: bool, accumulate: int) -> None:
-    recipe = Recipe("transformer", "fp64", accumulate, clip, "AdamW", steps=5)
-    plain = train_plain(recipe)
-    for losses, weights, predictions in run_ranks(train_theirs, world, kind, recipe):
-        assert (losses - plain.losses).abs().max() <= BOUNDS["fp64"]
-        assert weights_apart(weights, plain.weights) <= BOUNDS["fp64"]
-        assert predictions == 16
+    assert (losses - plain.losses).abs().max() <= BOUNDS["fp64"]
+    assert weights_apart(whole_weights(wrapper), plain.weights) <= BOUNDS["fp64"]
+    assert len(predictions) == 16

@@ -1,7 +1,5 @@
 """What mmengine documents is there, in its place; what is not, docs/migrate.md says."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -58,12 +56,8 @@ FUNCTIONS = {
 }
 
 
-def theirs(name: str) -> Any:
-    return getattr(theirs_model, name, None) or getattr(theirs_optim, name)
-
-
 def arguments(function: Callable[..., Any]) -> list[str]:
-    """Names of those that may be given by position, as long as they have a name of their own."""
+    """Return the names of the arguments that may be given by position and by name."""
     parameters = inspect.signature(function).parameters.values()
     named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     return [name for name in named if name != "self"]
@@ -85,9 +79,12 @@ def documented(cls: type) -> dict[str, Any]:
 def differences(name: str) -> Iterator[str]:
     """Members of a class that are missing here, or that take other arguments."""
     ours: Any = getattr(wrappers, CLASSES[name])
-    for member, value in documented(theirs(name)).items():
+    # An instance of ours, for the attributes that instances have.
+    made = wrappers.BaseModule() if name.startswith("Base") else object
+    theirs = getattr(theirs_model, name, None) or getattr(theirs_optim, name)
+    for member, value in documented(theirs).items():
         full = f"{name}.{member}"
-        present = hasattr(ours, member) or member in vars(_made(name))
+        present = hasattr(ours, member) or member in vars(made)
         if present == (full in ABSENT):
             yield f"{full} is there: {present}"
         if not present or not inspect.isfunction(value) or full in OTHER_ARGUMENTS:
@@ -105,18 +102,13 @@ def test_classes_have_the_documented_members() -> None:
     assert not [line for name in CLASSES for line in differences(name)]
 
 
-def _made(name: str) -> Any:
-    """One of ours, for the attributes that instances have."""
-    return wrappers.BaseModule() if name.startswith("Base") else object
-
-
 def test_functions_have_the_documented_arguments() -> None:
     for name in FUNCTIONS:
         wanted, found = arguments(getattr(theirs_model, name)), arguments(getattr(wrappers, name))
         assert found[: len(wanted)] == wanted, name
 
 
-def test_what_is_not_there_is_documented() -> None:
+def test_missing_names_are_documented() -> None:
     part = PAGE.partition("\n## From mmengine\n")[2].partition("\n## ")[0]
     for name in (*CLASSES, *FUNCTIONS):
         assert name in part

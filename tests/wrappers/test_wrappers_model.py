@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_models import PlainModel, batches, classifier, flat, mlp, sgd
+from step_models import PlainModel, batches, classifier, mlp, sgd
 from torch import Tensor, nn
 
 from stepwrap.registry import MODELS
@@ -12,8 +12,6 @@ from stepwrap.wrappers import BaseModel, DataPreprocessor, SupervisedModel
 
 
 class Doubler(BaseModel):
-    """Records the mode and gives it back with the input."""
-
     def forward(self, inputs: Tensor, target: Tensor | None = None, mode: str = "tensor") -> Any:
         return mode, inputs
 
@@ -48,21 +46,6 @@ def test_other_batches_are_refused(data: Any) -> None:
     message = f"Output of `data_preprocessor` should be list, tuple or dict, but got {name}"
     with pytest.raises(TypeError, match=message):
         Doubler().val_step(data)
-
-
-def test_train_step_without_a_wrapper_equals_a_plain_loop() -> None:
-    model, plain = classifier(), mlp()
-    optim_wrapper = sgd(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for inputs, target in batches(5):
-        logs = model.train_step([inputs, target], optim_wrapper)
-        loss = nn.functional.cross_entropy(plain(inputs), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert logs["loss"].item() == loss.item()
-        assert not logs["loss"].requires_grad
-    assert torch.equal(flat(model), flat(plain))
 
 
 def test_supervised_modes() -> None:

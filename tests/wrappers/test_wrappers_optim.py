@@ -7,20 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd
+import torch.distributed as dist
+from on_ranks import on_ranks
+from step_models import batches, classifier, flat, joined, mlp, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.registry import OPTIM_WRAPPERS
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
 
 def _parameter(value: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.tensor([value]))
 
 
-def _wrapper(**kwargs: Any) -> OptimWrapper:
-    return OptimWrapper(torch.optim.SGD([_parameter()], lr=0.1), **kwargs)
+def _sgd(*parameters: nn.Parameter, lr: float = 0.1, **kwargs: Any) -> OptimWrapper:
+    return OptimWrapper(torch.optim.SGD(parameters or [_parameter()], lr=lr), **kwargs)
 
 
 def _windows(wrapper: OptimWrapper, count: int) -> tuple[list[float], list[int]]:
@@ -44,31 +45,30 @@ def _ends(wrapper: OptimWrapper) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("end", "divisors", "updates"),
+    ("counts", "end", "micro_batches", "divisors", "updates"),
     [
-        (10, [3] * 9 + [1], [3, 6, 9, 10]),
-        (8, [3] * 6 + [2, 2], [3, 6, 8]),
-        (9, [3] * 9, [3, 6, 9]),
+        (3, 10, 10, [3] * 9 + [1], [3, 6, 9, 10]),
+        (3, 8, 8, [3] * 6 + [2, 2], [3, 6, 8]),
+        (3, 9, 9, [3] * 9, [3, 6, 9]),
+        (3, 6, 9, [3] * 9, [3, 6, 9]),
+        (3, None, 7, [3] * 7, [3, 6]),
+        (1, None, 2, [1, 1], [1, 2]),
+        (np.int64(2), None, 5, [2] * 5, [2, 4]),
     ],
 )
-def test_windows(end: int, divisors: list[float], updates: list[int]) -> None:
-    """Also under the names that mmengine's tests read."""
-    wrapper = _wrapper(accumulative_counts=3)
-    wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
-    assert (wrapper._max_counts, wrapper._remainder_counts) == (end, end % 3)
-    assert _windows(wrapper, end) == (divisors, updates)
-
-
-def test_windows_without_and_beyond_an_end() -> None:
-    assert _windows(_wrapper(accumulative_counts=3), 7) == ([3] * 7, [3, 6])
-    wrapper = _wrapper(accumulative_counts=3)
-    wrapper.initialize_count_status(nn.Linear(1, 1), 0, 6)
-    assert _windows(wrapper, 9) == ([3] * 9, [3, 6, 9])
-    assert _windows(_wrapper(), 2) == ([1, 1], [1, 2])
+def test_windows(
+    counts: int, end: int | None, micro_batches: int, divisors: list[float], updates: list[int]
+) -> None:
+    wrapper = _sgd(accumulative_counts=counts)
+    if end is not None:
+        wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
+        # The names that mmengine's tests read.
+        assert (wrapper._max_counts, wrapper._remainder_counts) == (end, end % 3)
+    assert _windows(wrapper, micro_batches) == (divisors, updates)
 
 
 def test_resume_inside_a_window(caplog: pytest.LogCaptureFixture) -> None:
-    wrapper = _wrapper(accumulative_counts=3)
+    wrapper = _sgd(accumulative_counts=3)
     with caplog.at_level(logging.WARNING):
         wrapper.initialize_count_status(nn.Linear(1, 1), 4, 9)
     assert "Resumed iteration number is not divisible" in caplog.text
@@ -77,38 +77,31 @@ def test_resume_inside_a_window(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_batch_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        _wrapper().initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+        _sgd().initialize_count_status(nn.BatchNorm1d(2), 0, 8)
         assert not caplog.records
-        _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+        _sgd(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
     assert "Gradient accumulative may slightly decrease" in caplog.text
 
 
-def _warnings_of_batch_norm() -> list[str]:
-    told: list[str] = []
+@on_ranks(2)
+def test_one_rank_warns_of_batch_norm() -> None:
+    records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[method-assign]
     logger = logging.getLogger("stepwrap.wrappers")
     logger.addHandler(handler)
-    try:
-        _wrapper(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
-    finally:
-        logger.removeHandler(handler)
-    return told
-
-
-def test_one_rank_warns_of_batch_norm() -> None:
-    assert list(map(len, run_ranks(_warnings_of_batch_norm, 2))) == [1, 0]
+    _sgd(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+    logger.removeHandler(handler)
+    assert len(records) == 1 - dist.get_rank()
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.05}, {"type": "value", "clip_value": 0.01}])
 def test_accumulation_equals_the_big_batch(clip: dict[str, Any] | None) -> None:
-    """C-16, in one process."""
     model, plain = classifier(), mlp()
     wrapper = sgd(model, accumulative_counts=4, clip_grad=clip, lr=1.0)
     data = batches(4)
-    for batch in data:
-        model.train_step(batch, wrapper)
-    inputs, target = (torch.cat(parts) for parts in zip(*data, strict=True))
+    train(model, data, wrapper)
+    inputs, target = joined(data)
     nn.functional.cross_entropy(plain(inputs), target).backward()
     norm = None
     if clip is not None and "max_norm" in clip:
@@ -141,7 +134,7 @@ def test_update_order_and_arguments() -> None:
 
 def test_gradients_are_cleared_after_the_step() -> None:
     weight = _parameter()
-    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=0.5))
+    wrapper = _sgd(weight, lr=0.5)
     wrapper.update_params(weight.sum())
     assert weight.grad is None
     assert weight.item() == 0.5
@@ -149,8 +142,7 @@ def test_gradients_are_cleared_after_the_step() -> None:
     assert weight.grad.item() == 0
 
 
-def test_settings_are_left_as_they_are() -> None:
-    """C-14."""
+def test_settings_are_not_changed() -> None:
     clip = {"type": "norm", "max_norm": 1.0}
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1), clip_grad=clip)
@@ -166,7 +158,6 @@ _COUNT = "stepwrap.inner_count"
 
 
 def test_two_groups() -> None:
-    """C-15."""
     groups = [{"params": [_parameter()]}, {"params": [_parameter()], "lr": 0.2, "momentum": 0.5}]
     wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     assert wrapper.get_lr() == {"base_lr": [0.1], "lr": [0.1, 0.2]}
@@ -182,8 +173,8 @@ def test_two_groups() -> None:
 
 
 def test_rates_of_one_group() -> None:
-    assert _wrapper().get_lr() == {"lr": [0.1]}
-    assert _wrapper().get_momentum() == {"momentum": [0]}
+    assert _sgd().get_lr() == {"lr": [0.1]}
+    assert _sgd().get_momentum() == {"momentum": [0]}
     adam = OptimWrapper(torch.optim.AdamW([_parameter()], lr=0.1, betas=(0.8, 0.9)))
     assert adam.get_momentum() == {"momentum": [0.8]}
     rprop = OptimWrapper(torch.optim.Rprop([_parameter()], lr=0.1))
@@ -193,8 +184,7 @@ def test_rates_of_one_group() -> None:
 def test_state_restores_the_count_and_the_optimizer() -> None:
     model = classifier()
     wrapper = sgd(model, accumulative_counts=2)
-    for batch in batches(5):
-        model.train_step(batch, wrapper)
+    train(model, batches(5), wrapper)
     again = sgd(classifier(), accumulative_counts=2, lr=9.0)
     again.load_state_dict(wrapper.state_dict())
     assert again.inner_count == 5
@@ -217,11 +207,7 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
         ({"accumulative_counts": "2"}, TypeError, "accumulative_counts must be an int, got '2'"),
         ({"clip_grad": {}}, AssertionError, "^If `clip_grad` is not None, it should be a `dict`"),
         ({"clip_grad": 1.0}, AssertionError, "^If `clip_grad` is not None, it should be a `dict`"),
-        (
-            {"clip_grad": {"type": "norm"}},
-            AssertionError,
-            "^`clip_grad` should contain .*'max_norm'",
-        ),
+        ({"clip_grad": {"type": "norm"}}, AssertionError, "`clip_grad` should contain .*max_norm"),
         ({"clip_grad": {"type": "l2", "max_norm": 1}}, ValueError, "^type of clip_grad should be"),
         ({"clip_grad": {"max_nrm": 1}}, TypeError, "did you mean max_norm"),
         ({"clip_grad": {"type": "value", "max_norm": 1}}, TypeError, "no argument 'max_norm'"),
@@ -229,24 +215,15 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
 )
 def test_wrong_settings(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        _wrapper(**kwargs)
+        _sgd(**kwargs)
 
 
-def test_whole_numbers_of_any_kind_are_counts() -> None:
-    assert _windows(_wrapper(accumulative_counts=np.int64(2)), 5)[1] == [2, 4]
-
-
-def test_clip_value_alone_is_clipping_by_value() -> None:
+def test_clip_value_without_a_type_clips_by_value() -> None:
     weight = _parameter()
-    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=1.0), clip_grad={"clip_value": 0.2})
+    wrapper = _sgd(weight, lr=1.0, clip_grad={"clip_value": 0.2})
     before = weight.detach().clone()
     wrapper.update_params(weight.sum() * 100)
     torch.testing.assert_close(weight.detach(), before - 0.2)
-
-
-def test_defaults_are_those_of_the_optimizer() -> None:
-    wrapper = _wrapper()
-    assert wrapper.defaults is wrapper.optimizer.defaults
 
 
 def test_a_config_is_no_optimizer() -> None:
@@ -256,17 +233,14 @@ def test_a_config_is_no_optimizer() -> None:
 
 def test_non_finite_norm_can_be_an_error() -> None:
     weight = _parameter()
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    clip = {"max_norm": 1.0, "error_if_nonfinite": True}
-    wrapper = OptimWrapper(optimizer, clip_grad=clip)
+    wrapper = _sgd(weight, clip_grad={"max_norm": 1.0, "error_if_nonfinite": True})
     with pytest.raises(RuntimeError, match="non-finite"):
         wrapper.update_params(weight.sum() * float("inf"))
 
 
 def test_frozen_and_unused_parameters_are_not_clipped() -> None:
     used, frozen, unused = _parameter(), _parameter().requires_grad_(False), _parameter()
-    optimizer = torch.optim.SGD([used, frozen, unused], lr=0.1)
-    wrapper = OptimWrapper(optimizer, clip_grad={"max_norm": 1.0})
+    wrapper = _sgd(used, frozen, unused, clip_grad={"max_norm": 1.0})
     wrapper.update_params((used * 3).sum())
     assert wrapper.grad_norm.item() == 3.0
 
@@ -304,9 +278,11 @@ def test_arguments_of_clipping_are_an_attribute() -> None:
     assert sgd(model, clip_grad=clip).clip_grad_kwargs == {"max_norm": 0.5}
 
 
-def test_registered_name() -> None:
+def test_name_defaults_and_text() -> None:
+    wrapper = _sgd()
     assert OPTIM_WRAPPERS.get("OptimWrapper") is OptimWrapper
-    assert "accumulative_counts=1" in repr(_wrapper())
+    assert wrapper.defaults is wrapper.optimizer.defaults
+    assert "accumulative_counts=1" in repr(wrapper)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:
@@ -317,7 +293,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
-def test_an_update_that_reaches_nothing(kind: Any) -> None:
+def test_an_update_without_gradients(kind: Any) -> None:
     weight, other = _parameter(), _parameter()
     optim = kind(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
     # A window may begin with what does not reach it.
@@ -332,7 +308,7 @@ def test_an_update_that_reaches_nothing(kind: Any) -> None:
         optim.update_params(other.sum())
 
 
-def test_what_is_frozen_at_first_need_not_be_reached() -> None:
+def test_frozen_parameters_need_no_gradient() -> None:
     frozen, other = _parameter().requires_grad_(False), _parameter()
     optim = OptimWrapper(torch.optim.SGD([{"params": [frozen]}], lr=0.1))
     optim.update_params(other.sum())
@@ -343,17 +319,174 @@ def test_what_is_frozen_at_first_need_not_be_reached() -> None:
     half.update_params(other.sum())
 
 
-def test_a_resumed_wrapper_is_asked_anew() -> None:
+def test_a_resumed_wrapper_checks_gradients_again() -> None:
     weight = _parameter()
-    first = OptimWrapper(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    first = _sgd(weight, accumulative_counts=2)
     for _ in range(3):
         first.update_params(weight.sum())
-    optim = OptimWrapper(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
+    optim = _sgd(weight, accumulative_counts=2)
     optim.load_state_dict(first.state_dict())
     weight.grad = None
     optim.step()
     optim.update_params(weight.sum())
-    later = OptimWrapper(torch.optim.SGD([weight], lr=0.1))
+    later = _sgd(weight)
     later.load_state_dict(first.state_dict())
     with pytest.raises(RuntimeError, match="no parameter of SGD has a gradient"):
         later.update_params(_parameter().sum())
+
+
+def _members(counts: int = 1) -> OptimWrapperDict:
+    def one(lr: float, count: int) -> OptimWrapper:
+        weight = nn.Parameter(torch.ones(1))
+        return OptimWrapper(torch.optim.SGD([weight], lr=lr, momentum=0.9), count)
+
+    return OptimWrapperDict(gen=one(0.1, counts), disc=one(0.2, 1))
+
+
+def _weight(wrapper: OptimWrapper) -> nn.Parameter:
+    return wrapper.optimizer.param_groups[0]["params"][0]
+
+
+def test_mapping() -> None:
+    group = _members()
+    assert list(group) == list(group.keys()) == ["gen", "disc"]
+    assert len(group) == 2
+    assert "gen" in group
+    assert group["gen"] is next(iter(group.values()))
+    assert dict(group.items()) == {"gen": group["gen"], "disc": group["disc"]}
+    names, members = repr(group).splitlines()[::2], repr(group).splitlines()[1::2]
+    assert names == ["name: gen", "name: disc"]
+    assert members == [repr(group["gen"]), repr(group["disc"])]
+
+
+@pytest.mark.parametrize("name", ["update_params", "backward", "step", "optim_context"])
+def test_methods_of_members_only(name: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=f"^`{name}` should be called by each optimizer separately"
+    ):
+        getattr(_members(), name)(torch.tensor(1.0))
+
+
+def test_rates_and_groups() -> None:
+    group = _members()
+    assert group.get_lr() == {"gen.lr": [0.1], "disc.lr": [0.2]}
+    assert group.get_momentum() == {"gen.momentum": [0.9], "disc.momentum": [0.9]}
+    assert [len(groups) for groups in group.param_groups.values()] == [1, 1]
+    assert set(group.param_groups) == {"gen", "disc"}
+
+
+def test_zero_grad_forwards_its_arguments() -> None:
+    group = _members()
+    for wrapper in group.values():
+        wrapper.backward(_weight(wrapper).sum())
+    group.zero_grad(set_to_none=False)
+    assert [_weight(wrapper).grad.item() for wrapper in group.values()] == [0, 0]
+    group.zero_grad()
+    assert [_weight(wrapper).grad for wrapper in group.values()] == [None, None]
+
+
+def test_counters_reach_the_members() -> None:
+    group = _members(counts=3)
+    group["disc"].initialize_count_status(nn.Linear(1, 1), 0, 4)
+    group.initialize_count_status(nn.Linear(1, 1), 0, 8)
+    assert group["gen"].max_counts == 8
+    assert group["gen"]._remainder_counts == 2
+    assert group["disc"].max_counts == 4
+    # Another training in the same process.
+    group.initialize_count_status(nn.Linear(1, 1), 8, 16)
+    assert group["gen"].max_counts == 16
+    assert group["disc"].max_counts == 4
+
+
+def test_should_update_is_any_members() -> None:
+    group = _members(counts=2)
+    group["gen"].update_params(_weight(group["gen"]).sum())
+    assert group["gen"].should_update() is False
+    group["disc"]._inner_count = 0
+    assert group.should_update() is True
+    assert group.inner_count == 1
+
+
+def test_should_update_is_of_members_that_take_part() -> None:
+    """Twice the discriminator, then the generator, each with windows of two."""
+    group = _members(counts=2)
+    group["disc"]._accumulative_counts = 2
+    answers, updates = [], []
+    for step in range(10):
+        group.begin_batch()
+        assert not group.should_update()
+        name = "gen" if step % 3 == 2 else "disc"
+        before = _weight(group[name]).item()
+        group[name].update_params(_weight(group[name]).sum())
+        answers.append((group.should_update(), group.should_update()))
+        updates.append(_weight(group[name]).item() != before)
+    assert answers == [(one, one) for one in updates]
+    assert sum(updates) == 4
+
+
+def test_should_update_of_steps_by_hand() -> None:
+    group = _members()
+    group.begin_batch()
+    group["gen"].optimizer.step()
+    assert group.should_update() is True
+    group["gen"]._accumulative_counts = 2
+    assert group.should_update() is False
+
+
+def test_should_update_sees_a_window_that_ended_within_the_batch() -> None:
+    group = _members(counts=2)
+    for expected in (True, True, False):
+        group.begin_batch()
+        for _ in range(3 if expected else 0):
+            group["gen"].update_params(_weight(group["gen"]).sum())
+        assert group.should_update() is expected
+    # A state that is loaded, and counts that are set, are no batch.
+    for begin in (
+        lambda: group.load_state_dict(group.state_dict()),
+        lambda: group.initialize_count_status(nn.Linear(1, 1), 0, 8),
+    ):
+        group.begin_batch()
+        begin()
+        assert group.should_update() is True
+
+
+def test_state_by_member() -> None:
+    group = _members()
+    for wrapper in group.values():
+        wrapper.update_params(_weight(wrapper).sum())
+    again = _members()
+    again.load_state_dict(group.state_dict())
+    assert [wrapper.inner_count for wrapper in again.values()] == [1, 1]
+    assert again["gen"].optimizer.state_dict()["state"][0]["momentum_buffer"].item() == 1.0
+    with pytest.raises(
+        AssertionError, match=r"^Mismatched `state_dict`! cannot found other in .*gen"
+    ):
+        again.load_state_dict({"other": {}})
+    with pytest.raises(KeyError, match="Cannot find other in OptimWrapperDict, it has .*'disc'"):
+        again["other"]
+    assert again.get("other") is None
+
+
+def test_only_optimizer_wrappers() -> None:
+    with pytest.raises(
+        AssertionError,
+        match="^`OptimWrapperDict` only accept OptimWrapper instance, but got gen: .*SGD",
+    ):
+        OptimWrapperDict(gen=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+def test_a_member_may_have_no_gradients_in_a_step() -> None:
+    """One backward for all, and the generator's turn comes later."""
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(2, 1) for name in ("generator", "discriminator")}
+    optims = OptimWrapperDict(**{name: sgd(part) for name, part in parts.items()})
+    before = parts["generator"].weight.clone()
+    for step in range(3):
+        loss = parts["discriminator"](torch.ones(1, 2)).sum()
+        if step == 2:
+            loss = loss + parts["generator"](torch.ones(1, 2)).sum()
+        optims["discriminator"].backward(loss)
+        for optim in optims.values():
+            optim.step()
+        optims.zero_grad()
+        assert torch.equal(parts["generator"].weight, before) == (step < 2)

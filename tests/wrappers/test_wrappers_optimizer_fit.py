@@ -1,7 +1,5 @@
 """Optimizers over parameters that are spread over ranks: right, or refused when built."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -9,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import on_ranks, raises_with
 from sharded_models import data, net, spread, whole
+from step_models import batches, classifier, flat
 from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.fsdp import fully_shard
@@ -47,8 +46,9 @@ def _parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     return [one for one in model.parameters() if one.ndim == 2 or name not in MATRICES]
 
 
-def _against_plain(kind: str) -> dict[str, Any]:
-    """Return by optimizer how far it ends from plain PyTorch, or what it is refused for."""
+@pytest.mark.parametrize("kind", REFUSED)
+@on_ranks(2)
+def test_every_optimizer_of_torch_equals_plain_or_is_refused(kind: str) -> None:
     found: dict[str, Any] = {}
     for name in ALL:
         cls = getattr(torch.optim, name)
@@ -66,18 +66,12 @@ def _against_plain(kind: str) -> dict[str, Any]:
                 optimizer.step()
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         found[name] = max((whole(a) - b).abs().max().item() for a, b in pairs)
-    return found
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_every_optimizer_of_torch_is_right_or_refused(kind: str) -> None:
-    for found in run_ranks(_against_plain, 2, kind):
-        refused = {name: told for name, told in found.items() if isinstance(told, str)}
-        assert refused.keys() == REFUSED[kind]
-        assert all(told.startswith(name) and "AdamW" in told for name, told in refused.items())
-        assert max(far for name, far in found.items() if name not in refused) <= 1e-12
-        where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
-        assert where in refused["Adafactor"]
+    refused = {name: text for name, text in found.items() if isinstance(text, str)}
+    assert refused.keys() == REFUSED[kind]
+    assert all(text.startswith(name) and "AdamW" in text for name, text in refused.items())
+    assert max(far for name, far in found.items() if name not in refused) <= 1e-12
+    where = "split by tensor_parallel" if kind == "tensor" else "a DTensor (fsdp)"
+    assert where in refused["Adafactor"]
 
 
 class _InDouble(TorchFunctionMode):
@@ -106,51 +100,43 @@ def _muon(sharded: bool, arithmetic: AbstractContextManager[Any]) -> Tensor:
     return torch.cat([whole(one).flatten() for one in model.parameters()]).detach()
 
 
-def _muon_distances() -> dict[str, float]:
+@on_ranks(2)
+def test_muon_with_even_shards() -> None:
+    """Muon computes directions in bfloat16; its rounding is the only difference between the two."""
     exact = _muon(False, _InDouble())
     ends = {
         "sharded, exact": _muon(True, _InDouble()),
         "sharded": _muon(True, nullcontext()),
         "whole": _muon(False, nullcontext()),
     }
-    return {name: (end - exact).abs().max().item() for name, end in ends.items()}
-
-
-def test_muon_with_even_shards() -> None:
-    """Muon computes directions in bfloat16; its rounding is the only difference between the two."""
-    for distance in run_ranks(_muon_distances, 2):
-        assert distance["sharded, exact"] <= 1e-12
-        assert 1e-6 < distance["sharded"] <= 2 * distance["whole"]
+    distance = {name: (end - exact).abs().max().item() for name, end in ends.items()}
+    assert distance["sharded, exact"] <= 1e-12
+    assert 1e-6 < distance["sharded"] <= 2 * distance["whole"]
 
 
 class _Own(torch.optim.Adafactor):
-    """A subclass counts as what it is made of."""
-
-
-def _refused_by_the_wrapper(kind: str) -> list[str]:
-    model = spread(net(width=8), kind)
-    told = []
-    for cls in (_Own, torch.optim.SparseAdam):
-        with pytest.raises(ValueError, match="parameter of shape") as caught:
-            OptimWrapper(cls(model.parameters(), lr=0.1))
-        told.append(str(caught.value))
-    return told
+    """A subclass is treated like its base class."""
 
 
 @pytest.mark.parametrize("kind", ["tensor", "fsdp"])
-def test_a_wrapper_refuses_them_too(kind: str) -> None:
-    for told in run_ranks(_refused_by_the_wrapper, 2, kind):
-        assert told[0].startswith("_Own scales by norms of whole tensors")
-        assert told[1].startswith("SparseAdam needs sparse gradients")
+@on_ranks(2)
+def test_the_wrapper_refuses_them_too(kind: str) -> None:
+    model = spread(net(width=8), kind)
+    for cls, text in (
+        (_Own, "_Own scales by norms of whole tensors"),
+        (torch.optim.SparseAdam, "SparseAdam needs sparse gradients"),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}.*parameter of shape"):
+            OptimWrapper(cls(model.parameters(), lr=0.1))
 
 
-def test_whole_parameters_take_any() -> None:
+def test_whole_parameters_work_with_every_optimizer() -> None:
     for name in ALL:
         model = net()
         OptimWrapper(build_optimizer(getattr(torch.optim, name), _parameters(model, name)))
 
 
-def test_no_team_of_optimizers_with_a_closure() -> None:
+def test_closures_are_refused_by_distributed_optimizers() -> None:
     match = "optimizer_class cannot be LBFGS, which needs a closure"
     with pytest.raises(ValueError, match=match):
         ZeroRedundancyOptimizer(net().parameters(), "LBFGS")
@@ -158,35 +144,29 @@ def test_no_team_of_optimizers_with_a_closure() -> None:
         PostLocalSGD(net().parameters(), "LBFGS", period=2)
 
 
-def _teams(kind: str) -> dict[str, str]:
-    """Return what is said where optimizers would work over ranks with different parts."""
-    told = {}
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("tensor", "give process_group=wrapper.data_group"), ("fsdp", "is a DTensor (fsdp)")],
+)
+@on_ranks(2)
+def test_distributed_optimizers_refuse_different_parts(kind: str, text: str) -> None:
+    options: dict[str, Any] = {"lr": 0.1, "period": 2}
     (torchs,) = PostLocalSGD.__bases__
-    builders: dict[str, Any] = {
-        "zero": lambda params: ZeroRedundancyOptimizer(params, "AdamW", lr=0.1),
-        "local": lambda params: PostLocalSGD(params, "SGD", lr=0.1, period=2),
-        "everyone": lambda params: PostLocalSGD(
-            params, "SGD", lr=0.1, period=2, process_group=dist.group.WORLD
-        ),
-        "torch's": lambda params: OptimWrapper(
+    for build in (
+        lambda params: ZeroRedundancyOptimizer(params, "AdamW", lr=0.1),
+        lambda params: PostLocalSGD(params, "SGD", **options),
+        lambda params: PostLocalSGD(params, "SGD", process_group=dist.group.WORLD, **options),
+        lambda params: OptimWrapper(
             torchs(torch.optim.SGD(params, lr=0.1), PeriodicModelAverager(2))
         ),
-    }
-    for name, build in builders.items():
-        with pytest.raises(ValueError, match="parameter of shape") as caught:
+    ):
+        with raises_with(ValueError, "parameter of shape", text):
             build(spread(net(width=8), kind).parameters())
-        told[name] = str(caught.value)
-    return told
 
 
-@pytest.mark.parametrize("kind", ["tensor", "fsdp"])
-def test_ranks_with_different_parts_cannot_work_together(kind: str) -> None:
-    asked = {"tensor": "give process_group=wrapper.data_group", "fsdp": "is a DTensor (fsdp)"}
-    for told in run_ranks(_teams, 2, kind):
-        assert all(asked[kind] in one for one in told.values())
-
-
-def _in_the_data_group() -> float:
+@on_ranks(4)
+def test_averages_are_those_of_equal_parts() -> None:
+    """With a learning rate of 0 an average changes nothing."""
     mesh = build_mesh({"data": 2, "tensor": 2})
     split = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
     supervised = SupervisedModel(net(width=8), nn.MSELoss())
@@ -198,16 +178,12 @@ def _in_the_data_group() -> float:
     for seed in range(2):
         optimizer.update_params(model(data(seed), mode="tensor").pow(2).mean())
     after = [whole(one) for one in model.parameters()]
-    return max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
+    assert max((a - b).abs().max().item() for a, b in zip(after, before, strict=True)) <= 1e-15
 
 
-def test_averages_are_those_of_equal_parts() -> None:
-    """With a learning rate of 0 an average changes nothing."""
-    assert max(run_ranks(_in_the_data_group, 4)) <= 1e-15
-
-
-def _gathered() -> list[bool]:
-    """A child of the model, asked in between, still has what its root gathered."""
+@on_ranks(2)
+def test_gathered_parameters_are_refused() -> None:
+    """A child of the model still has what its root gathered."""
     model = StepFullyShardedDataParallel(SupervisedModel(net(width=8), nn.MSELoss()))
     loss = model(data(0), mode="tensor").pow(2).mean()
     parameters = list(model.module.net[0].parameters())
@@ -220,8 +196,55 @@ def _gathered() -> list[bool]:
     before = [whole(one) for one in model.module.net[0].parameters()]
     optimizer.update_params(loss)
     pairs = zip(before, model.module.net[0].parameters(), strict=True)
-    return [not torch.equal(one, whole(other)) for one, other in pairs]
+    assert [not torch.equal(one, whole(other)) for one, other in pairs] == [True, True]
 
 
-def test_what_fsdp_has_gathered_is_not_stepped() -> None:
-    assert run_ranks(_gathered, 2) == [[True, True]] * 2
+def _fused(cls: Any, *parameters: Any, **kwargs: Any) -> Any:
+    optimizer = build_optimizer(cls, iter(parameters), lr=0.1, **kwargs)
+    return optimizer.param_groups[0].get("fused")
+
+
+def _zeros(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2, 2, dtype=dtype))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_fused_by_default(cls: Any) -> None:
+    assert _fused(cls, _zeros()) is True
+    assert _fused(cls, {"params": iter([_zeros()])}) is True
+    assert _fused(cls, ("weight", _zeros())) is True
+
+
+@pytest.mark.parametrize("choice", ["fused", "foreach", "differentiable", "capturable"])
+def test_the_caller_may_choose(choice: str) -> None:
+    assert _fused(torch.optim.Adam, _zeros(), **{choice: False}) in (None, False)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.RMSprop, torch.optim.LBFGS])
+def test_classes_without_one(cls: Any) -> None:
+    assert not _fused(cls, _zeros())
+
+
+def test_dtypes_without_one() -> None:
+    weight = _zeros(torch.complex64)
+    optimizer = build_optimizer(torch.optim.SGD, [_zeros(), weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight[0, 0].item() == pytest.approx(-0.1)
+
+
+def test_groups_are_not_changed() -> None:
+    groups = [{"params": [_zeros()]}, {"params": _zeros(), "lr": 0.5}]
+    optimizer = build_optimizer(torch.optim.SGD, groups, lr=0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert [set(group) for group in groups] == [{"params"}, {"params", "lr"}]
+
+
+def test_fused_steps_equal_plain_ones() -> None:
+    fused, plain = classifier(), classifier()
+    first = OptimWrapper(build_optimizer(torch.optim.AdamW, fused.parameters(), lr=0.01))
+    second = OptimWrapper(torch.optim.AdamW(plain.parameters(), lr=0.01))
+    for batch in batches(5):
+        fused.train_step(batch, first)
+        plain.train_step(batch, second)
+    assert torch.allclose(flat(fused), flat(plain), rtol=0, atol=1e-6)

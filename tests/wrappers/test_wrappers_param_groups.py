@@ -1,18 +1,52 @@
 """Options by parameter against groups written by hand."""
 
-from __future__ import annotations
-
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from param_runs import grouped, small_net, train
-from torch import nn
+from on_ranks import on_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Rprop
 
-from stepwrap.wrappers import OptimWrapper, SynchronizedBatchNorm2d, param_groups
+from stepwrap.wrappers import (
+    OptimWrapper,
+    Preparation,
+    SeparateDistributedDataParallel,
+    SingleDevice,
+    StepDataParallel,
+    StepDistributedDataParallel,
+    StepFullyShardedDataParallel,
+    SupervisedModel,
+    SynchronizedBatchNorm2d,
+    ZeroRedundancyOptimizer,
+    build_mesh,
+    param_groups,
+    wrap_model,
+)
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
+from stepwrap.wrappers.optimizers.param_groups import named_parameters, share_parameters
+
+
+def grouped(model: nn.Module, **paramwise: Any) -> list[dict[str, Any]]:
+    return param_groups(model, lr=1.0, weight_decay=0.5, paramwise=paramwise)
+
+
+def train(model: nn.Module, groups: list[dict[str, Any]], cls: Any, **kwargs: Any) -> list[Tensor]:
+    optimizer = cls(groups, **kwargs)
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = torch.arange(12.0).reshape(3, 4).double() + step
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
 
 
 class ScaleRMSNorm(nn.Module):
@@ -24,8 +58,6 @@ class ScaleRMSNorm(nn.Module):
 
 
 class Net(nn.Module):
-    """One layer of each kind that options tell apart."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 4)
@@ -75,7 +107,7 @@ def test_kinds_of_parameters_have_the_documented_options() -> None:
     assert len(groups) == 6
 
 
-def test_flat_parameters_without_an_option_of_their_own() -> None:
+def test_flat_decay_applies_to_norms_and_biases_without_another_option() -> None:
     model = Net()
     by_name = options(grouped(model, flat_decay_mult=0.0, bias_lr_mult=3.0), model)
     assert by_name["norms.0.weight"] == (1.0, 0.5)
@@ -159,12 +191,9 @@ def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paramwise", "said"),
+    ("paramwise", "message"),
     [
-        (
-            {"custom_keys": {"emebd": {}}},
-            "custom_keys.emebd: no parameter matches; did you mean emb",
-        ),
+        ({"custom_keys": {"emebd": {}}}, "custom_keys.emebd: no parameter matches; did you mean e"),
         ({"custom_keys": {"blokcs.*.bias": {}}}, r"did you mean blocks\.\*\.bias"),
         ({"norm_decay": 0.0}, "no such setting; did you mean norm_decay_mult"),
         ({"custom_keys": {"embed": {"lr_mul": 2}}}, "no such option; did you mean lr_mult"),
@@ -177,8 +206,8 @@ def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
         ({"bias_lr_mult": -1}, "bias_lr_mult: must be at least 0, got -1"),
     ],
 )
-def test_mistakes(paramwise: Mapping[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_mistakes(paramwise: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         param_groups(Net(), lr=1.0, weight_decay=0.1, paramwise=paramwise)
 
 
@@ -224,3 +253,131 @@ def test_frozen_parameters_keep_their_place() -> None:
     model = small_net()
     model[0].requires_grad_(False)
     assert len(options(grouped(model, custom_keys={"0.": {"lr_mult": 2}}), model)) == 6
+
+
+class TwoNets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"disc": nn.Linear(2, 2), "aux": nn.Linear(1, 1)})
+        self.gen = nn.Linear(2, 2)
+
+
+def test_parameters_are_shared_out_by_child_path_and_pattern() -> None:
+    shares = share_parameters(SingleDevice(TwoNets()), {"gen": None, "disc": ["net.d*", "net.aux"]})
+    assert {name: [one.name for one in share] for name, share in shares.items()} == {
+        "gen": ["gen.weight", "gen.bias"],
+        "disc": ["net.disc.weight", "net.disc.bias", "net.aux.weight", "net.aux.bias"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"gen": None, "disc": None}, "no optimizer has net.aux.weight, net.aux.bias; every"),
+        ({"gen": None, "dics": None}, "neither the model nor its net has a child 'dics'"),
+        ({"gen": ["gne.*"], "disc": ["net"]}, r"gen: no parameter matches 'gne\.\*'; did you mean"),
+        ({"gen": ["*"], "disc": ["net.disc"]}, "gen and disc both have net.disc.weight, net."),
+    ],
+)
+def test_every_trained_parameter_has_one_optimizer(
+    chosen: dict[str, list[str] | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        share_parameters(TwoNets(), chosen)
+
+
+def test_frozen_parameters_need_no_optimizer() -> None:
+    model = TwoNets()
+    model.net["aux"].requires_grad_(False)
+    assert len(share_parameters(model, {"gen": None, "disc": None})["disc"]) == 2
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "compiled":
+        return SingleDevice(torch.compile(model, backend="eager"))
+    if kind == "compiled inside":
+        model.net = torch.compile(model.net, backend="eager")
+        return SingleDevice(model)
+    return SingleDevice(model) if kind == "single" else model
+
+
+@pytest.mark.parametrize("kind", ["bare", "single", "compiled", "compiled inside"])
+def test_names_are_those_of_the_users_model(kind: str) -> None:
+    model = SupervisedModel(small_net(), nn.MSELoss())
+    names = [name for name, _ in model.named_parameters()]
+    assert [one.name for one in named_parameters(wrapped(kind, copy.deepcopy(model)))] == names
+
+
+GROUPS = [
+    ("other", 1.0, 0.5, 1),
+    ("bias flat", 1.0, 0.25, 1),
+    ("norm", 1.0, 0.0, 2),
+    ("net.2.*", 3.0, 0.5, 2),
+]
+
+
+def groups_of(model: nn.Module) -> list[tuple[str, float, float, int]]:
+    groups = grouped(
+        model, custom_keys={"net.2.*": {"lr_mult": 3}}, norm_decay_mult=0, flat_decay_mult=0.5
+    )
+    return [(g["name"], g["lr"], g["weight_decay"], len(g["params"])) for g in groups]
+
+
+@on_ranks(2)
+def test_groups_are_the_same_under_all_wrappers_and_on_all_ranks() -> None:
+    plan = Preparation(
+        tensor_parallel={"net.0": "colwise", "net.2": "rowwise"},
+        activation_checkpointing=["LayerNorm"],
+        compile={"backend": "eager"},
+    )
+    wrappers = (
+        SingleDevice,
+        StepDistributedDataParallel,
+        SeparateDistributedDataParallel,
+        StepFullyShardedDataParallel,
+    )
+    models = [wrap(SupervisedModel(small_net(), nn.MSELoss())) for wrap in wrappers]
+    for axes, wrapper in (
+        ({"tensor": 2}, None),
+        ({"data": 2}, None),
+        ({"shard": 1, "tensor": 2}, StepFullyShardedDataParallel),
+    ):
+        prepare = plan if "tensor" in axes else Preparation(compile={"backend": "eager"})
+        net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+        model = SupervisedModel(net, nn.MSELoss())
+        models.append(wrap_model(wrapper, model, mesh=build_mesh(axes), prepare=prepare))
+    assert [groups_of(model) for model in models] == [GROUPS] * 7
+
+
+def test_groups_are_the_same_over_copies_on_devices() -> None:
+    model = StepDataParallel(SupervisedModel(small_net(), nn.MSELoss()), ["cpu", "cpu"])
+    assert groups_of(model) == GROUPS
+
+
+SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
+PARAMWISE = {"norm_decay_mult": 0.0, "custom_keys": {"2.weight": {"lr_mult": 0.1}}}
+
+
+@on_ranks(2)
+def test_groups_of_an_optimizer_that_shards_its_state() -> None:
+    results = []
+    for cls, more in ((AdamW, {}), (ZeroRedundancyOptimizer, {"optimizer_class": AdamW})):
+        model = small_net()
+        groups = param_groups(model, paramwise=PARAMWISE, optimizer=AdamW, **SETTINGS)
+        optimizer = build_optimizer(cls, groups, **SETTINGS, **more)
+        results.append(train(model, groups, lambda _, made=optimizer: made))
+    assert max((a - b).abs().max().item() for a, b in zip(*results, strict=True)) <= 1e-14
+
+
+@pytest.mark.parametrize("cls", [AdamW, SGD])
+@on_ranks(2)
+def test_sharded_training_equals_whole(cls: Any) -> None:
+    whole, sharded = small_net(), small_net()
+    fully_shard(sharded)
+    results = []
+    for model in (whole, sharded):
+        groups = param_groups(model, paramwise=PARAMWISE, optimizer=cls, **SETTINGS)
+        optimizer = build_optimizer(cls, groups, **SETTINGS)
+        results.append(train(model, groups, lambda _, made=optimizer: made))
+    pairs = zip(*results, strict=True)
+    assert max((a - b.full_tensor()).abs().max().item() for a, b in pairs) <= 1e-14

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity_cells import KINDS, Outcome, run_cells
-from parity_checkpoints import evaluate
-from parity_matrix import write_references
+from parity_cells import KINDS, Outcome, evaluate, run_cells, write_references
 from parity_plain import Recipe
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from step_models import batches, classifier, flat, mlp, sgd
+from on_ranks import assert_near, gathered, on_ranks, same_on_ranks
+from step_models import batches, classifier, flat, mlp, sgd, train
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
@@ -53,37 +53,27 @@ def _train(optimizer: Any, accumulate: int = 1, **wrapper: Any) -> Tensor:
         (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ],
 )
+@on_ranks(2)
 def test_zero_equals_the_plain_optimizer(
     inner: Any, options: dict[str, Any], accumulate: int
 ) -> None:
     name = inner.get("_ref_") if isinstance(inner, dict) else inner
     plain = OPTIMIZERS.resolve(name) if isinstance(name, str) else name
-    expected = run_ranks(_train, 2, (plain, options), accumulate)
     sharded = {"optimizer_class": inner, **options}
-    found = run_ranks(_train, 2, (ZeroRedundancyOptimizer, sharded), accumulate)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).abs().max().item() <= 1e-12
+    found = _train((ZeroRedundancyOptimizer, sharded), accumulate)
+    assert_near(found, _train((plain, options), accumulate), 1e-12)
 
 
-def _state_is_shared_out() -> int:
+@on_ranks(2)
+def test_zero_shards_the_state() -> None:
     model = StepDistributedDataParallel(classifier())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), "Adam", lr=0.01)
-    for batch in batches(2):
-        model.train_step(batch, OptimWrapper(optimizer))
-    return len(optimizer.optim.state)
-
-
-def test_zero_shares_the_state_out() -> None:
-    assert sum(run_ranks(_state_is_shared_out, 2)) == 4
+    train(model, batches(2), OptimWrapper(optimizer))
+    assert sum(gathered(len(optimizer.optim.state))) == 4
 
 
 LOCAL = {"lr": 0.1, "momentum": 0.9}
 HOOK = {"type": "post_localSGD", "start_localSGD_iter": 2}
-
-
-def _local() -> Tensor:
-    options = {"optimizer_class": "SGD", "period": 3, "warmup_steps": 2, **LOCAL}
-    return _train((PostLocalSGD, options), comm_hook=HOOK)
 
 
 def _by_hand() -> Tensor:
@@ -104,15 +94,17 @@ def _by_hand() -> Tensor:
     return flat(model)
 
 
+@on_ranks(2)
 def test_post_local_sgd_equals_torchs_pieces() -> None:
-    ours, theirs = run_ranks(_local, 2), run_ranks(_by_hand, 2)
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert (mine - expected).abs().max().item() <= 1e-12
+    options = {"optimizer_class": "SGD", "period": 3, "warmup_steps": 2, **LOCAL}
+    weights = _train((PostLocalSGD, options), comm_hook=HOOK)
+    assert_near(weights, _by_hand(), 1e-12)
     # The last average was a while ago.
-    assert not torch.equal(*ours)
+    assert not same_on_ranks(weights)
 
 
-def _as_an_optimizer() -> list[Any]:
+@on_ranks(2)
+def test_post_local_sgd_is_an_optimizer() -> None:
     net = mlp()
     optimizer = PostLocalSGD(net.parameters(), torch.optim.SGD, period=2, lr=0.1)
     calls: list[Optimizer] = []
@@ -128,19 +120,12 @@ def _as_an_optimizer() -> list[Any]:
     again = pickle.loads(pickle.dumps(optimizer.state_dict()))
     other = PostLocalSGD(mlp().parameters(), "SGD", period=2, lr=0.5)
     other.load_state_dict(again)
-    return [
-        bool(second < first),
-        len(calls),
-        optimizer.defaults["lr"],
-        other.param_groups[0]["lr"],
-        other.averager.step,
-        isinstance(copy.deepcopy(optimizer.defaults), dict),
-        sgd(net).get_lr() == OptimWrapper(optimizer).get_lr(),
-    ]
-
-
-def test_post_local_sgd_is_an_optimizer() -> None:
-    assert run_ranks(_as_an_optimizer, 2) == [[True, 2, 0.1, 0.1, 2, True, True]] * 2
+    assert second < first
+    assert len(calls) == 2
+    assert optimizer.defaults["lr"] == other.param_groups[0]["lr"] == 0.1
+    assert other.averager.step == 2
+    assert isinstance(copy.deepcopy(optimizer.defaults), dict)
+    assert sgd(net).get_lr() == OptimWrapper(optimizer).get_lr()
 
 
 def test_wrong_options() -> None:

@@ -1,7 +1,5 @@
 """Frozen, checkpointed and compiled models, each as it was otherwise."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from marks import slow
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -32,7 +30,7 @@ pytestmark = [
 
 
 class Block(nn.Module):
-    """Everything that is delicate when it runs twice: statistics, random numbers, keywords."""
+    """A block that is hard to run twice: statistics, random numbers, keywords."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -91,7 +89,7 @@ def test_checkpointed_blocks_train_as_before() -> None:
     assert net.blocks[0].calls == 2 * 3 + 1
 
 
-def test_checkpointed_blocks_are_what_they_were() -> None:
+def test_checkpointed_blocks_keep_their_class_and_can_be_copied() -> None:
     net = checkpoint_activations(seeded(), {"blocks": "blocks.*", "preserve_rng_state": False})
     block: Any = net.blocks[0]
     assert isinstance(block, Block)
@@ -104,7 +102,7 @@ def test_checkpointed_blocks_are_what_they_were() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "told"),
+    ("spec", "error", "text"),
     [
         (["Blok"], ValueError, "'Blok'; did you mean Block"),
         ({"blocks": ["Block"], "preserve_rng": True}, TypeError, "did you mean preserve_rng_state"),
@@ -112,8 +110,8 @@ def test_checkpointed_blocks_are_what_they_were() -> None:
         ({"blocks": ["Block"], "preserve_rng_state": 1}, TypeError, "must be true or false"),
     ],
 )
-def test_wrong_checkpointing(spec: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_wrong_checkpointing(spec: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         checkpoint_activations(seeded(), spec)
 
 
@@ -136,7 +134,8 @@ def test_checkpointed_copies() -> None:
         StepDataParallel(compile_model(seeded(), {"backend": "eager"}))
 
 
-def _synchronised() -> float:
+@on_ranks(2)
+def test_checkpointed_blocks_with_synchronised_batchnorm() -> None:
     rank = torch.distributed.get_rank()
     net = checkpoint_activations(seeded(dropout=0.0).double(), "Block")
     model = StepDistributedDataParallel(net, sync_batchnorm=True)
@@ -146,11 +145,7 @@ def _synchronised() -> float:
     nn.functional.cross_entropy(plain(x.double()), y).backward()
     nn.functional.cross_entropy(model(x.double()[half]), y[half]).backward()
     pairs = zip(net.parameters(), plain.parameters(), strict=True)
-    return max((one.grad - other.grad).abs().max().item() for one, other in pairs)
-
-
-def test_checkpointed_blocks_meet_again_over_ranks() -> None:
-    assert max(run_ranks(_synchronised, 2)) <= 1e-12
+    assert max((one.grad - other.grad).abs().max().item() for one, other in pairs) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -169,7 +164,7 @@ def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spec", "error", "told"),
+    ("spec", "error", "text"),
     [
         ({"backend": "inducter"}, ValueError, "got 'inducter'; did you mean inductor"),
         ({"mode": "max-autotun"}, ValueError, "got 'max-autotun'.*did you mean max-autotune"),
@@ -180,8 +175,8 @@ def test_compiled_models_train_as_before(checkpointed: bool, blocks: Any) -> Non
         ("eager", TypeError, "must be true, false, step or options"),
     ],
 )
-def test_wrong_compiling(spec: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
+def test_wrong_compiling(spec: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         compile_model(seeded(), spec)
 
 

@@ -46,8 +46,6 @@ def test_nested_data_is_moved_and_keeps_its_shape() -> None:
 
 
 class _Movable:
-    """Remembers how it was asked to move."""
-
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
@@ -72,7 +70,7 @@ def test_cast_data_moves_and_may_be_overridden() -> None:
     assert _Sums()([torch.ones(3)]) == [3.0]
 
 
-def test_non_blocking_reaches_what_is_moved() -> None:
+def test_non_blocking_is_passed_to_to() -> None:
     for given, options in ((None, {}), (False, {}), (True, {"non_blocking": True})):
         movable = _Movable()
         preprocess = _on_meta(non_blocking=given)
@@ -83,7 +81,7 @@ def test_non_blocking_reaches_what_is_moved() -> None:
         DataPreprocessor(True)
 
 
-def test_what_is_in_place_is_not_copied() -> None:
+def test_tensors_on_the_device_are_not_copied() -> None:
     batch = [torch.ones(2), torch.ones(3)]
     moved = DataPreprocessor()(batch)
     assert all(a is b for a, b in zip(moved, batch, strict=True))
@@ -142,7 +140,7 @@ def test_device_follows_the_modules_that_hold_it() -> None:
     assert model.data_preprocessor.device.type == "cpu"
 
 
-def test_a_net_that_is_elsewhere_already() -> None:
+def test_the_device_is_that_of_the_net() -> None:
     model = SupervisedModel(nn.Linear(2, 2, device="meta"), nn.MSELoss())
     assert model.data_preprocessor.device.type == "meta"
 

@@ -1,6 +1,8 @@
 """Copies of a module: their gradients, their buffers, and the callbacks of their parts."""
 
+import copy
 import ctypes
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,20 +10,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
 from torch.nn.utils import parametrizations
 
 from stepwrap.wrappers import (
     CallbackContext,
     ReplicationCallbackDataParallel,
     exec_data_parallel_replication_callback,
+    patch_replication_callback,
 )
 
 Calls = list[tuple[int, str, CallbackContext]]
 
 
 class Called(nn.Module):
-    """Writes down the callbacks it gets."""
-
     def __init__(self, name: str, calls: Calls, *children: nn.Module) -> None:
         super().__init__()
         self.name, self.calls = name, calls
@@ -46,7 +48,7 @@ def parallel(module: nn.Module, copies: int = 2, **options: Any) -> ReplicationC
 
 
 def test_order_of_the_callbacks() -> None:
-    """D-1: all of copy 0 come first; a shared submodule is called once."""
+    """All of copy 0 come first; a shared submodule is called once."""
     calls: Calls = []
     exec_data_parallel_replication_callback([nested(calls) for _ in range(3)])
     names = [(copy_id, name) for copy_id, name, _ in calls]
@@ -54,7 +56,7 @@ def test_order_of_the_callbacks() -> None:
 
 
 def test_contexts() -> None:
-    """D-2: one per position and replication, the same for all copies."""
+    """One per position and replication, the same for all copies."""
     calls: Calls = []
     model = parallel(nested(calls), 3)
     model(torch.zeros(3, 2))
@@ -75,8 +77,8 @@ def test_contexts() -> None:
         _ = first[1].total
 
 
-def test_copies_that_are_none() -> None:
-    """D-3: nothing is called when the copies differ."""
+def test_copies_that_differ_are_refused() -> None:
+    """Nothing is called when the copies differ."""
     calls: Calls = []
     with pytest.raises(ValueError, match=r"copy 1 .* position 1 \(layer '0'\) it has ReLU, .*Tanh"):
         exec_data_parallel_replication_callback(
@@ -103,12 +105,9 @@ def test_an_error_in_a_callback() -> None:
     model = parallel(nn.Sequential(Failing()))
     with pytest.raises(LookupError, match="my own mistake") as caught:
         model(torch.zeros(2))
-    assert "Failing.__data_parallel_replicate__ of copy 1 of 2, layer '0'" in notes(caught.value)
+    notes = "\n".join(caught.value.__notes__)
+    assert "Failing.__data_parallel_replicate__ of copy 1 of 2, layer '0'" in notes
     assert model(torch.zeros(1)).shape == (1,)
-
-
-def notes(error: BaseException) -> str:
-    return "\n".join(getattr(error, "__notes__", []))
 
 
 class Tied(nn.Module):
@@ -147,20 +146,16 @@ class Recurrent(nn.Module):
         self.scaled = parametrizations.weight_norm(nn.Linear(6, 6))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # The list that it computes with is beside its parameters.
+        # It computes with a list of weights that is separate from its parameters.
         assert self.rnn._flat_weights[0] is self.rnn.weight_ih_l0
         hidden, _ = self.rnn(inputs.unsqueeze(1).expand(-1, 3, -1))
         return self.scaled(self.attention(hidden, hidden, hidden)[0][:, -1])
 
 
-class Convolutional(nn.Module):
+class Convolutional(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(2, 4, 2), nn.PReLU(), nn.Flatten())
-        self.head = nn.Linear(8, 6)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(self.body(inputs.view(-1, 2, 3)))
+        layers = [nn.Unflatten(1, (2, 3)), nn.Conv1d(2, 4, 2), nn.PReLU(), nn.Flatten()]
+        super().__init__(*layers, nn.Linear(8, 6))
 
 
 @pytest.mark.parametrize("kind", [Tied, Recurrent, Convolutional])
@@ -169,7 +164,6 @@ class Convolutional(nn.Module):
 def test_gradients(
     kind: type[nn.Module], size: int, copies: int, dtype: torch.dtype, bound: float
 ) -> None:
-    """D-4."""
     torch.manual_seed(0)
     module = kind().to(dtype)
     inputs = torch.randn(size, 6, dtype=dtype, requires_grad=True)
@@ -198,7 +192,6 @@ def _grads(
 
 
 def test_gradients_of_a_linear_layer() -> None:
-    """D-4: equal to the unwrapped layer's, and the callbacks run twice per forward."""
     torch.manual_seed(0)
     calls: Calls = []
     layer = nn.Linear(6, 3)
@@ -215,7 +208,7 @@ def test_gradients_of_a_linear_layer() -> None:
         assert (parameter.grad - grad).abs().max() <= 1e-7 * max(1, grad.abs().max())
 
 
-def test_copies_compute_with_the_very_parameters() -> None:
+def test_copies_share_the_parameters() -> None:
     """Their gradients are seen once, summed, by the hooks of a parameter."""
     seen: list[Tensor] = []
     layer = nn.Linear(3, 2)
@@ -333,7 +326,7 @@ def test_what_is_saved_for_the_backward() -> None:
 
 
 def test_copies_take_as_many_threads_as_the_caller_has_set() -> None:
-    # That of torch, which every thread has to be told; in tests it begins with 1.
+    # OpenMP keeps the number by thread; tests begin with 1.
     library = Path(torch.__file__).parent / "lib/libgomp.so.1"
     if not library.exists():
         pytest.skip(f"this torch has no {library.name}")
@@ -359,3 +352,57 @@ def test_compiled_parts_are_refused() -> None:
     module.compile(backend="eager")
     with pytest.raises(TypeError, match=r"the module \(Linear\) is compiled"):
         model(torch.zeros(2, 2))
+
+
+class Mine(DataParallel[nn.Module]):
+    """A custom DataParallel."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **kwargs) + 1
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        return super().scatter(tuple(one * 2 for one in inputs), kwargs, device_ids)
+
+
+class Own(Mine):
+    """Replicates without torch's method."""
+
+    def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
+        return [copy.copy(module) for _ in device_ids]
+
+
+class CallbackLog(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+
+    def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
+        self.log.append(copy_id)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(DataParallel, 3), (Mine, 7), (Own, 7)])
+def test_patching(kind: Any, expected: float) -> None:
+    """Once per copy, also after deepcopy and pickle, also for one copy."""
+    model = kind(CallbackLog())
+    model.device_ids = []
+    for _ in range(2):
+        patch_replication_callback(model)
+    assert isinstance(model, kind)
+    assert isinstance(model, ReplicationCallbackDataParallel)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        patch_replication_callback(one)
+        one.module.log.clear()
+        assert one(torch.full((3,), 3.0)).tolist() == [expected] * 3
+        assert one.module.log == [0]
+        one.device_ids = ["cpu"] * 2
+        assert one(torch.full((3,), 3.0)).tolist() == [expected] * 3
+        assert one.module.log == [0, 0, 1]
+        assert type(one) is type(model)
+
+
+def test_patching_something_else() -> None:
+    with pytest.raises(AssertionError, match="expected a DataParallel, got Tanh"):
+        patch_replication_callback(nn.Tanh())  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import gathered, on_ranks
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -48,17 +48,10 @@ def _model(dtype: torch.dtype) -> SupervisedModel:
 
 
 def _train(wrapper: Any, batches: list[Any]) -> tuple[dict[str, Tensor], list[float]]:
-    """Return the weights and statistics after all batches, and the losses."""
     optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.05, momentum=0.9))
     wrapper.train()
     losses = [wrapper.train_step(batch, optim_wrapper)["loss"].mean().item() for batch in batches]
     return {key: value.clone() for key, value in wrapper.module.state_dict().items()}, losses
-
-
-def _on_two_ranks(dtype: torch.dtype) -> tuple[dict[str, Tensor], list[float]]:
-    half = slice(dist.get_rank() * BATCH // 2, (dist.get_rank() + 1) * BATCH // 2)
-    batches = [(images[half], target[half]) for images, target in _batches(dtype)]
-    return _train(StepDistributedDataParallel(_model(dtype), sync_batchnorm=True), batches)
 
 
 def _largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
@@ -82,11 +75,14 @@ def test_two_replicas_follow_the_full_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
+@on_ranks(2)
 def test_two_ranks_follow_the_full_batch(dtype: torch.dtype) -> None:
     expected, expected_losses = _train(SingleDevice(_model(dtype)), _batches(dtype))
-    results = run_ranks(_on_two_ranks, 2, dtype)
-    for got, _ in results:
-        assert _largest_difference(got, expected) <= TOLERANCES[dtype]
-        assert got["net.1.num_batches_tracked"] == STEPS
-    means = [(first + second) / 2 for first, second in zip(*(r[1] for r in results), strict=True)]
+    half = slice(dist.get_rank() * BATCH // 2, (dist.get_rank() + 1) * BATCH // 2)
+    batches = [(images[half], target[half]) for images, target in _batches(dtype)]
+    wrapper = StepDistributedDataParallel(_model(dtype), sync_batchnorm=True)
+    got, losses = _train(wrapper, batches)
+    assert _largest_difference(got, expected) <= TOLERANCES[dtype]
+    assert got["net.1.num_batches_tracked"] == STEPS
+    means = [sum(pair) / 2 for pair in zip(*gathered(losses), strict=True)]
     assert means == pytest.approx(expected_losses, abs=10 * TOLERANCES[dtype])

@@ -14,8 +14,6 @@ CPU = torch.device("cpu")
 
 
 class Echo(nn.Module):
-    """Returns its arguments, and writes them down by copy."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Any, Any]] = []
@@ -32,7 +30,6 @@ def echo(copies: int, **options: Any) -> ReplicationCallbackDataParallel:
 @pytest.mark.parametrize("size", range(9))
 @pytest.mark.parametrize("copies", [1, 2, 3, 4])
 def test_chunks_are_those_of_torch(size: int, copies: int) -> None:
-    """D-6."""
     model = echo(copies)
     batch = torch.arange(size * 2).view(size, 2)
     joined = model(batch)["inputs"][0]
@@ -40,16 +37,6 @@ def test_chunks_are_those_of_torch(size: int, copies: int) -> None:
     seen = sorted((inputs[0] for inputs, _ in model.module.seen), key=lambda one: one.sum())
     expected = sorted(batch.chunk(copies), key=lambda one: one.sum())
     assert [one.tolist() for one in seen] == [one.tolist() for one in expected]
-
-
-def test_chunks_by_example() -> None:
-    """D-6: the count of copies changes with every forward."""
-    model = echo(3)
-    for size, expected in [(5, [2, 2, 1]), (4, [2, 2]), (2, [1, 1]), (1, [1]), (6, [2, 2, 2])]:
-        model.module.seen.clear()
-        model(torch.zeros(size))
-        sizes = [len(inputs[0]) for inputs, _ in model.module.seen]
-        assert sorted(sizes, reverse=True) == expected
 
 
 def test_nested_inputs() -> None:
@@ -112,7 +99,6 @@ def test_gradients_reach_the_inputs() -> None:
 
 
 def test_user_scattered_with_unequal_chunks() -> None:
-    """D-21."""
     model = echo(2, scatter=user_scattered)
     chunks = [{"x": torch.zeros(3, 2)}, {"x": torch.ones(1, 2)}]
     joined = model(chunks)["inputs"][0]["x"]
@@ -132,7 +118,6 @@ def test_user_scattered_with_unequal_chunks() -> None:
     ],
 )
 def test_user_scattered_refuses(arguments: Any, keywords: Any, message: str) -> None:
-    """D-21."""
     with pytest.raises(ValueError, match=message):
         echo(2, scatter=user_scattered)(*arguments, **keywords)
 
@@ -149,7 +134,6 @@ def _output(size: int, value: float) -> dict[str, Any]:
 
 
 def test_dict_gather() -> None:
-    """D-22."""
     joined = dict_gather([_output(2, 0.5), _output(1, 1.5)], CPU)
     assert joined["loss"].tolist() == [0.5, 1.5]
     assert joined["y"].shape == (3, 3)
@@ -172,15 +156,13 @@ def test_dict_gather() -> None:
     ],
 )
 def test_dict_gather_refuses(outputs: list[Any], message: str) -> None:
-    """D-22."""
     with pytest.raises(ValueError, match=message):
         dict_gather(outputs, CPU)
 
 
-def test_an_own_gather() -> None:
+def test_a_custom_gather() -> None:
     def last(outputs: Any, device: torch.device, dim: int) -> Tensor:
-        tensor: Tensor = outputs[-1]["inputs"][0]
-        return tensor
+        return outputs[-1]["inputs"][0]
 
     assert echo(2, gather=last)(torch.arange(4)).tolist() == [2, 3]
     assert echo(2, gather="dict_gather")(torch.arange(4))["inputs"][0].tolist() == [0, 1, 2, 3]

@@ -19,18 +19,24 @@ def total(messages: list[int]) -> list[int]:
     return [sum(messages)] * len(messages)
 
 
+def meeting(combine: Callable[[list[Any]], list[Any]] = total, layer: str = "bn") -> Any:
+    """Return a forward that meets the other copies once, with the message 1."""
+    return lambda session, copy_id: session.rendezvous(layer.format(copy_id), copy_id, 1, combine)
+
+
 @pytest.mark.parametrize("num_copies", [1, 2, 5])
-def test_every_copy_gets_its_own_reply(num_copies: int) -> None:
+def test_every_copy_gets_its_reply(num_copies: int) -> None:
     def forward(session: ReplicationSession, copy_id: int) -> list[Any]:
         ask = session.rendezvous
         return [
             ask("a", copy_id, copy_id, lambda messages: [10 * one for one in messages]),
             ask("a", copy_id, 1, total),
             ask("", copy_id, 2, total),
+            ask("none", copy_id, None, lambda messages: messages),
         ]
 
     results = run_copies(ReplicationSession(num_copies, LIMIT_S), forward)
-    assert results == [[10 * i, num_copies, 2 * num_copies] for i in range(num_copies)]
+    assert results == [[10 * i, num_copies, 2 * num_copies, None] for i in range(num_copies)]
 
 
 def test_combine_runs_once_and_outside_the_lock() -> None:
@@ -48,23 +54,6 @@ def test_combine_runs_once_and_outside_the_lock() -> None:
     assert calls == [[0, 1, 2]]
 
 
-def test_none_is_a_reply() -> None:
-    """D-11."""
-
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous("bn", copy_id, None, lambda messages: messages)
-
-    assert run_copies(ReplicationSession(2, LIMIT_S), forward) == [None, None]
-
-
-def test_sessions_of_other_sizes_follow_each_other() -> None:
-    """D-7."""
-    for num_copies in (2, 1, 2, 3, 1):
-        session = ReplicationSession(num_copies, LIMIT_S)
-        results = run_copies(session, lambda s, i: s.rendezvous("bn", i, 1, total))
-        assert results == [num_copies] * num_copies
-
-
 class PickyError(Exception):
     """Its constructor takes other arguments than it keeps."""
 
@@ -74,7 +63,7 @@ class PickyError(Exception):
 
 
 class StrangeError(Exception):
-    """Cannot be made again at all."""
+    """Cannot be constructed a second time."""
 
     def __new__(cls, *args: Any) -> "StrangeError":
         if args == ("twice",):
@@ -98,8 +87,6 @@ class StrangeError(Exception):
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseException]) -> None:
-    """D-8."""
-
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
             time.sleep(0.02)
@@ -117,7 +104,7 @@ def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseEx
 
 
 def test_the_first_error_is_the_cause_of_all() -> None:
-    """Copy 0 is woken by copy 1, and its end does not hide where that came from."""
+    """Copy 1 wakes copy 0, whose end does not hide the first error."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
@@ -135,8 +122,6 @@ def test_the_first_error_is_the_cause_of_all() -> None:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05])
 def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
-    """D-9."""
-
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         session.rendezvous("bn1", copy_id, 0, total)
         if copy_id == 1:
@@ -153,27 +138,18 @@ def test_a_copy_that_skips_the_layer(delay_s: float) -> None:
 
 
 def test_copies_in_different_layers() -> None:
-    """Neither ends, and neither can go on."""
-
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous(f"bn{copy_id}", copy_id, 0, total)
-
-    for result in run_copies(ReplicationSession(2, LIMIT_S), forward):
+    """Neither copy ends, and neither can continue."""
+    for result in run_copies(ReplicationSession(2, LIMIT_S), meeting(layer="bn{}")):
         with pytest.raises(ReplicationError, match=r"layer 'bn\d' \(call 1\).*the same order"):
             raise result
 
 
 def test_a_failing_combine() -> None:
-    """D-10."""
-
     def combine(messages: list[int]) -> list[int]:
         raise PickyError("bn", value=float(sum(messages)))
 
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous("bn", copy_id, 1, combine)
-
     session = ReplicationSession(3, LIMIT_S)
-    results = run_copies(session, forward)
+    results = run_copies(session, meeting(combine))
     assert [(type(one), one.value) for one in results] == [(PickyError, 3.0)] * 3
     (origin,) = [one for one in results if one.__cause__ is None]
     assert all(one is origin or one.__cause__ is origin for one in results)
@@ -224,14 +200,11 @@ def test_a_slow_combine_is_waited_for() -> None:
         time.sleep(0.3)
         return total(messages)
 
-    def forward(session: ReplicationSession, copy_id: int) -> Any:
-        return session.rendezvous("bn", copy_id, 1, combine)
-
-    assert run_copies(ReplicationSession(2, timeout_s=0.1), forward) == [2, 2]
+    assert run_copies(ReplicationSession(2, timeout_s=0.1), meeting(combine)) == [2, 2]
 
 
 def test_an_interrupt_of_a_waiting_copy() -> None:
-    """The main thread waits, and the others are told."""
+    """The main thread waits, and the other copies get the interrupt."""
     session = ReplicationSession(3, LIMIT_S)
     results: list[Any] = []
 
@@ -247,7 +220,7 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
             results.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for work in (interrupt, other)]
-    # A shell lets what it runs in the background ignore the signal.
+    # A shell makes background processes ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for thread in threads:
@@ -263,7 +236,6 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
 
 
 def test_a_call_after_the_end() -> None:
-    """As a checkpointed layer would in the backward."""
     session = ReplicationSession(2, LIMIT_S)
     session.finish(0)
     with pytest.raises(ReplicationError, match="copy 0 calls layer 'bn' after its forward"):
@@ -285,12 +257,11 @@ def test_wrong_arguments() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_of_a_session_are_fresh(duplicate: Callable[[Any], Any]) -> None:
-    """D-12."""
     session = ReplicationSession(2, LIMIT_S)
     session.abort(ValueError("old"))
     fresh = duplicate(session)
     assert (fresh.num_copies, fresh.timeout_s) == (2, LIMIT_S)
-    assert run_copies(fresh, lambda s, i: s.rendezvous("bn", i, 1, total)) == [2, 2]
+    assert run_copies(fresh, meeting()) == [2, 2]
 
 
 def test_sessions_at_the_same_time_do_not_mix() -> None:

@@ -1,7 +1,5 @@
 """Clipping, loss scaling and states of optimizers whose parameters are spread over ranks."""
 
-from __future__ import annotations
-
 import math
 from copy import deepcopy
 from typing import Any
@@ -10,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import slow
-from ranks import run_ranks
-from sharded_models import CASES, KINDS, data, net, spread, whole, whole_gradient
+from on_ranks import gathered, on_ranks
+from sharded_models import CASES, KINDS, Readable, data, net, spread, whole, whole_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -69,20 +67,22 @@ def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("norm_type", [2.0, *slow(1.0, math.inf)])
 @pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
 def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type: float) -> None:
-    """The norm is large enough to be clipped, and has the same bits on every rank."""
-    clip = {"max_norm": 0.02, "norm_type": norm_type}
-    first, *others = run_ranks(_clipped, size, kind, clip)
-    assert min(first) > 0.02
-    assert all(norms == first for norms in others)
+    norms = _clipped(kind, {"max_norm": 0.02, "norm_type": norm_type})
+    assert min(norms) > 0.02
+    assert gathered(norms) == [norms] * size
 
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
 def test_clipping_by_value_is_that_of_one_process(size: int, kind: str) -> None:
-    run_ranks(_clipped, size, kind, {"type": "value", "clip_value": 0.01})
+    _clipped(kind, {"type": "value", "clip_value": 0.01})
 
 
-def _not_finite(kind: str) -> str:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_raises_on_all_ranks(kind: str) -> None:
     _, model = _twins(kind)
     model(data()).sum().backward()
     if dist.get_rank() == 1:
@@ -92,26 +92,30 @@ def _not_finite(kind: str) -> str:
     with pytest.raises(RuntimeError, match="total norm of order 2.0") as caught:
         wrapper.step()
     assert all(map(torch.equal, before, map(local_part, model.parameters())))
-    return str(caught.value)
+    assert len(set(gathered(str(caught.value)))) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_norm_that_is_not_finite_is_everyones_error(kind: str) -> None:
-    first, second = run_ranks(_not_finite, 2, kind)
-    assert first == second
-
-
-def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
-    """One rank's part of one gradient is infinite: nobody moves; then all go on."""
+@pytest.mark.parametrize(
+    ("size", "kind", "fused", "clip"),
+    [
+        *((2, kind, False, clip) for kind in KINDS for clip in (False, True)),
+        (4, "fsdp x tensor", False, False),
+        *slow(*((2, kind, True, clip) for kind in KINDS for clip in (False, True))),
+        *slow((4, "hsdp", False, False), (4, "data x tensor", False, False)),
+    ],
+)
+@on_ranks("size")
+def test_an_infinity_in_one_ranks_part_stops_all(
+    size: int, kind: str, fused: bool, clip: bool
+) -> None:
+    """One rank's part of one gradient is infinite: no parameter moves; then training continues."""
     _, model = _twins(kind, torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     amp = AmpOptimWrapper(
-        optimizer,
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused),
         dtype="float16",
         loss_scale={"init_scale": 64.0},
         clip_grad={"max_norm": 1.0} if clip else None,
     )
-    scales = []
     for turn in range(2):
         before = [local_part(p).detach().clone() for p in model.parameters()]
         amp.backward(model(data(dtype=torch.float32)).pow(2).mean())
@@ -121,45 +125,19 @@ def _overflow(kind: str, fused: bool, clip: bool) -> list[float]:
         amp.zero_grad()
         same = all(map(torch.equal, before, map(local_part, model.parameters())))
         assert same == (not turn)
-        scales.append(amp.loss_scaler.get_scale())
-    return scales
+        assert amp.loss_scaler.get_scale() == 32.0
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("fused", [False, *slow(True)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_infinity_in_one_ranks_part_stops_all(kind: str, fused: bool, clip: bool) -> None:
-    assert run_ranks(_overflow, 2, kind, fused, clip) == [[32.0, 32.0], [32.0, 32.0]]
-
-
-@pytest.mark.parametrize("kind", ["fsdp x tensor", *slow("hsdp", "data x tensor")])
-def test_an_infinity_on_a_mesh_stops_all(kind: str) -> None:
-    run_ranks(_overflow, 4, kind, False, False)
-
-
-def _scaled(kind: str) -> None:
+@pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
+def test_the_loss_scale_cancels(size: int, kind: str) -> None:
     plain, model = _twins(kind)
-    expected, wrapper = _wrapper(plain, "adam"), None
+    expected = _wrapper(plain, "adam")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     wrapper = AmpOptimWrapper(optimizer, dtype="float16", loss_scale=128.0)
     _steps(plain, expected, range(3))
     _steps(model, wrapper, range(3))
     _assert_same(model, plain)
-
-
-@pytest.mark.parametrize(("size", "kind"), CASES)
-def test_the_scale_leaves_no_trace(size: int, kind: str) -> None:
-    run_ranks(_scaled, size, kind)
-
-
-class Readable:
-    """Stands for a whole tensor in a file: it has a shape and can be cut."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index].clone()
 
 
 def _readable(state: Any) -> Any:
@@ -168,8 +146,11 @@ def _readable(state: Any) -> Any:
     return {k: _readable(v) for k, v in state.items()} if isinstance(state, dict) else state
 
 
-def _states(kind: str, optim: str) -> None:
-    """A plain state loads into parts, goes on exactly, and comes back whole."""
+@pytest.mark.parametrize("optim", ["adam", *slow("sgd")])
+@pytest.mark.parametrize(("size", "kind"), CASES)
+@on_ranks("size")
+def test_a_plain_state_loads_into_shards(size: int, kind: str, optim: str) -> None:
+    """A plain state loads into parts, training continues exactly, and the state is whole again."""
     plain, model = _twins(kind)
     reference = _wrapper(plain, optim)
     _steps(plain, reference, range(2))
@@ -197,26 +178,14 @@ def _states(kind: str, optim: str) -> None:
     _assert_same(model, plain)
 
 
-@pytest.mark.parametrize("optim", ["adam", *slow("sgd")])
-@pytest.mark.parametrize(("size", "kind"), CASES)
-def test_a_plain_state_goes_on_in_parts(size: int, kind: str, optim: str) -> None:
-    run_ranks(_states, size, kind, optim)
-
-
-def _zero(model: nn.Module) -> OptimWrapper:
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01
-    )
-    return OptimWrapper(optimizer)
-
-
-def _redundancy() -> dict[str, Any]:
-    """Train by ZeRO from a plain state on, and return its own state."""
+@on_ranks(2)
+def test_zero_redundancy_takes_and_gives_plain_states() -> None:
     plain, model = net(), net()
     reference = _wrapper(plain, "adam")
     _steps(plain, reference, range(2))
     model.load_state_dict(plain.state_dict())
-    wrapper = _zero(model)
+    options = {"optimizer_class": torch.optim.AdamW, "lr": 0.01}
+    wrapper = OptimWrapper(ZeroRedundancyOptimizer(model.parameters(), **options))
     assert wrapper.collective_state
     wrapper.load_state_dict(deepcopy(reference.state_dict()))
     _steps(plain, reference, range(2, 4))
@@ -229,20 +198,15 @@ def _redundancy() -> dict[str, Any]:
     assert len(state["param_groups"]) == len(expected["param_groups"])
     if dist.get_rank() != 0:
         assert state["state"] == {}
-        return {}
+        return
     for key, values in expected["state"].items():
         for name, value in values.items():
             assert torch.equal(value, state["state"][key][name])
-    again = _wrapper(model, "adam")
-    again.load_state_dict(state)
-    return state
+    _wrapper(model, "adam").load_state_dict(state)
 
 
-def test_zero_redundancy_takes_and_gives_plain_states() -> None:
-    run_ranks(_redundancy, 2)
-
-
-def _local_sgd() -> None:
+@on_ranks(2)
+def test_post_local_sgd_takes_and_gives_plain_states() -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
     model = net()
@@ -262,11 +226,7 @@ def _local_sgd() -> None:
     assert averager.step == 3
 
 
-def test_post_local_sgd_takes_and_gives_plain_states() -> None:
-    run_ranks(_local_sgd, 2)
-
-
-def test_the_own_implementation_stays() -> None:
+def test_the_implementation_is_not_loaded() -> None:
     """Fused kernels of the saved run may not be had here."""
     first = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
     second = OptimWrapper(torch.optim.AdamW(net().parameters(), lr=0.5, foreach=True))
@@ -275,7 +235,8 @@ def test_the_own_implementation_stays() -> None:
     assert (group["lr"], group["fused"], group["foreach"]) == (1e-3, None, True)
 
 
-def _several() -> None:
+@on_ranks(2)
+def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
     _, model = _twins("fsdp")
     plain = net()
     group = OptimWrapperDict(a=_wrapper(model, "sgd"), b=_wrapper(plain, "sgd"))
@@ -284,19 +245,11 @@ def _several() -> None:
     assert not OptimWrapperDict(b=_wrapper(plain, "sgd")).collective_state
 
 
-def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
-    run_ranks(_several, 2)
-
-
-def _accumulated() -> None:
-    """A localised gradient is a part like its parameter."""
+@on_ranks(2)
+def test_gradients_of_localised_parameters() -> None:
     plain, model = _twins("tensor")
     for one in (plain, model):
         one(data()).pow(2).mean().backward()
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole_gradient(mine), other.grad, rtol=1e-12, atol=1e-15)
     assert sum(map(is_sharded, model.parameters())) == 3
-
-
-def test_gradients_of_localised_parameters() -> None:
-    run_ranks(_accumulated, 2)

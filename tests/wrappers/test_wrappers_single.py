@@ -7,16 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from step_models import HalfUsed, OwnStep, PlainModel, batches, classifier, flat, mlp, sgd
+from step_models import (
+    HalfUsed,
+    OwnStep,
+    PlainModel,
+    batches,
+    classifier,
+    flat,
+    mlp,
+    sgd,
+    train_plainly,
+)
 from torch import Tensor, nn
 
-from stepwrap.registry import MODEL_WRAPPERS
-from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice
+from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice, StepDistributedDataParallel
+from stepwrap.wrappers import with_train_step as stepped
 
 
 class Recording(BaseModel):
-    """Writes down what is called, and with which arguments."""
-
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
         self.calls = calls
@@ -70,7 +78,6 @@ ORDER = [
 
 @pytest.mark.parametrize("wrap", [SingleDevice, lambda model: model])
 def test_order_of_a_step(wrap: Any) -> None:
-    """C-6."""
     calls: list[Any] = []
     model = wrap(Recording(calls))
     optimizer = RecordingSGD(model.parameters(), lr=0.1)
@@ -79,17 +86,13 @@ def test_order_of_a_step(wrap: Any) -> None:
     assert calls == ORDER
 
 
-def test_equals_a_plain_loop() -> None:
-    model, plain = SingleDevice(classifier()), mlp()
-    wrapper = sgd(model)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for inputs, target in batches(5):
-        logs = model.train_step([inputs, target], wrapper)
-        loss = nn.functional.cross_entropy(plain(inputs), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert logs["loss"].item() == loss.item()
+@pytest.mark.parametrize("wrap", [SingleDevice, lambda model: model])
+def test_equals_a_plain_loop(wrap: Any) -> None:
+    model, plain = wrap(classifier()), mlp()
+    optim = sgd(model)
+    logs = [model.train_step(batch, optim)["loss"] for batch in batches(5)]
+    assert [loss.item() for loss in logs] == train_plainly(plain, batches(5))
+    assert not any(loss.requires_grad for loss in logs)
     assert torch.equal(flat(model), flat(plain))
 
 
@@ -115,13 +118,13 @@ def test_a_preprocessor_may_be_a_method() -> None:
     assert torch.equal(model.train_step([inputs, target], sgd(model))["loss"], expected)
 
 
-def test_logs_of_an_own_parse_losses_are_detached() -> None:
+def test_logs_of_a_custom_parse_losses_are_detached() -> None:
     model = SingleDevice(Recording([]))
     logs = model.train_step(batches(1)[0], sgd(model))
     assert not logs["loss"].requires_grad
 
 
-def test_an_own_train_step_is_used() -> None:
+def test_a_train_step_of_the_model_is_used() -> None:
     model = SingleDevice(OwnStep())
     assert set(model.train_step(batches(1)[0], sgd(model))) == {"doubled"}
     with pytest.raises(ValueError, match=r"OwnStep\.train_step is used"):
@@ -186,5 +189,27 @@ def test_state_is_under_the_users_names() -> None:
     }
 
 
-def test_registered_names() -> None:
-    assert MODEL_WRAPPERS.get("SingleDevice") is MODEL_WRAPPERS.get("single") is SingleDevice
+def usual(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+    loss = wrapper(*data, mode="loss")["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss, "half": 0.5}
+
+
+def made(step: Any) -> tuple[Any, OptimWrapper]:
+    wrapper = stepped(SingleDevice, step)(classifier())
+    return wrapper, OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+
+
+def test_logs_that_are_not_numbers_are_refused() -> None:
+    def wordy(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        return {**usual(wrapper, data, optim_wrapper), "note": "good"}
+
+    wrapper, optim = made(wordy)
+    with pytest.raises(TypeError, match="wordy must return numbers or tensors, got note='good'"):
+        wrapper.train_step(batches(1)[0], optim)
+
+
+def test_name_and_docstring_of_the_class() -> None:
+    kind = stepped(StepDistributedDataParallel, usual)
+    assert kind.__name__ == "StepDistributedDataParallel_with_usual"
+    assert kind.__doc__ == "``StepDistributedDataParallel`` with the training step ``usual``."

@@ -1,13 +1,11 @@
 """Gradients that should be the same on all ranks of a tensor group, compared once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, PostLocalSGD, build_mesh, parallelize
@@ -57,50 +55,39 @@ def _made(net: Net, kind: str) -> OptimWrapper:
     return OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-def _told(kind: str) -> list[str]:
-    net, other, right = _split(scales=True), _split(), _split()
-    told = [_step(net, _made(net, kind), _inputs())]
-    told.append(_step(other, _made(other, kind), _inputs(dist.get_rank())))
-    told.append(_step(right, _made(right, kind), _inputs()))
-    return told
-
-
 @pytest.mark.parametrize("kind", ["sgd", "local"])
-def test_what_differs_is_named(kind: str) -> None:
-    for scale, batch, right in run_ranks(_told, 2, kind):
-        assert "the gradient of 'scale' is not the same on the ranks" in scale
-        assert "the gradient of 'enter.weight' is not the same on the ranks of a tensor" in batch
-        assert "tensor group (here 0, 1), and must be" in batch
-        assert "these ranks get different batches" in batch
-        assert not right
+@on_ranks(2)
+def test_gradients_that_differ_are_named(kind: str) -> None:
+    scaled, other, right = _split(scales=True), _split(), _split()
+    scale = _step(scaled, _made(scaled, kind), _inputs())
+    assert "the gradient of 'scale' is not the same on the ranks" in scale
+    batch = _step(other, _made(other, kind), _inputs(dist.get_rank()))
+    assert "the gradient of 'enter.weight' is not the same on the ranks of a tensor" in batch
+    assert "tensor group (here 0, 1), and must be" in batch
+    assert "these ranks get different batches" in batch
+    assert not _step(right, _made(right, kind), _inputs())
 
 
-def _one_group_alone() -> str:
+@on_ranks(4)
+def test_all_tensor_groups_raise() -> None:
     net = _split()
     optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
     # The second tensor group alone sees different batches.
-    return _step(net, optim, _inputs(max(dist.get_rank(), 1)))
+    text = _step(net, optim, _inputs(max(dist.get_rank(), 1)))
+    assert "is not the same on the ranks" in text
 
 
-def test_all_tensor_groups_hear_of_it() -> None:
-    for told in run_ranks(_one_group_alone, 4):
-        assert "is not the same on the ranks" in told
-
-
-def _several_optimizers() -> list[str]:
+@on_ranks(2)
+def test_each_optimizer_checks_its_parameters() -> None:
     net = _split(scales=True)
     inner = OptimWrapper(torch.optim.SGD([*net.first.parameters(), net.scale], lr=0.1))
     outer = OptimWrapper(torch.optim.SGD(net.last.parameters(), lr=0.1))
-    return [_step(net, outer, _inputs()), _step(net, inner, _inputs())]
+    assert not _step(net, outer, _inputs())
+    assert "'scale'" in _step(net, inner, _inputs())
 
 
-def test_each_optimizer_asks_for_its_own() -> None:
-    for outer, inner in run_ranks(_several_optimizers, 2):
-        assert not outer
-        assert "'scale'" in inner
-
-
-def _calls() -> list[int]:
+@on_ranks(2)
+def test_gradients_are_compared_once() -> None:
     counts: list[int] = []
     real: Any = dist.all_gather
     net = _split()
@@ -117,14 +104,11 @@ def _calls() -> list[int]:
             _step(net, optim, _inputs())
     finally:
         dist.all_gather = real
-    return counts
+    assert counts == [1, 0, 0]
 
 
-def test_only_once() -> None:
-    assert run_ranks(_calls, 2) == [[1, 0, 0]] * 2
-
-
-def _overflow() -> list[str]:
+@on_ranks(2)
+def test_an_update_that_overflows_is_not_the_one_compared() -> None:
     net = _split(scales=True)
     net.last.weight.data.mul_(1e4)
     optim = AmpOptimWrapper(
@@ -132,28 +116,18 @@ def _overflow() -> list[str]:
         dtype="float16",
         loss_scale={"init_scale": 1e38, "backoff_factor": 1e-36},
     )
-    return [_step(net, optim, _inputs()) for _ in range(2)]
+    assert not _step(net, optim, _inputs())
+    assert "'scale'" in _step(net, optim, _inputs())
 
 
-def test_an_update_that_overflows_is_not_the_one_compared() -> None:
-    for first, second in run_ranks(_overflow, 2):
-        assert not first
-        assert "'scale'" in second
-
-
-def _made_too_early() -> str:
+@on_ranks(2)
+def test_an_optimizer_made_before_layers_are_split() -> None:
     model = Net()
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     parallelize(model, build_mesh({"tensor": 2}), PLAN)
-    with pytest.raises(RuntimeError) as caught:
+    text = "^SGD has parameters that the model lost when its layers were split"
+    with pytest.raises(RuntimeError, match=text):
         optim.update_params(model(_inputs()).sum())
     # What is not split is as it was, and its optimizer with it.
-    OptimWrapper(torch.optim.SGD(model.enter.parameters(), lr=0.1)).update_params(
-        model(_inputs()).sum()
-    )
-    return str(caught.value)
-
-
-def test_an_optimizer_of_the_layers_before_they_were_split() -> None:
-    told = "SGD has parameters that the model lost when its layers were split"
-    assert all(one.startswith(told) for one in run_ranks(_made_too_early, 2))
+    enter = OptimWrapper(torch.optim.SGD(model.enter.parameters(), lr=0.1))
+    enter.update_params(model(_inputs()).sum())

@@ -1,18 +1,17 @@
 """Copies of models with layers split over a tensor axis."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from on_ranks import assert_near, on_ranks, raises_with
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from stepwrap.wrappers import (
+    Mesh,
     OptimWrapper,
     Preparation,
     SeparateDistributedDataParallel,
@@ -56,60 +55,44 @@ def _expected(steps: int) -> Tensor:
     return _whole(model)
 
 
-def _train(wrapper: Any, steps: int, rank: int, size: int) -> None:
+def _train(wrapper: Any, steps: int, mesh: Mesh) -> None:
     optim = OptimWrapper(torch.optim.AdamW(wrapper.parameters(), lr=0.01), clip_grad=CLIP)
     for seed in range(steps):
-        wrapper.train_step([one.chunk(size)[rank] for one in _batch(seed)], optim)
+        parts = [one.chunk(mesh.data_size) for one in _batch(seed)]
+        wrapper.train_step([part[mesh.data_rank] for part in parts], optim)
 
 
-def _copied(data: int, wrapper: Any) -> dict[str, Any]:
-    mesh = build_mesh({"data": data, "tensor": 2})
+@pytest.mark.parametrize(
+    ("ranks", "wrapper"), [(2, None), (4, None), (4, SeparateDistributedDataParallel)]
+)
+@on_ranks("ranks")
+def test_copies_train_by_themselves(ranks: int, wrapper: Any) -> None:
+    mesh = build_mesh({"data": ranks // 2, "tensor": 2})
     prepare = Preparation(tensor_parallel=PLAN)
     first = wrap_model(wrapper, _model(), mesh=mesh, prepare=prepare)
-    parts = sum(map(is_sharded, first.parameters()))
     second = copy.deepcopy(copy.deepcopy(first))
     averaged = AveragedModel(first.module)
-    _train(second, 4, mesh.data_rank, data)
-    seen: dict[str, Any] = {
-        "parts": [parts, *(sum(map(is_sharded, one.parameters())) for one in (second, averaged))],
-        "trained": (_whole(second.module) - _expected(4)).abs().max().item(),
-        "unmoved": (_whole(first.module) - _expected(0)).abs().max().item(),
-        "groups": second.data_group is first.data_group is mesh.data_group,
-    }
-    _train(first, 2, mesh.data_rank, data)
+    for one in (first, second, averaged):
+        assert sum(map(is_sharded, one.parameters())) == 3
+    assert second.data_group is first.data_group is mesh.data_group
+    _train(second, 4, mesh)
+    assert_near(_whole(second.module), _expected(4), 1e-12)
+    assert_near(_whole(first.module), _expected(0), 1e-12)
+    _train(first, 2, mesh)
     averaged.update_parameters(first.module)
     averaged.eval()
     (inputs, _), plain = _batch(9), _model()
     torch.nn.utils.vector_to_parameters(_expected(2), plain.parameters())
     with torch.no_grad():
-        expected = plain.net(inputs)
-        seen["averaged"] = (averaged.module.net(inputs) - expected).abs().max().item()
-    return seen
+        assert_near(averaged.module.net(inputs), plain.net(inputs), 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("data", "wrapper"), [(1, None), (2, None), (2, SeparateDistributedDataParallel)]
-)
-def test_copies_train_by_themselves(data: int, wrapper: Any) -> None:
-    for seen in run_ranks(_copied, 2 * data, data, wrapper):
-        assert seen.pop("parts") == [3, 3, 3]
-        assert seen.pop("groups")
-        assert max(seen.values()) <= 1e-12, seen
-
-
-def _refused() -> list[str]:
+@on_ranks(2)
+def test_pickles_are_refused() -> None:
     mesh = build_mesh({"tensor": 2})
     wrapped = wrap_model(None, _model(), mesh=mesh, prepare=Preparation(tensor_parallel=PLAN))
-    told = []
-    for one in (wrapped, wrapped.module):
-        with pytest.raises(TypeError) as caught:
-            pickle.dumps(one)
-        told.append(str(caught.value))
-    return told
-
-
-def test_pickles_are_refused() -> None:
-    for wrapped, bare in run_ranks(_refused, 2):
-        assert "SingleDevice of a group of ranks cannot be pickled" in wrapped
-        for told in (wrapped, bare):
-            assert "save state_dict() and load it into a new one" in told
+    advice = "save state_dict() and load it into a new one"
+    with raises_with(TypeError, "SingleDevice of a group of ranks cannot be pickled", advice):
+        pickle.dumps(wrapped)
+    with raises_with(TypeError, advice):
+        pickle.dumps(wrapped.module)

@@ -1,6 +1,7 @@
 """Synchronised batch normalisation over the ranks of a process group."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -20,16 +21,17 @@ from batchnorm_cases import (
     with_parameters,
 )
 from marks import slow
-from ranks import run_ranks
+from on_ranks import gathered, on_ranks, raises_with
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stepwrap.collectives import CollectiveError, recent_collectives, trace_collectives
 from stepwrap.wrappers import (
-    OptimWrapper,
-    StepDistributedDataParallel,
+    StepDataParallel,
     SupervisedModel,
     SynchronizedBatchNorm1d,
     SynchronizedBatchNorm2d,
+    dict_gather,
 )
 
 
@@ -62,7 +64,9 @@ def _error(given: Case, sizes: list[int], layer: Any = None, **options: Any) -> 
     return largest_error(_whole(got, parts), reference(given, **options))
 
 
-def _errors() -> dict[tuple[str, ...], float]:
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
+@on_ranks("world_size")
+def test_equals_the_full_batch(world_size: int) -> None:
     found = {}
     for kind in SHAPES:
         for dtype, bound in BOUNDS.items():
@@ -77,18 +81,13 @@ def _errors() -> dict[tuple[str, ...], float]:
     for precision, bound in (("fp32", 1e-6), ("fp64", 2e-7)):
         layer = _layer("2d", torch.float32, precision=precision)
         found["2d", "far", precision] = _error(far, uneven, layer) / bound
-    return found
+    errors = found
+    assert {key: error for key, error in errors.items() if error > 1} == {}
 
 
-@pytest.mark.parametrize("world_size", [2, *slow(4)])
-def test_equals_the_full_batch(world_size: int) -> None:
-    """D-13, D-14, D-17."""
-    for errors in run_ranks(_errors, world_size):
-        assert {key: error for key, error in errors.items() if error > 1} == {}
-
-
-def _calls_by_mode() -> dict[str, list[str]]:
-    """The layer's collectives in each mode."""
+@on_ranks(2)
+def test_one_collective_each_way() -> None:
+    """None in evaluation and for a group of one rank."""
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     x = torch.randn(2, CHANNELS, 2, 2, dtype=torch.float64, requires_grad=True)
     layer, plain = _layer("2d", torch.float64), nn.BatchNorm2d(CHANNELS).double()
@@ -119,22 +118,12 @@ def _calls_by_mode() -> dict[str, list[str]]:
             found[mode] = [one.name for one in new]
     finally:
         trace_collectives(False)
-    return found
+    names = [f"SynchronizedBatchNorm2d.{way}" for way in ("forward", "backward")]
+    assert found == {"train": names, "no gradient of the input": names[:1], "eval": [], "alone": []}
 
 
-def test_one_collective_each_way() -> None:
-    """D-16: none in evaluation and for a group of one rank."""
-    for calls in run_ranks(_calls_by_mode, 2):
-        names = [f"SynchronizedBatchNorm2d.{way}" for way in ("forward", "backward")]
-        assert calls == {
-            "train": names,
-            "no gradient of the input": names[:1],
-            "eval": [],
-            "alone": [],
-        }
-
-
-def _in_half_groups() -> list[float]:
+@on_ranks(4)
+def test_groups_of_some_ranks() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = groups[dist.get_rank() // 2]
     given = case("2d", torch.float64)
@@ -144,141 +133,127 @@ def _in_half_groups() -> list[float]:
     assert copied.process_group is own
     with pytest.raises(ValueError, match="not a member of the layer's process_group"):
         _layer("2d", torch.float64, process_group=groups[1 - dist.get_rank() // 2])(given.inputs[0])
-    return [_error(given, [3, 5], process_group=own)]
+    assert _error(given, [3, 5], process_group=own) <= 1e-12
 
 
-def test_groups_of_some_ranks() -> None:
-    for errors in run_ranks(_in_half_groups, 4):
-        assert max(errors) <= 1e-12
-
-
-def _mistakes() -> dict[str, str]:
-    """What every rank is told of the mistakes of one, and that the group goes on."""
+@on_ranks(2)
+def test_mistakes_of_one_rank() -> None:
+    """An error on every rank that names the one, and no hang; the next call works."""
     first = dist.get_rank() == 0
     x = torch.randn(4, CHANNELS)
     layer = _layer("1d", torch.float32)
-    found = {}
-
-    def attempt(name: str, call: Any) -> None:
-        try:
-            call()
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
-    def without_gradients() -> None:
-        with torch.set_grad_enabled(not first):
-            layer(x.clone().requires_grad_())
-
-    attempt("channels of layers", lambda: SynchronizedBatchNorm1d(4 + first)(x[:, : 4 + first]))
-    attempt("channels", lambda: layer(x if first else x[:, :5]))
-    attempt("dimensions", lambda: layer(x[..., None, None] if first else x))
-    attempt("one value", lambda: layer(x[:1] if first else x[:0]))
-    attempt("gradients", without_gradients)
-    attempt("works", lambda: layer(x).sum().backward())
-    return found
-
-
-def test_mistakes_of_one_rank() -> None:
-    """An error on every rank that names the one, and no hang; the next call works."""
     name = "SynchronizedBatchNorm1d"
-    results = run_ranks(_mistakes, 2)
-    for found in results:
-        assert found.keys() == {
-            "channels of layers",
-            "channels",
-            "dimensions",
-            "one value",
-            "gradients",
-        }
-        assert found["channels of layers"] == (
-            f"ValueError: {name} must have the same num_features on all ranks, but it has "
-            "5 on rank 0, 4 on rank 1"
-        )
-        channels = (
-            f"rank 1: AssertionError: Channel size mismatch: the layer has {CHANNELS} channels"
-        )
-        assert found["channels"].startswith(f"CollectiveError: {name} cannot continue: {channels}")
-        dimensions = "rank 0: ValueError: expected 2D or 3D input (got 4D input)"
-        assert found["dimensions"] == f"CollectiveError: {name} cannot continue: {dimensions}"
-        text = "ValueError: Expected more than 1 value per channel when training"
-        assert found["one value"].startswith(text)
-        assert "but ranks [0] run it without" in found["gradients"]
+    text = (
+        f"{name} must have the same num_features on all ranks, but it has 5 on rank 0, 4 on rank 1"
+    )
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        SynchronizedBatchNorm1d(4 + first)(x[:, : 4 + first])
+    text = f"rank 1: AssertionError: Channel size mismatch: the layer has {CHANNELS} channels"
+    with pytest.raises(CollectiveError, match=f"^{name} cannot continue: {text}"):
+        layer(x if first else x[:, :5])
+    text = r"rank 0: ValueError: expected 2D or 3D input \(got 4D input\)"
+    with pytest.raises(CollectiveError, match=f"^{name} cannot continue: {text}$"):
+        layer(x[..., None, None] if first else x)
+    with pytest.raises(ValueError, match="^Expected more than 1 value per channel when training"):
+        layer(x[:1] if first else x[:0])
+    with (
+        pytest.raises(CollectiveError, match=r"but ranks \[0\] run it without"),
+        torch.set_grad_enabled(not first),
+    ):
+        layer(x.clone().requires_grad_())
+    layer(x).sum().backward()
 
 
-def _one_leaves() -> str:
+@on_ranks(2, group_timeout_s=2)
+def test_a_rank_that_skips_the_layer() -> None:
     layer = _layer("1d", torch.float32)
     x = torch.randn(4, CHANNELS)
     layer(x)
-    if dist.get_rank() == 1:
-        return ""
-    with pytest.raises(CollectiveError) as caught:
-        layer(x)
-    return str(caught.value)
+    if dist.get_rank() == 0:
+        with raises_with(CollectiveError, "SynchronizedBatchNorm1d.forward", "rank 0"):
+            layer(x)
 
 
-def test_a_rank_that_does_not_come() -> None:
-    text, _ = run_ranks(_one_leaves, 2, group_timeout_s=2)
-    assert "SynchronizedBatchNorm1d.forward" in text
-    assert "rank 0" in text
-
-
-def _autocast_and_layout() -> list[bool]:
+@on_ranks(2)
+def test_autocast_and_layout() -> None:
     x = torch.randn(4, CHANNELS, 4, 4).to(memory_format=torch.channels_last)
     layer = SynchronizedBatchNorm2d(CHANNELS)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x.bfloat16().requires_grad_())
     y.sum().backward()
-    return [
-        y.dtype is torch.bfloat16,
-        y.is_contiguous(memory_format=torch.channels_last),
-        layer.running_mean.dtype is torch.float32,
-        layer.weight.grad.dtype is torch.float32,
-    ]
+    assert y.dtype is torch.bfloat16
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert layer.running_mean.dtype is layer.weight.grad.dtype is torch.float32
 
 
-def test_autocast_and_layout() -> None:
-    for results in run_ranks(_autocast_and_layout, 2):
-        assert results == [True] * 4
+def _layers() -> tuple[SynchronizedBatchNorm1d, SynchronizedBatchNorm1d, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    first, second = (SynchronizedBatchNorm1d(3).double() for _ in range(2))
+    first(x)
+    second(x)
+    return first, second, x
 
 
-def _network(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
-    layers = [nn.Linear(CHANNELS, 8), norms[0], nn.ReLU(), nn.Linear(8, 8), norms[1]]
-    return nn.Sequential(*layers, nn.Linear(8, 3)).to(dtype)
+@on_ranks(2)
+def test_ranks_in_different_layers_get_an_error() -> None:
+    """Not wrong statistics, and not wrong gradients."""
+    first, second, x = _layers()
+    chosen = (first, second)[dist.get_rank()]
+    text = "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d"
+    with raises_with(CollectiveError, text):
+        chosen(x)
+    first, second, x = _layers()
+    output = (first(x), second(x * 2 + x**2))[dist.get_rank()]
+    text = "in the backward of different calls of SynchronizedBatchNorm1d"
+    with raises_with(CollectiveError, text):
+        output.pow(3).sum().backward()
+    # The ranks are in step again.
+    first, _, x = _layers()
+    first(x).pow(3).sum().backward()
+    assert x.grad is not None
 
 
-def _batches() -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        [
-            torch.randn(8, CHANNELS, generator=generator, dtype=torch.float64),
-            torch.randint(3, (8,), generator=generator),
-        ]
-        for _ in range(4)
-    ]
+@on_ranks(2)
+def test_a_copy_that_one_rank_makes_still_synchronises() -> None:
+    """The outputs of both ranks have mean 0 together, but not alone."""
+    layer, _, x = _layers()
+    if dist.get_rank() == 0:
+        layer = copy.deepcopy(layer)
+    of_rank_0, of_rank_1 = gathered(layer(x).sum().item())
+    assert of_rank_0 + of_rank_1 == pytest.approx(0, abs=1e-9)
+    assert abs(of_rank_0) > 1e-3
 
 
-def _trained() -> dict[str, Tensor]:
-    model = StepDistributedDataParallel(
-        SupervisedModel(_network(torch.float64), nn.CrossEntropyLoss()), sync_batchnorm=True
-    )
-    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for batch in _batches():
-        model.train_step(
-            [one.chunk(dist.get_world_size())[dist.get_rank()] for one in batch], wrapper
-        )
-    return {name: one.clone() for name, one in model.module.net.state_dict().items()}
+@on_ranks(2)
+def test_activation_checkpoints_on_ranks() -> None:
+    differences = []
+    for reentrant in (None, True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), SynchronizedBatchNorm1d(3), nn.ReLU()).double()
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        out = net(x) if reentrant is None else checkpoint(net, x, use_reentrant=reentrant)
+        out.pow(3).sum().backward()
+        assert x.grad is not None
+        differences.append(x.grad)
+    differences = [float((other - differences[0]).abs().max()) for other in differences[1:]]
+    assert max(differences) < 1e-13
 
 
-def test_training_follows_the_full_batch() -> None:
-    net = _network(torch.float64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for x, target in _batches():
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), target).backward()
-        optimizer.step()
-    expected = net.state_dict()
-    for got in run_ranks(_trained, 2):
-        for name, value in expected.items():
-            assert torch.allclose(got[name].double(), value.double(), rtol=0, atol=1e-12)
+@on_ranks(2)
+def test_a_layer_with_a_group_is_pickled_without_it() -> None:
+    layer = SynchronizedBatchNorm1d(3, process_group=dist.group.WORLD)
+    again = pickle.loads(pickle.dumps(layer))
+    assert again.process_group is None
+    assert copy.deepcopy(layer).process_group is dist.group.WORLD
+
+
+def test_outputs_that_cannot_be_gathered_and_a_positional_mode() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match=r"different dimensions: shapes \(2,\), \(\)"):
+        dict_gather([torch.ones(2), torch.tensor(1.0)], cpu)
+    with pytest.raises(ValueError, match="at least one copy"):
+        dict_gather([], cpu)
+    model = SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
+    with pytest.raises(TypeError, match="mode must be given by its name"):
+        StepDataParallel(model, ["cpu", "cpu"])(torch.ones(4, 3), torch.zeros(4).long(), "loss")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -59,7 +59,6 @@ def _tensors(model: nn.Module) -> dict[str, int]:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_keeps_everything(training: bool) -> None:
-    """D-18."""
     model = _model().train(training)
     model[1].weight.requires_grad_(False)
     model[2][2].double()
@@ -93,7 +92,6 @@ def _norms(model: nn.Module) -> list[Any]:
 
 
 def test_optimizers_and_state_dicts_keep_working() -> None:
-    """D-18: an optimizer from before trains the converted model as the plain one."""
     plain = _model().double()
     model = copy.deepcopy(plain)
     results = []
@@ -185,15 +183,12 @@ def test_torchs_layers_become_plain(shape: tuple[int, ...]) -> None:
     assert type(revert_sync_batchnorm(again)[0]).__name__ == "BatchNormXd"
 
 
-def _plain_on_two_ranks() -> bool:
+@on_ranks(2)
+def test_torchs_layers_become_plain_on_ranks() -> None:
     """torch's own layer trains on GPUs only; reverted, each rank has its own statistics."""
     layer = revert_sync_batchnorm(nn.SyncBatchNorm(2))
     x = torch.randn(4, 2) + torch.distributed.get_rank()
-    return torch.equal(layer(x), nn.BatchNorm1d(2)(x))
-
-
-def test_torchs_layers_become_plain_on_ranks() -> None:
-    assert run_ranks(_plain_on_two_ranks, 2) == [True, True]
+    assert torch.equal(layer(x), nn.BatchNorm1d(2)(x))
 
 
 def test_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,7 +224,6 @@ def test_data_parallel_gets_callbacks() -> None:
 
 
 def test_patched_names() -> None:
-    """D-20."""
     before = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
     with patch_sync_batchnorm(), patch_sync_batchnorm():
         layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3, device="cpu")]
@@ -260,40 +254,30 @@ def test_the_option_on_one_process() -> None:
         wrap_model(kind, SupervisedModel(_model(), nn.MSELoss()), sync_batchnrm=True)
 
 
-def _wrong_order(kind: str) -> list[str]:
-    torch_made = kind == "torch"
-    wrapped: Any = (DistributedDataParallel if torch_made else StepDistributedDataParallel)(
-        _model()
-    )
-    texts = []
-    for module in (wrapped, nn.ModuleList([wrapped]), wrapped.module, wrapped.module[2]):
-        with pytest.raises(ValueError, match="already") as caught:
+@pytest.mark.parametrize("kind", [DistributedDataParallel, StepDistributedDataParallel])
+@on_ranks(1)
+def test_wrong_order(kind: Any) -> None:
+    wrapped = kind(_model())
+    name = kind.__name__
+    inside = f"^Sequential is inside {name} already: convert the model first and wrap it then"
+    for module, text in (
+        (wrapped, f"^the model is wrapped in {name} already"),
+        (nn.ModuleList([wrapped]), f"^'0' of the model is wrapped in {name} already"),
+        (wrapped.module, inside),
+        (wrapped.module[2], inside),
+    ):
+        with pytest.raises(ValueError, match=text):
             convert_sync_batchnorm(module)
-        texts.append(str(caught.value))
     assert not any(isinstance(one, SynchronizedBatchNorm2d) for one in wrapped.modules())
     # What is not inside may be converted, and so may a model whose wrapper is gone.
     convert_sync_batchnorm(_model())
     model = wrapped.module
-    del wrapped, module, caught
+    del wrapped, module
     convert_sync_batchnorm(model)
     assert type(model[1]) is SynchronizedBatchNorm2d
-    return texts
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("torch", "DistributedDataParallel"), ("ours", "StepDistributedDataParallel")],
-)
-def test_wrong_order(kind: str, name: str) -> None:
-    texts = run_ranks(_wrong_order, 1, kind)[0]
-    assert texts[0].startswith(f"the model is wrapped in {name} already")
-    assert texts[1].startswith(f"'0' of the model is wrapped in {name} already")
-    inside = f"Sequential is inside {name} already: convert the model first and wrap it then"
-    assert all(text.startswith(inside) for text in texts[2:])
 
 
 def test_precision() -> None:
-    """Of all layers, or as each has it; layers that are reverted have none."""
     model = convert_sync_batchnorm(_model(), precision="fp64")
     assert {one.precision for one in _norms(model)} == {"fp64"}
     convert_sync_batchnorm(model)
@@ -319,13 +303,10 @@ def test_precision_by_option() -> None:
         build(precison="fp64")
 
 
-def _by_option() -> list[bool]:
+@on_ranks(1)
+def test_the_option_with_ranks() -> None:
     cfg = {"type": "ddp", "sync_batchnorm": True, "module": SupervisedModel(_model(), nn.MSELoss())}
     wrapped = build_from_cfg(cfg, MODEL_WRAPPERS)
     plain = StepDistributedDataParallel(_model())
     norms = wrapped.module.net[1], plain.module[1]
-    return [type(norm) is SynchronizedBatchNorm2d for norm in norms]
-
-
-def test_the_option_with_ranks() -> None:
-    assert run_ranks(_by_option, 1) == [[True, False]]
+    assert [type(norm) is SynchronizedBatchNorm2d for norm in norms] == [True, False]

@@ -15,7 +15,6 @@ Pairs = list[tuple[int, Any]]
 
 
 def scaled(messages: Pairs) -> Pairs:
-    """Reply to everybody the sum and its own identifier."""
     total = sum(message for _, message in messages)
     return [(identifier, (total, identifier)) for identifier, _ in messages]
 
@@ -32,7 +31,7 @@ def forward(master: SyncMaster, num_slaves: int, calls: int = 1) -> list[Any]:
 
 
 def test_a_forward_with_fewer_copies() -> None:
-    """D-7: a chunk less, one chunk, which registers nobody, and more again."""
+    """Two slaves, one, none (a single chunk), and more again."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     for num_slaves in (2, 1, 0, 3, 0, 0, 1):
         results = forward(master, num_slaves, calls=2)
@@ -53,7 +52,6 @@ def test_slaves_that_never_ran_are_forgotten() -> None:
 
 
 def test_a_slave_may_come_first() -> None:
-    """As in a loop that registers a slave and starts its thread at once."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     pipes = [master.register_slave(i) for i in (1, 2)]
 
@@ -66,7 +64,6 @@ def test_a_slave_may_come_first() -> None:
 
 
 def test_none_is_a_reply() -> None:
-    """D-11."""
     master = SyncMaster(lambda messages: [(i, None) for i, _ in messages], timeout_s=LIMIT_S)
     assert forward(master, 2) == [[None]] * 3
 
@@ -84,7 +81,6 @@ def test_none_is_a_reply() -> None:
 def test_a_failing_callback(
     callback: Callable[[Pairs], Any], kind: type[Exception], text: str
 ) -> None:
-    """D-10, and the next forward does not know of it."""
     fails = [True]
     master = SyncMaster(
         lambda messages: callback(messages) if fails[0] else scaled(messages), timeout_s=LIMIT_S
@@ -97,8 +93,8 @@ def test_a_failing_callback(
     assert forward(master, 1) == [[(10, 0)], [(10, 1)]]
 
 
-def test_a_slave_that_does_not_come() -> None:
-    """D-9: the time limit, and a slave whose copy has gone."""
+def test_a_slave_that_does_not_run() -> None:
+    """The time limit, and a slave whose copy has gone."""
     master = SyncMaster(scaled, timeout_s=0.05)
     silent = master.register_slave(1)
     with pytest.raises(ReplicationError, match="copy 1"):
@@ -114,7 +110,7 @@ def test_a_slave_that_does_not_come() -> None:
         patient.run_master(1)
 
 
-def test_a_master_that_does_not_come() -> None:
+def test_a_master_that_does_not_run() -> None:
     master = SyncMaster(scaled, timeout_s=0.05)
     pipe = master.register_slave(7)
     with pytest.raises(ReplicationError, match=r"copy 0 .* did not come within timeout_s=0\.05"):
@@ -156,7 +152,7 @@ def test_a_new_replication_ends_the_old_one() -> None:
 
 
 class Layer:
-    """Holds a master whose callback is a method of its own, as synchronised layers do."""
+    """Holds a master whose callback is a method of the layer, as synchronised layers do."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -168,7 +164,6 @@ class Layer:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_copies_are_independent(duplicate: Callable[[Any], Any]) -> None:
-    """D-12."""
     layer = Layer()
     pipe = layer.master.register_slave(1)
     twin = duplicate(layer)

@@ -1,12 +1,10 @@
 """What a plan can ask for, and what a split layer is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -17,8 +15,6 @@ from stepwrap.wrappers.sharding.tensor_parallel import check_plan
 
 
 class Net(nn.Module):
-    """A table, two layers and a head that has the table's weights."""
-
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.table = nn.Embedding(6, 4)
@@ -38,7 +34,7 @@ HEAD = {"head": "colwise_replicate_output"}
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("plan", "text"),
     [
         ({"frist": "colwise"}, "no module of the model has the path 'frist'; did you mean first"),
         ({"norm": "colwise"}, "'norm' is a LayerNorm; colwise splits Linear and Embedding"),
@@ -51,21 +47,21 @@ HEAD = {"head": "colwise_replicate_output"}
         ({"none.*": "colwise", "norm": "rowwise"}, "'none.\\*'; 'norm' is a LayerNorm"),
     ],
 )
-def test_wrong_plans(plan: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_wrong_plans(plan: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         check_plan(Net(), plan, 3)
 
 
 @pytest.mark.parametrize(
-    ("style", "told"),
+    ("style", "text"),
     [
         ({"type": "colwise", "outputs": "replicate"}, "no argument 'outputs'; did you mean output"),
         ({"type": "rowwise", "local_output": 1}, "local_output must be true or false, got 1"),
         (3, "first: a style must be a name or a mapping with a type, got 3"),
     ],
 )
-def test_wrong_styles(style: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=told):
+def test_wrong_styles(style: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         check_plan(Net(), {"first": style}, 2)
 
 
@@ -95,7 +91,16 @@ def _seeded(tied: bool = False) -> Net:
     return Net(tied).double()
 
 
-def _split(plan: dict[str, Any], tied: bool) -> list[float]:
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "plan",
+    [{**PLAN, **HEAD}, {"table": RowwiseParallel(input_layouts=None), **HEAD}],
+    ids=["names", "objects"],
+)
+@on_ranks(2)
+def test_weights_and_gradients_are_parts_of_the_whole(plan: dict[str, Any], tied: bool) -> None:
+    plan = {**plan, "table": "rowwise", "first": ColwiseParallel()} if tied else {**plan, **PLAN}
+    plan["second"] = "rowwise"
     plain, net = _seeded(tied), _seeded(tied)
     for one in (plain, net):
         one.first.bias.requires_grad_(False)
@@ -117,40 +122,20 @@ def _split(plan: dict[str, Any], tied: bool) -> list[float]:
             worst.append((one.grad - whole.grad[cut]).abs().max().item())
     with torch.inference_mode():
         worst.append((net(ids) - plain(ids)).abs().max().item())
-    return worst
+    assert max(worst) <= 1e-14
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    "plan",
-    [{**PLAN, **HEAD}, {"table": RowwiseParallel(input_layouts=None), **HEAD}],
-    ids=["names", "objects"],
-)
-def test_weights_and_gradients_are_parts_of_the_whole(plan: dict[str, Any], tied: bool) -> None:
-    plan = {**plan, "table": "rowwise", "first": ColwiseParallel()} if tied else {**plan, **PLAN}
-    plan["second"] = "rowwise"
-    for worst in run_ranks(_split, 2, plan, tied):
-        assert max(worst) <= 1e-14
-
-
-def _kinds() -> list[Any]:
+@on_ranks(2)
+def test_as_dtensors_and_twice() -> None:
     net = _seeded()
     parallelize(net, build_mesh({"tensor": 2}), PLAN, localise=False)
-    again = ""
-    try:
+    assert isinstance(net.first.weight, DTensor)
+    with pytest.raises(ValueError, match="'first' is split already"):
         parallelize(net, build_mesh({"tensor": 2}), PLAN)
-    except ValueError as error:
-        again = str(error)
-    return [isinstance(net.first.weight, DTensor), again]
 
 
-def test_as_dtensors_and_twice() -> None:
-    for is_dtensor, again in run_ranks(_kinds, 2):
-        assert is_dtensor
-        assert "'first' is split already" in again
-
-
-def _low_precision() -> list[str]:
+@on_ranks(2)
+def test_low_precision() -> None:
     net = parallelize(_seeded().float(), build_mesh({"tensor": 2}), {**PLAN, **HEAD})
     ids = torch.arange(6)
     with torch.autocast("cpu", torch.bfloat16):
@@ -158,11 +143,7 @@ def _low_precision() -> list[str]:
     autocast.sum().backward()
     half = net.bfloat16()(ids)
     half.sum().backward()
-    return [str(autocast.dtype), str(half.dtype), str(net.first.weight.grad.dtype)]
-
-
-def test_low_precision() -> None:
-    assert run_ranks(_low_precision, 2) == [["torch.bfloat16"] * 3] * 2
+    assert autocast.dtype is half.dtype is net.first.weight.grad.dtype is torch.bfloat16
 
 
 class Block(nn.Module):
@@ -191,14 +172,14 @@ def _compiled_blocks(count: int) -> int:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.slow
+@on_ranks(2)
 def test_equal_blocks_are_compiled_once() -> None:
-    """Else torch would stop at eight, and run the others uncompiled."""
-    few = run_ranks(_compiled_blocks, 2, 2)
-    assert few == run_ranks(_compiled_blocks, 2, 12)
-    assert few[0]
+    """Otherwise torch would stop at eight, and run the other blocks uncompiled."""
+    assert _compiled_blocks(2) == _compiled_blocks(12) > 0
 
 
-def _changed_in_place() -> float:
+@on_ranks(2)
+def test_outputs_can_be_changed_in_place() -> None:
     plain, net = Block().double(), Block().double()
     net.load_state_dict(plain.state_dict())
     parallelize(net, build_mesh({"tensor": 2}), {"first": "colwise", "second": "rowwise"})
@@ -206,21 +187,14 @@ def _changed_in_place() -> float:
         outputs = one.second(torch.tanh(one.first(torch.ones(3, 4, dtype=torch.float64))))
         outputs += 1
         outputs.square().sum().backward()
-    return (plain.second.bias.grad - net.second.bias.grad).abs().max().item()
+    assert (plain.second.bias.grad - net.second.bias.grad).abs().max().item() <= 1e-14
 
 
-def test_outputs_can_be_changed_in_place() -> None:
-    assert max(run_ranks(_changed_in_place, 2)) <= 1e-14
-
-
-def _gradient_of_a_gradient() -> None:
+@on_ranks(2)
+def test_a_gradient_of_a_gradient_is_refused() -> None:
     net = Block()
     parallelize(net, build_mesh({"tensor": 2}), {"first": "colwise", "second": "rowwise"})
     inputs = torch.ones(3, 4, requires_grad=True)
     output = net.second(torch.tanh(net.first(inputs))).sum()
     with pytest.raises(RuntimeError, match="create_graph=True.* split over a tensor axis"):
         torch.autograd.grad(output, inputs, create_graph=True)
-
-
-def test_a_gradient_of_a_gradient_is_refused() -> None:
-    run_ranks(_gradient_of_a_gradient, 2)

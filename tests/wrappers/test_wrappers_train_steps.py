@@ -1,7 +1,5 @@
 """Several batches by one call: what as many calls of `train_step` do, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +23,7 @@ Make = Callable[[nn.Module], OptimWrapper]
 
 
 class Model(SupervisedModel):
-    """A perceptron with dropout, and a preprocessor where one is given."""
+    """A perceptron with dropout, and a preprocessor if one is given."""
 
     def __init__(self, preprocessor: DataPreprocessor | None = None) -> None:
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -35,8 +33,6 @@ class Model(SupervisedModel):
 
 
 class Doubled(DataPreprocessor):
-    """Changes each batch, by a random number."""
-
     def forward(self, data: Any, training: bool = False) -> Any:
         inputs, targets = super().forward(data, training)
         return inputs * (1 + torch.rand(())), targets
@@ -96,7 +92,7 @@ def test_without_a_compiled_step() -> None:
     assert_identical(4, batches(10), compiled=False)
 
 
-def test_a_training_step_of_ones_own_is_called_for_each_batch() -> None:
+def test_a_custom_training_step_is_called_for_each_batch() -> None:
     def step(wrapper: Any, data: Batch, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         losses = wrapper(*data, mode="loss")
         optim_wrapper.update_params(losses["loss"])
@@ -132,7 +128,7 @@ def test_compiled_with_bfloat16_and_accumulation(counts: int) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_with_batches_that_weigh_nothing() -> None:
+def test_compiled_with_batches_of_weight_0() -> None:
     data = batches(24)
     for index in (10, 20):
         data[index] = data[index][0], torch.zeros(5, dtype=torch.long)
@@ -163,7 +159,7 @@ def test_changes_between_two_calls_are_seen() -> None:
 
 
 @pytest.mark.slow
-def test_settings_of_the_optimizer_are_always_looked_at() -> None:
+def test_settings_of_the_optimizer_are_always_checked() -> None:
     def settle(index: int, wrapper: Any, optim: OptimWrapper) -> None:
         optim.optimizer.param_groups[0]["lr"] = 1e-3 * (1 + index)
         optim.optimizer.param_groups[0]["weight_decay"] = 0.1 if index > 12 else 0.0

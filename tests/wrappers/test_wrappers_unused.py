@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from step_models import HalfUsed, batches, flat, sgd
+from gan_models import Gan, gan_batches, optimizers
+from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
+from step_models import HalfUsed, batches, classifier, flat, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
     BaseModel,
     SeparateDistributedDataParallel,
+    SingleDevice,
     StepDistributedDataParallel,
     UnusedParametersError,
     compile_step,
@@ -38,15 +40,15 @@ class Switched(BaseModel):
         return {"loss": scores.square().mean()}
 
 
-def _failure(steps: Steps, **options: Any) -> tuple[int, type, str, Any]:
+def train_until_error(steps: Steps, **options: Any) -> tuple[int, RuntimeError | None]:
     model = StepDistributedDataParallel(Switched(steps), **options)
     optim = sgd(model)
     for index, batch in enumerate(batches(len(steps), seed=dist.get_rank())):
         try:
             model.train_step(batch, optim)
         except RuntimeError as error:
-            return index, type(error), str(error), getattr(error, "names", None)
-    return len(steps), type(None), "", None
+            return index, error
+    return len(steps), None
 
 
 @pytest.mark.parametrize(
@@ -54,40 +56,34 @@ def _failure(steps: Steps, **options: Any) -> tuple[int, type, str, Any]:
     [([False] * 3, False, 1), ([True, True, False, True], False, 3)]
     + [([True, True, False, True], True, 3)],
 )
+@on_ranks(2)
 def test_the_next_forward_names_them(steps: Steps, static: bool, at: int) -> None:
-    for index, kind, text, names in run_ranks(_failure, 2, steps, static_graph=static):
-        assert (index, kind) == (at, UnusedParametersError)
-        assert names == ("spare.weight", "spare.bias")
-        assert "did not depend on spare.weight, spare.bias" in text
-        assert "find_unused_parameters: true" in text
-        assert "freeze" in text
+    index, error = train_until_error(steps, static_graph=static)
+    assert index == at
+    assert type(error) is UnusedParametersError
+    assert error.names == ("spare.weight", "spare.bias")
+    assert "did not depend on spare.weight, spare.bias" in str(error)
+    assert "find_unused_parameters: true" in str(error)
+    assert "freeze" in str(error)
 
 
+@on_ranks(2)
 def test_a_static_graph_that_grows() -> None:
-    for index, kind, text, _ in run_ranks(_failure, 2, [False, False, True], static_graph=True):
-        assert (index, kind) == (2, RuntimeError)
-        assert "under static_graph every step must use the same parameters" in text
-        assert "find_unused_parameters: true" in text
+    index, error = train_until_error([False, False, True], static_graph=True)
+    assert (index, type(error)) == (2, RuntimeError)
+    assert "under static_graph every step must use the same parameters" in str(error)
+    assert "find_unused_parameters: true" in str(error)
 
 
-def _remedies() -> list[bool]:
-    results = []
-    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
-        steps = [False] * 3 if "static_graph" in options else [False, True, False]
-        assert _failure(steps, **options)[0] == 3
+@on_ranks(2)
+def test_the_remedies_work() -> None:
+    assert train_until_error([False, True, False], find_unused_parameters=True)[0] == 3
+    assert train_until_error([False] * 3, static_graph=True)[0] == 3
     half = HalfUsed()
     half.spare.requires_grad_(False)
     model = StepDistributedDataParallel(half)
-    for batch in batches(3, seed=dist.get_rank()):
-        model.train_step(batch, sgd(model))
-    weights = [torch.empty_like(flat(model)) for _ in range(2)]
-    dist.all_gather(weights, flat(model))
-    results.append(torch.equal(*weights))
-    return results
-
-
-def test_the_remedies_work() -> None:
-    assert run_ranks(_remedies, 2) == [[True]] * 2
+    train(model, batches(3, seed=dist.get_rank()))
+    assert same_on_ranks(flat(model))
 
 
 class Nested(BaseModel):
@@ -99,22 +95,17 @@ class Nested(BaseModel):
         return self.part(inputs)
 
 
-def _in_a_child() -> str:
+@on_ranks(2)
+def test_separate_children_name_theirs() -> None:
     model = SeparateDistributedDataParallel(Nested())
     (batch,) = batches(1)
     model.train_step(batch, sgd(model))
-    with pytest.raises(UnusedParametersError) as error:
+    with raises_with(UnusedParametersError, "on part.spare.weight, part.spare.bias"):
         model.train_step(batch, sgd(model))
-    return str(error.value)
-
-
-def test_separate_children_name_theirs() -> None:
-    for text in run_ranks(_in_a_child, 2):
-        assert "on part.spare.weight, part.spare.bias" in text
 
 
 class Fragile(torch.autograd.Function):
-    """Raises in the backward, where it is told to."""
+    """Raises in the backward if `fails` is set."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, fails: bool) -> Tensor:
@@ -129,7 +120,7 @@ class Fragile(torch.autograd.Function):
 
 
 class Breaking(BaseModel):
-    """Two layers; between them the backward may break."""
+    """Two layers, between which the backward may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,30 +157,6 @@ class Detecting(StepDistributedDataParallel):
         return {"loss": loss.detach()}
 
 
-def _train(model: Any, optim: Any, data: list[list[Tensor]]) -> None:
-    for batch in data:
-        model.train_step(batch, optim)
-
-
-def _failed_backward(kind: type, wrapper: type, every: int) -> list[Any]:
-    model = kind()
-    inner = model if kind is Breaking else model.inner
-    wrapped = wrapper(model)
-    optim = sgd(wrapped, momentum=0.9, accumulative_counts=every)
-    first, second = batches(2, seed=dist.get_rank())
-    _train(wrapped, optim, [first] * (2 * every - 1))
-    told = []
-    inner.fails = True
-    with pytest.raises(KeyError):
-        wrapped.train_step(first, optim)
-    inner.fails = False
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            _train(wrapped, optim, [second] * every)
-        told.append((type(caught.value), str(caught.value)))
-    return told
-
-
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "wrapper"),
@@ -200,16 +167,29 @@ def _failed_backward(kind: type, wrapper: type, every: int) -> list[Any]:
         (OuterStep, SeparateDistributedDataParallel),
     ],
 )
-def test_a_backward_that_failed_is_told(kind: type, wrapper: type, every: int) -> None:
-    for told in run_ranks(_failed_backward, 3, kind, wrapper, every):
-        for error, text in told:
-            assert error is RuntimeError
-            assert "the last update raised KeyError: 'boom'; its backward was not fin" in text
-            assert "create a new wrapper around the bare model" in text
+@on_ranks(3)
+def test_a_backward_that_failed_is_reported(kind: Any, wrapper: Any, every: int) -> None:
+    model = kind()
+    inner = model if kind is Breaking else model.inner
+    wrapped = wrapper(model)
+    optim = sgd(wrapped, momentum=0.9, accumulative_counts=every)
+    first, second = batches(2, seed=dist.get_rank())
+    train(wrapped, [first] * (2 * every - 1), optim)
+    inner.fails = True
+    with pytest.raises(KeyError):
+        wrapped.train_step(first, optim)
+    inner.fails = False
+    texts = (
+        "the last update raised KeyError: 'boom'; its backward was not fin",
+        "create a new wrapper around the bare model",
+    )
+    for _ in range(2):
+        with raises_with(RuntimeError, *texts):
+            train(wrapped, [second] * every, optim)
 
 
 class Halves(BaseModel):
-    """Uses one of two layers until it is told to use the other."""
+    """Uses one of two layers, and the other one only if `both` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,29 +203,25 @@ class Halves(BaseModel):
         return {"loss": nn.functional.cross_entropy(scores, target)}
 
 
-def _unused_after_a_bad_batch() -> str:
+@on_ranks(3)
+def test_a_bad_batch_of_a_compiled_step_is_not_a_failed_update() -> None:
     model = StepDistributedDataParallel(Halves())
     compile_step(model, min_steps=0, backend="eager")
     optim = sgd(model)
     batch = batches(1, seed=dist.get_rank())[0]
-    _train(model, optim, [batch] * 6)
+    train(model, [batch] * 6, optim)
     wrong: Any = 3.0
     model.module.both = False
     uncompiled = StepDistributedDataParallel.train_step
     uncompiled(model, batch, optim)
     with pytest.raises(TypeError):
         model.train_step(wrong, optim)
-    with pytest.raises(RuntimeError) as caught:
+    with raises_with(RuntimeError, "did not depend on spare.weight, spare.bias"):
         uncompiled(model, batch, optim)
-    return str(caught.value)
 
 
-def test_a_bad_batch_of_a_compiled_step_is_no_failed_update() -> None:
-    for told in run_ranks(_unused_after_a_bad_batch, 3):
-        assert "did not depend on spare.weight, spare.bias" in told
-
-
-def _built_anew() -> list[float]:
+@on_ranks(2)
+def test_a_rebuilt_wrapper_continues_the_training() -> None:
     model, plain = Breaking(), Breaking()
     first = StepDistributedDataParallel(model)
     optim, expected = sgd(first, momentum=0.9), sgd(plain, momentum=0.9)
@@ -260,15 +236,11 @@ def _built_anew() -> list[float]:
             first = StepDistributedDataParallel(model)
         first.train_step(share, optim)
         expected.update_params(plain(inputs, target)["loss"])
-    return [(flat(model) - flat(plain)).abs().max().item()]
+    assert_near(flat(model), flat(plain), 1e-6)
 
 
-def test_built_anew_it_goes_on() -> None:
-    for (worst,) in run_ranks(_built_anew, 2):
-        assert worst <= 1e-6
-
-
-def _failed_after_backward() -> str:
+@on_ranks(2)
+def test_an_update_that_failed_is_forgotten() -> None:
     model = StepDistributedDataParallel(Switched([True, True, True, False, True]))
     optim = sgd(model)
     handle = optim.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
@@ -277,21 +249,74 @@ def _failed_after_backward() -> str:
         model.train_step(first, optim)
     handle.remove()
     optim.zero_grad()
-    with pytest.raises(UnusedParametersError) as error:
-        _train(model, optim, others)
-    return str(error.value)
+    with raises_with(UnusedParametersError, "did not depend on spare.weight"):
+        train(model, others, optim)
 
 
-def test_an_update_that_failed_is_forgotten() -> None:
-    for text in run_ranks(_failed_after_backward, 2):
-        assert "did not depend on spare.weight" in text
-
-
-def _other_errors() -> None:
+@on_ranks(2)
+def test_other_errors_stay_as_they_are() -> None:
     model = StepDistributedDataParallel(Switched([True] * 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.train_step([torch.ones(2, 5), torch.zeros(2)], sgd(model))
 
 
-def test_other_errors_stay_as_they_are() -> None:
-    run_ranks(_other_errors, 2)
+def _half_frozen() -> Any:
+    model = classifier()
+    model.net[2].requires_grad_(False)
+    return model
+
+
+@on_ranks(2)
+def test_thawed_parameters_are_named() -> None:
+    wrapper = StepDistributedDataParallel(_half_frozen())
+    last = wrapper.module.net[2]
+    optim = sgd(wrapper)
+    data = batches(3, seed=dist.get_rank())
+    wrapper.train_step(data[0], optim)
+    last.requires_grad_(True)
+    with torch.no_grad():
+        wrapper(*data[1], mode="loss")
+    text = "'net.2.weight' was frozen when StepDistributedDataParallel wrapped"
+    with raises_with(RuntimeError, text):
+        wrapper.train_step(data[1], optim)
+    last.requires_grad_(False)
+    wrapper.train_step(data[2], optim)
+    assert same_on_ranks(flat(wrapper))
+
+
+def _train_in_phases(wrapper: Any, data: list[list[Tensor]]) -> Tensor:
+    """As the error advises: wrapped while all is trained, then frozen, then thawed."""
+    optim = sgd(wrapper)
+    for index, batch in enumerate(data):
+        wrapper.module.net[2].requires_grad_(index >= 2)
+        wrapper.train_step(batch, optim)
+    return flat(wrapper)
+
+
+@on_ranks(2)
+def test_training_as_the_error_advises_equals_one_process() -> None:
+    data = batches(4, dtype=torch.float64)
+    alone = _train_in_phases(SingleDevice(classifier(torch.float64)), data)
+    wrapper = StepDistributedDataParallel(classifier(torch.float64), find_unused_parameters=True)
+    halves = [[part[dist.get_rank() :: 2] for part in batch] for batch in data]
+    assert_near(_train_in_phases(wrapper, halves), alone, 1e-12)
+
+
+@on_ranks(2)
+def test_separate_names_thawed_parameters_too() -> None:
+    """A child that was frozen entirely has no wrapper that could check it."""
+    model = Gan()
+    wrapper = SeparateDistributedDataParallel(model)
+    model.features.requires_grad_(True)
+    text = "'features.weight' was frozen when SeparateDistributedDataParallel"
+    with raises_with(RuntimeError, text):
+        train(wrapper, gan_batches(1, dist.get_rank()), optimizers(model))
+
+
+@on_ranks(1)
+def test_one_rank_may_thaw_parameters() -> None:
+    wrapper = StepDistributedDataParallel(_half_frozen())
+    wrapper.module.net[2].requires_grad_(True)
+    before = flat(wrapper)
+    train(wrapper, batches(1))
+    assert (flat(wrapper) - before)[-1].abs() > 0

@@ -27,8 +27,6 @@ class Net(nn.Module):
 
 
 class Custom(nn.Module):
-    """A layer with a method of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.empty(1))
@@ -90,10 +88,7 @@ def test_constants(init_cfg: dict[str, Any], expected: dict[str, tuple[float, fl
 
 def test_several_settings_are_applied_in_order() -> None:
     net = Net()
-    initialize(
-        net,
-        [constant(1, layer=LAYERS), {"type": "Constant", "val": 2, "layer": "Linear"}],
-    )
+    initialize(net, [constant(1, layer=LAYERS), {"type": "Constant", "val": 2, "layer": "Linear"}])
     assert [net.feat.weight.mean(), net.cls.weight.mean()] == [1, 2]
 
 
@@ -109,7 +104,7 @@ def test_several_settings_are_applied_in_order() -> None:
         ({"type": "Caffe2Xavier"}, 0, math.sqrt(1 / 300)),
         # The standard normal between -2 and 2.
         ({"type": "TruncNormal"}, 0, 0.8796),
-        # Far from what it may draw: 2.3 % of the normal.
+        # The mean is outside of the interval, which holds 2.3 % of the normal.
         ({"type": "TruncNormal", "mean": 3, "std": 0.5}, 1.8137, 0.1691),
     ],
 )
@@ -126,7 +121,7 @@ def test_distributions(init_cfg: dict[str, Any], mean: float, std: float) -> Non
         assert layer.weight.abs().max() <= 2
 
 
-def test_the_draws_are_those_of_mmengine() -> None:
+def test_random_values_equal_those_of_mmengine() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = pytest.importorskip(
@@ -150,7 +145,7 @@ def test_the_draws_are_those_of_mmengine() -> None:
         assert all(torch.equal(value, nets[1][name]) for name, value in nets[0].items()), kind
 
 
-def test_a_model_initialises_what_is_inside(caplog: pytest.LogCaptureFixture) -> None:
+def test_init_weights_initialises_submodules(caplog: pytest.LogCaptureFixture) -> None:
     model = Toy(constant(1), constant(2))
     assert (model.init_cfg, model.is_init) == (constant(1), False)
     model.init_weights()
@@ -166,7 +161,7 @@ def test_a_model_initialises_what_is_inside(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whole, as a part, and beside others in a dict."""
+    """As a whole, as a part, and in a dict with other entries."""
     filled = {name: torch.full_like(one, 7.0) for name, one in Toy().state_dict().items()}
     torch.save(filled, tmp_path / "whole.pth")
     torch.save({"state_dict": {"blocks.0.linear.weight": torch.tensor([[7.0]])}}, tmp_path / "part")
@@ -187,7 +182,7 @@ class _Pickled:
     """Not to be unpickled."""
 
 
-def test_pretrained_files_that_are_none(tmp_path: Path) -> None:
+def test_wrong_pretrained_files(tmp_path: Path) -> None:
     path = tmp_path / "file.pth"
     pretrained = {"type": "Pretrained", "checkpoint": str(path)}
     with pytest.raises(FileNotFoundError, match="file.pth"):
@@ -248,8 +243,6 @@ def test_settings_of_a_config_stay_settings() -> None:
 
 
 class Doubling(BaseModel):
-    """A step of its own, with the method that mmengine's models call for it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(2, 1)

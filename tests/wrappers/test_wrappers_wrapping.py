@@ -4,18 +4,58 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
-from step_models import batches, classifier, mlp, sgd
+from on_ranks import on_ranks
+from step_models import batches, classifier, mlp, train
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from stepwrap.registry import MODEL_WRAPPERS, Registry
 from stepwrap.wrappers import (
+    ReplicationCallbackDataParallel,
+    SeparateDistributedDataParallel,
     SingleDevice,
+    StepDataParallel,
     StepDistributedDataParallel,
+    StepFullyShardedDataParallel,
     is_model_wrapper,
+    is_module_wrapper,
     wrap_model,
 )
+
+NAMES = {
+    SingleDevice: ["SingleDevice", "single"],
+    StepDataParallel: ["StepDataParallel", "MMDataParallel", "DataParallel", "dp"],
+    ReplicationCallbackDataParallel: ["DataParallelWithCallback", "JacDataParallel"],
+    StepDistributedDataParallel: ["ddp", "MMDistributedDataParallel", "DistributedDataParallel"],
+    SeparateDistributedDataParallel: ["separate", "MMSeparateDistributedDataParallel"],
+    StepFullyShardedDataParallel: [
+        "fsdp",
+        "MMFullyShardedDataParallel",
+        "FullyShardedDataParallel",
+    ],
+}
+
+
+@pytest.mark.parametrize(("wrapper", "names"), NAMES.items())
+def test_registered_names(wrapper: type, names: list[str]) -> None:
+    assert [MODEL_WRAPPERS.get(name) for name in names] == [wrapper] * len(names)
+    assert {"ddp", "single"} <= set(MODEL_WRAPPERS)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "text"),
+    [
+        (StepDistributedDataParallel, "process group"),
+        (SeparateDistributedDataParallel, "process group"),
+        (
+            StepFullyShardedDataParallel,
+            r"needs a process group.*call torch\.distributed\.init_process_group\(\) before",
+        ),
+    ],
+)
+def test_wrappers_that_need_a_group(wrapper: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        wrapper(classifier())
 
 
 class OwnSingle(SingleDevice):
@@ -23,14 +63,14 @@ class OwnSingle(SingleDevice):
 
 
 class Passing(SingleDevice):
-    """Passes on what it does not know."""
+    """Passes unknown options to its base class."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
 
 
 class OwnDDP(StepDistributedDataParallel):
-    """A wrapper with a step of its own."""
+    """A wrapper with a custom step."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         return super().train_step(data, optim_wrapper)
@@ -61,11 +101,10 @@ def test_is_model_wrapper_of_a_registry() -> None:
 
 @pytest.mark.parametrize("wrapper", [None, StepDistributedDataParallel, SingleDevice])
 def test_without_a_group(wrapper: Any) -> None:
-    """C-20."""
     wrapped = wrap_model(wrapper, classifier(), detect_anomalous_params=True)
     assert type(wrapped) is SingleDevice
     assert wrapped.detect_anomalous_params
-    wrapped.train_step(batches(1)[0], sgd(wrapped))
+    train(wrapped, batches(1))
 
 
 def test_options_of_ddp_without_a_group() -> None:
@@ -95,7 +134,6 @@ def test_named_wrappers_and_devices() -> None:
 
 
 def test_wrapped_already() -> None:
-    """C-21."""
     wrapped = SingleDevice(classifier())
     assert wrap_model(None, wrapped) is wrapped
     with pytest.raises(TypeError, match="already wrapped in SingleDevice"):
@@ -106,22 +144,55 @@ def test_wrapped_already() -> None:
         wrap_model(None, DataParallel(mlp()))
 
 
-def _wrapped_types() -> list[Any]:
-    bare = DistributedDataParallel(mlp())
-    return [
-        type(wrap_model(None, classifier())),
-        wrap_model(None, classifier(), find_unused_parameters=True).find_unused_parameters,
-        type(wrap_model(OwnDDP, classifier())),
-        type(wrap_model(StepDistributedDataParallel, classifier())),
-        is_model_wrapper(bare) and not is_model_wrapper(nn.Sequential(bare)),
-    ]
-
-
+@on_ranks(2)
 def test_in_a_group() -> None:
-    """C-19."""
-    expected = [StepDistributedDataParallel, True, OwnDDP, StepDistributedDataParallel, True]
-    assert run_ranks(_wrapped_types, 2) == [expected, expected]
+    for wrapper in (None, StepDistributedDataParallel):
+        assert type(wrap_model(wrapper, classifier())) is StepDistributedDataParallel
+    assert wrap_model(None, classifier(), find_unused_parameters=True).find_unused_parameters
+    assert type(wrap_model(OwnDDP, classifier())) is OwnDDP
+    bare = DistributedDataParallel(mlp())
+    assert is_model_wrapper(bare)
+    assert not is_model_wrapper(nn.Sequential(bare))
 
 
-def test_every_registered_wrapper_is_one() -> None:
-    assert {"ddp", "single"} <= set(MODEL_WRAPPERS)
+class OwnParallel(DataParallel[nn.Module]):
+    """A wrapper that a user derives."""
+
+
+class OwnDistributed(DistributedDataParallel):
+    """A wrapper that a user derives."""
+
+
+def _nested(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.ReLU(), nn.ModuleDict({"a": nn.Sequential(module)}))
+
+
+def test_any_module_inside_counts() -> None:
+    for wrapper in (DataParallel, OwnParallel):
+        assert is_module_wrapper(wrapper(mlp()))
+        assert is_module_wrapper(_nested(wrapper(mlp())))
+        assert not is_model_wrapper(_nested(wrapper(mlp())))
+    assert not is_module_wrapper(nn.Linear(2, 2))
+    assert not is_module_wrapper(_nested(mlp()))
+
+
+def test_other_wrappers_count_when_given() -> None:
+    single = _nested(SingleDevice(classifier()))
+    assert not is_module_wrapper(single)
+    assert is_module_wrapper(single, [SingleDevice])
+    assert is_module_wrapper(single, extra=iter([nn.Conv2d, SingleDevice]))
+    assert not is_module_wrapper(single, [nn.Conv2d])
+
+
+def test_modules_that_hold_each_other() -> None:
+    first, second = nn.Module(), nn.Module()
+    first.other, second.other = second, first
+    assert not is_module_wrapper(first)
+    second.wrapped = DataParallel(mlp())
+    assert is_module_wrapper(first)
+
+
+@on_ranks(2)
+def test_distributed_wrappers() -> None:
+    kinds = (DistributedDataParallel, OwnDistributed)
+    assert [is_module_wrapper(_nested(kind(mlp()))) for kind in kinds] == [True, True]
