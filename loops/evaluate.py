@@ -106,7 +106,7 @@ def raise_everywhere(error: Exception | None) -> None:
     failures = all_gather_object(failure_of(error))
     if error is not None:
         raise error
-    texts = "; ".join(f"rank {one.rank}: {one.told}" for one in failures if one)
+    texts = "; ".join(f"rank {one.rank}: {one.full_text}" for one in failures if one)
     if texts:
         raise RuntimeError(f"the evaluation failed on {texts}")
 

@@ -79,26 +79,26 @@ class StepBlocks(Hook):
 
     def __init__(self, state: LoopState, steps: int) -> None:
         self._steps = steps
-        self._look_every = model_features(state.model).look_every
+        self._recheck_every = model_features(state.model).recheck_every
 
     def on_epoch_start(self, state: LoopState) -> None:
-        self._look_every(self._steps)
+        self._recheck_every(self._steps)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self._look_every(self._steps)
+        self._recheck_every(self._steps)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self._look_every(self._steps)
+        self._recheck_every(self._steps)
 
     def on_save_point(self, state: LoopState) -> None:
         if not state.batch:
-            self._look_every(self._steps)
+            self._recheck_every(self._steps)
 
     def on_train_end(self, state: LoopState) -> None:
-        self._look_every(1)
+        self._recheck_every(1)
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        self._look_every(1)
+        self._recheck_every(1)
 
 
 def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
@@ -114,7 +114,7 @@ def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookL
 
 
 def _obstacle_to_blocks(state: LoopState, hooks: HookList) -> str:
-    if not model_features(state.model).look_every(1):
+    if not model_features(state.model).recheck_every(1):
         return "the training step is not compiled (compile: step)"
     if window_of(state.optim_wrapper) != 1:
         return "an update takes several batches (accumulative_counts)"

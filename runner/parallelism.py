@@ -36,7 +36,7 @@ from ..wrappers import (
 from ..wrappers.blocks import find_blocks
 from ..wrappers.prepare import check_preparation, freeze_parameters, model_checks
 from ..wrappers.sharding.mesh import check_axes
-from ..wrappers.wrapping import steps_in_group_only, wrapper_misfits
+from ..wrappers.wrapping import needs_process_group, wrapper_problems
 from .failure import Attempts, building
 
 AUTO_TABLES = ("single", "ddp", "fsdp")
@@ -132,7 +132,7 @@ def needs_group(run: RunSections) -> bool:
     wrapper = wrapper_class(run)
     if wrapper is auto:
         return run.init_device == "meta" or "shard" in run.mesh
-    return wrapper is not None and steps_in_group_only(wrapper)
+    return wrapper is not None and needs_process_group(wrapper)
 
 
 def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:
@@ -155,7 +155,7 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
             yield Problem("mesh", what)
     is_meta = run.init_device == "meta"
     data_size = _data_size(axes, ranks)
-    for key, what in wrapper_misfits(wrapper, data_size, axes, is_meta=is_meta).items():
+    for key, what in wrapper_problems(wrapper, data_size, axes, is_meta=is_meta).items():
         yield Problem(key, what)
     if run.tensor_parallel is not None and "tensor" not in axes:
         what = "needs a tensor axis in mesh, such as {data: -1, tensor: 2}"

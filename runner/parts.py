@@ -42,8 +42,8 @@ from ..wrappers.optimizers.gates import refuse_without_closure
 from ..wrappers.optimizers.optimizer_fit import build_optimizer
 from ..wrappers.optimizers.param_groups import (
     NamedParameter,
+    check_step_for_several_optimizers,
     named_parameters,
-    refuse_single_step,
     share_parameters,
 )
 from .failure import Attempts, building
@@ -217,7 +217,7 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
             # Optimizers that communicate must do so among ranks with the same parameters.
             given = supply_where_taken(given, OPTIMIZERS, "process_group", group)
         if several:
-            refuse_single_step(model)
+            check_step_for_several_optimizers(model)
             chosen = {name: one.get("params") for name, one in given.items()}
             shares = share_parameters(model, chosen)
         else:
@@ -233,10 +233,10 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
             supplied = {"optimizer": optimizer}
             wrappers[name] = build_tree(sections[name], OPTIM_WRAPPERS, supplied)
             refuse_without_closure(wrappers[name], model)
-            weigh_by: Any = getattr(model, "weigh_by", None)
+            set_loss_weight: Any = getattr(model, "set_loss_weight", None)
             loss_weight = getattr(wrappers[name], "loss_weight", None)
-            if weigh_by is not None and loss_weight is not None:
-                weigh_by(loss_weight)
+            if set_loss_weight is not None and loss_weight is not None:
+                set_loss_weight(loss_weight)
     wrapper = OptimWrapperDict(**wrappers) if several else wrappers[""]
     return wrapper, _scheduler_hook(run, optimizers)
 

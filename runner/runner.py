@@ -261,7 +261,7 @@ class Runner:
             ValueError: The format is unknown, or the loader does not keep the order.
         """
         if loader is None:
-            loader = _given("predict", "loader or test_loop", self._test_loop).dataloader  # type: ignore[attr-defined]
+            loader = _required("predict", "a loader or test_loop", self._test_loop).dataloader  # type: ignore[attr-defined]
         hook = PredictionHook(path, loader)
         self._evaluate(TestLoop(loader), checkpoint, HookList([*self._hooks, hook]))
         return broadcast(hook.count)

@@ -13,7 +13,7 @@ from typing import Any
 # of whatever type. It must be writable, because pickle wraps read-only buffers in a view.
 MARK = pickle.PickleBuffer(bytearray())
 # Buffers of at least this many bytes are kept out of the pickle.
-APART_FROM = 16 * 1024
+OUT_OF_BAND_BYTES = 16 * 1024
 
 
 def take(part: Any) -> Any:

@@ -23,7 +23,7 @@ _MAX_WRITEV_PIECES = 1024
 _COUNT = struct.Struct("<Q")
 
 
-def lay_out(buffers: Sequence[memoryview]) -> list[memoryview]:
+def aligned_pieces(buffers: Sequence[memoryview]) -> list[memoryview]:
     """Return the pieces, padding included, that ``write`` writes one after the other; copy none."""
     index = struct.pack(f"<{len(buffers) + 1}Q", len(buffers), *(b.nbytes for b in buffers))
     pieces: list[memoryview] = []
@@ -34,7 +34,7 @@ def lay_out(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 def split(memory: memoryview) -> list[memoryview]:
-    """Return views of the buffers in memory that holds the pieces of ``lay_out``."""
+    """Return views of the buffers in memory that holds the pieces of ``aligned_pieces``."""
     (count,) = _COUNT.unpack_from(memory)
     sizes = struct.unpack_from(f"<{count}Q", memory, _COUNT.size)
     steps = (size + -size % _ALIGNMENT for size in (_COUNT.size * (count + 1), *sizes))

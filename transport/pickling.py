@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import cloudpickle
 
-from .buffers import APART_FROM, divider
+from .buffers import OUT_OF_BAND_BYTES, divider
 
 _static_modules: set[str] = set()
 
@@ -147,7 +147,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class _ApartPickler(Pickler):
     """Keeps large buffers out of the pickle."""
 
-    _apart_from = APART_FROM
+    _apart_from = OUT_OF_BAND_BYTES
 
 
 def split(obj: object, *, recurse: bool, copy_tensor: bool) -> tuple[bytes, list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import descriptors as _descriptors
 from . import memory as _memory
-from .buffers import APART_FROM, divider
+from .buffers import OUT_OF_BAND_BYTES, divider
 
 # The most bytes of a message without memory.
 INLINE_BYTES = 32768
@@ -108,7 +108,7 @@ def _packed(
     if parts or len(stream) > INLINE_BYTES - _HEADER.size:
         flags |= _IN_MEMORY
         buffers = [memoryview(stream), *(part.raw() for part in parts)]
-        descriptors.insert(0, _memory.write(_memory.lay_out(buffers)))
+        descriptors.insert(0, _memory.write(_memory.aligned_pieces(buffers)))
         stream = b""
     if len(descriptors) > _descriptors.MAX_PER_VALUE:
         descriptors[:] = [_descriptors.bundle(descriptors)]
@@ -131,7 +131,7 @@ def _pickle_parts(
 
     encoded, contents = _tensors.encode_parts(parts, None if copy_tensor else share)
     buffers: list[Any] = []
-    is_inside = divider(buffers, APART_FROM)
+    is_inside = divider(buffers, OUT_OF_BAND_BYTES)
     whole = (pickle.PickleBuffer(stream), encoded, contents)
     return pickle.dumps(whole, 5, buffer_callback=is_inside), buffers
 

@@ -29,7 +29,7 @@ class ModelFeatures:
     uneven_inputs: Any = None
     detect_anomalous_params: bool = False
 
-    def look_every(self, steps: int) -> bool:
+    def recheck_every(self, steps: int) -> bool:
         """Re-check the model only every ``steps`` compiled steps; return whether steps are."""
         return False
 
@@ -40,7 +40,7 @@ class ModelFeatures:
     def sync_buffers(self) -> None:
         """Copy the buffers of the first rank to all ranks; every rank must call this."""
 
-    def weigh_by(self, loss_weight: Any) -> None:
+    def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept ``loss_weight``, or raise ValueError if it cannot be combined with the wrapper."""
 
     def step_state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .batchnorm.conversion import apply_sync_batchnorm
 from .replicas.data_parallel import ReplicationCallbackDataParallel
 from .replicas.scatter_gather import dict_gather, join, share_of_each
 from .steps.preprocess import move
-from .steps.step import Steps, refuse_own_train_step
+from .steps.step import Steps, reject_model_train_step
 from .torch_functions import uncompiled
 
 
@@ -64,7 +64,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         **options: Any,
     ) -> None:
         StepDataParallel.check_options(options)
-        refuse_own_train_step(type(self), module, "uses one device only")
+        reject_model_train_step(type(self), module, "uses one device only")
         if distributed_available() and (ranks := distributed.get_world_size()) > 1:
             raise RuntimeError(
                 f"{type(self).__name__} needs a single rank, because it does not average gradients "
@@ -75,7 +75,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         self._prepare_steps(detect_anomalous_params)
         self._loss_weight: Any = None
 
-    def weigh_by(self, loss_weight: Any) -> None:
+    def set_loss_weight(self, loss_weight: Any) -> None:
         """Set the ``LossWeight`` that computes the weight of each part of a batch."""
         self._loss_weight = loss_weight
 

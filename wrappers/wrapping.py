@@ -19,7 +19,7 @@ from .blocks import read_compile
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
 from .prepare import Preparation, freeze_parameters, model_checks, prepare_model, split_parameters
-from .sharding.mesh import Mesh, agree, broadcast_first
+from .sharding.mesh import Mesh, agree, broadcast_from_first_rank
 from .steps.preprocess import device_of
 from .steps.step import SingleDevice, StepFunction, Steps, check_step_function, with_train_step
 from .torch_functions import check_options, option_names
@@ -117,7 +117,7 @@ def wrap_model(
     agree(check, ranks.device_mesh)
     wrapper, options = _chosen_wrapper(model, wrapper, ranks, preparation, options, device)
     if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
-        broadcast_first([*model.parameters(), *model.buffers()], ranks.device_mesh)
+        broadcast_from_first_rank([*model.parameters(), *model.buffers()], ranks.device_mesh)
     prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
     wrapped = _wrapped(wrapper, model, ranks, options, train_step)
     step = read_compile(preparation.compile) or {}
@@ -158,7 +158,7 @@ def compile_step(
 
     step = CompiledStep(wrapper, max_programs, min_steps, custom_optimizer, backend)
     strategy: Any = wrapper
-    strategy.train_step, strategy.look_every = step, step.look_every
+    strategy.train_step, strategy.recheck_every = step, step.recheck_every
     return wrapper
 
 
@@ -175,7 +175,7 @@ def _chosen_wrapper(
         split = split_parameters(model, prepare)
         wrapper, options = _choose(model, mesh, options, device=device, split=split)
     is_filled = device is not None and any(one.is_meta for one in model.parameters())
-    problems = wrapper_misfits(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled)
+    problems = wrapper_problems(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled)
     for problem in problems.values():
         raise ValueError(problem)
     if device is not None and is_filled:
@@ -190,7 +190,7 @@ def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
     return _takes(wrapper, "mesh")
 
 
-def steps_in_group_only(wrapper: Callable[..., nn.Module]) -> bool:
+def needs_process_group(wrapper: Callable[..., nn.Module]) -> bool:
     """Return whether ``wrapper`` needs a process group, even of one process."""
     if takes_mesh(wrapper):
         return True
@@ -198,7 +198,7 @@ def steps_in_group_only(wrapper: Callable[..., nn.Module]) -> bool:
     return grouped and wrapper.train_step is not Steps.train_step  # type: ignore[attr-defined]
 
 
-def wrapper_misfits(
+def wrapper_problems(
     wrapper: Callable[..., nn.Module] | None,
     data_size: int,
     axes: Collection[str] = (),
@@ -266,7 +266,7 @@ def _wrapped(
 ) -> nn.Module:
     in_group = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
     if in_group and not distributed_available():
-        if steps_in_group_only(wrapper):
+        if needs_process_group(wrapper):
             raise RuntimeError(
                 f"{wrapper.__name__} defines train_step and needs a process group; start several "
                 "processes, or write the step as a subclass of SingleDevice"

@@ -22,14 +22,14 @@ class Failure(NamedTuple):
         rank: the rank that failed.
         kind: the type to raise: the error's own if every rank can build it from its text.
         text: the text of the error.
-        told: type and text of the error.
+        full_text: type and text of the error.
         site: "file:line" of the failed call.
     """
 
     rank: int
     kind: type[Exception]
     text: str
-    told: str
+    full_text: str
     site: str
 
 

@@ -16,8 +16,8 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from ...transport.buffers import APART_FROM, divider
-from ...transport.memory import lay_out, split
+from ...transport.buffers import OUT_OF_BAND_BYTES, divider
+from ...transport.memory import aligned_pieces, split
 from ..process.ranks import comm_device, distributed_available, get_rank
 
 logger = logging.getLogger(__name__)
@@ -142,9 +142,9 @@ class PackedObject(NamedTuple):
 def pack(obj: object) -> PackedObject:
     """Return the object as a packed; raises whatever pickling it raises."""
     data, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    pickler = _Pickler(data, buffer_callback=divider(buffers, APART_FROM))
+    pickler = _Pickler(data, buffer_callback=divider(buffers, OUT_OF_BAND_BYTES))
     pickler.dump(obj)
-    pieces = lay_out([data.getbuffer(), *(buffer.raw() for buffer in buffers)])
+    pieces = aligned_pieces([data.getbuffer(), *(buffer.raw() for buffer in buffers)])
     return PackedObject(pieces, pickler.is_foreign)
 
 

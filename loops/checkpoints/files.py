@@ -40,7 +40,7 @@ def run_on_all_ranks(
     results, failures, cause = run_together(action, gather)
     texts = []
     for failure in filter(None, failures):
-        text = failure.text if issubclass(failure.kind, CheckpointError) else failure.told
+        text = failure.text if issubclass(failure.kind, CheckpointError) else failure.full_text
         texts.append(f"rank {failure.rank}: {text}" if len(failures) > 1 else text)
     if texts:
         raise CheckpointError(f"{what} failed: {'; '.join(texts)}") from cause

@@ -17,7 +17,7 @@ from ...wrappers.features import model_features, optim_features
 from ...wrappers.sharding.layout import (
     Layout,
     as_global,
-    drop_held_gradients,
+    drop_unreduced_gradients,
     is_dtensor,
     is_sharded,
     layout_of,
@@ -149,7 +149,7 @@ def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
 
 def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
     """Set this rank's parts of the gradients; None for parameters without one."""
-    drop_held_gradients(model.parameters())
+    drop_unreduced_gradients(model.parameters())
     for name, parameter in model.named_parameters():
         saved = gradients.get(plain_name(name))
         if saved is None:

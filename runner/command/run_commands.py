@@ -107,7 +107,7 @@ def run_predict(options: Options) -> int:
         check_path(Path(options.out))
     except (ValueError, FileExistsError, ImportError) as error:
         raise mistake(f"stepwrap predict: --out: {error}") from error
-    config, run = _checked(options)
+    config, run = _read_run(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
     job = Job("predict", config, run, checkpoint=checkpoint, debug=options.debug, out=options.out)
     return _run(job)

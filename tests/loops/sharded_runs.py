@@ -24,7 +24,7 @@ from stepwrap.wrappers import (
     build_mesh,
     wrap_model,
 )
-from stepwrap.wrappers.sharding.layout import layout_of, placed_as
+from stepwrap.wrappers.sharding.layout import as_dtensor, layout_of
 
 # Kind and number of ranks.
 CASES = [
@@ -117,7 +117,7 @@ def gradients(state: LoopState) -> list[Tensor | None]:
             found.append(None)
             continue
         if not isinstance(grad, DTensor):
-            grad = placed_as(grad, layout_of(param))
+            grad = as_dtensor(grad, layout_of(param))
         found.append((grad.full_tensor() if isinstance(grad, DTensor) else grad).clone())
     return found
 

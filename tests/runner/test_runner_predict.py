@@ -107,5 +107,5 @@ def test_objects(tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     assert Runner(model, hooks=()).predict(other, loader=loader) == 5
     assert other.read_text() == path.read_text()
-    with pytest.raises(ValueError, match="predict needs loader or test_loop"):
+    with pytest.raises(ValueError, match="predict requires a loader or test_loop"):
         Runner(model, hooks=()).predict(tmp_path / "none.jsonl")

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from stepwrap.wrappers.sharding.layout import layout_of, placed_as
+from stepwrap.wrappers.sharding.layout import as_dtensor, layout_of
 
 # By world size: FSDP2 alone, tensor-parallel alone, both, both kinds of replicas.
 KINDS = ("fsdp", "tensor")
@@ -72,7 +72,7 @@ def _localise(leaf: nn.Module) -> None:
                 layout.placements,
                 run_check=False,
                 shape=torch.Size(layout.shape),
-                stride=placed_as(part, layout).stride(),
+                stride=as_dtensor(part, layout).stride(),
             )
 
     def leave(module: nn.Module, args: Any, result: Any) -> None:
@@ -89,7 +89,7 @@ def whole(tensor: Tensor) -> Tensor:
     if layout.mesh is None:
         return tensor.detach().clone()
     if not isinstance(tensor, DTensor):
-        tensor = placed_as(tensor, layout)
+        tensor = as_dtensor(tensor, layout)
     return tensor.full_tensor().detach().clone()
 
 
@@ -100,7 +100,7 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor:
     assert gradient is not None
     if layout.mesh is None or isinstance(gradient, DTensor):
         return whole(gradient)
-    return placed_as(gradient, layout).full_tensor()
+    return as_dtensor(gradient, layout).full_tensor()
 
 
 def data(seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from stepwrap.wrappers.sharding.layout import (
     as_global,
     copy_whole_,
-    has_placed,
+    has_placed_parameters,
     is_sharded,
     layout_of,
     local_part,
@@ -157,7 +157,7 @@ def test_norms_that_do_not_add_up() -> None:
 def test_parameters_added_later_are_seen() -> None:
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([first], lr=0.1)
-    assert not has_placed(optimizer)
+    assert not has_placed_parameters(optimizer)
     second.tensor_layout = layout_of(second)
     optimizer.add_param_group({"params": [second]})
-    assert has_placed(optimizer)
+    assert has_placed_parameters(optimizer)

@@ -166,7 +166,7 @@ def test_settings_of_the_optimizer_are_always_checked() -> None:
 
     def look_rarely(index: int, wrapper: Any, optim: OptimWrapper) -> None:
         if index == 0:
-            wrapper.look_every(1000)
+            wrapper.recheck_every(1000)
         settle(index, wrapper, optim)
 
     weights, logs, _ = train(None, batches(20), before=settle)

@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from torch.fx import Interpreter
 
 from ..sharding.layout import parameters_of
-from ..sharding.mesh import broadcast_first
+from ..sharding.mesh import broadcast_from_first_rank
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .capture import Captured, capture, picked, tensors_in
@@ -22,7 +22,7 @@ from .cuda_graph import CudaGraph, warm_up
 from .errors import NotCompilableError
 from .program import Compiler, Program
 from .reference import EagerStep, changed_values, cloned, update
-from .trace import Places, Plan, StepFunctions, Tensors, joined, taken_apart, trace
+from .trace import Places, Plan, StepFunctions, Tensors, joined, split_joined, trace
 from .verifier import Verifier
 
 # A program that was used for fewer steps was not worth compiling.
@@ -162,7 +162,7 @@ class Compiled:
             if optim_wrapper.loss_weight is not None:
                 optim_wrapper.weigh(batch)
             if self._plan.ranks > 1:
-                broadcast_first(self._shared, self._group)
+                broadcast_from_first_rank(self._shared, self._group)
             return self.run(batch, optim_wrapper)
         return None
 
@@ -353,7 +353,7 @@ def _average(parameters: Iterable[Tensor], group: Any) -> None:
     for part in parts:
         part /= distributed.get_world_size(group)
     _sum_over_ranks(parts, group)
-    for one, gradient in zip(wanted, taken_apart(wanted, parts), strict=True):
+    for one, gradient in zip(wanted, split_joined(wanted, parts), strict=True):
         one.grad = gradient
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .capture import step_losses
-from .trace import Places, Plan, joined, taken_apart
+from .trace import Places, Plan, joined, split_joined
 
 # By kind (weights, state, logs, ...) and name.
 Values = Mapping[str, Mapping[str, Tensor]]
@@ -86,7 +86,7 @@ def update(
         parts: the joined gradients after their reduction; default: ``grad`` of the parameters.
     """
     wanted = places.trained_tensors()
-    given = taken_apart(wanted, parts) if parts else [one.grad for one in wanted]
+    given = split_joined(wanted, parts) if parts else [one.grad for one in wanted]
     for one, gradient in zip(wanted, given, strict=True):
         if gradient is not None:
             own = gradient.to(one.dtype, copy=True)

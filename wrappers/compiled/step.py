@@ -19,13 +19,13 @@ from ..ddp.distributed import StepDistributedDataParallel
 from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.first_update import FirstUpdate
 from ..optimizers.optim import OptimWrapper
-from ..optimizers.optim_state import is_spread
+from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
 from ..sharding.layout import is_dtensor
-from ..sharding.mesh import broadcast_first
+from ..sharding.mesh import broadcast_from_first_rank
 from ..steps.preprocess import device_of
 from ..steps.step import MODULE_HOOKS, SingleDevice, as_call, only_moves, parse_losses
-from ..steps.step_checks import has_own_step
+from ..steps.step_checks import has_custom_step
 from .compiled import Compiled, detached, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
 from .errors import NotCompilableError, NotReadyError, first_line
@@ -123,7 +123,7 @@ class CompiledStep:
                 optim_wrapper.update_params(total)
             return detached(logs)
         except BaseException as error:
-            wrapper._explain(error, stage)
+            wrapper._raise_explained(error, stage)
             raise
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
@@ -171,7 +171,7 @@ class CompiledStep:
             self._log_once(_AUTOCAST)
             program = None
         if plan.ranks > 1 and not plan.held:
-            broadcast_first(shared_buffers(wrapper), wrapper.data_group)
+            broadcast_from_first_rank(shared_buffers(wrapper), wrapper.data_group)
         if program is not None:
             failure: NotCompilableError | None
             try:
@@ -190,7 +190,7 @@ class CompiledStep:
             one.expect_change()
         return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
 
-    def look_every(self, steps: int) -> bool:
+    def recheck_every(self, steps: int) -> bool:
         """Check the model for changes only before every ``steps``-th step, from the next one on.
 
         In between, only the values of the model's tensors may change. Settings of the optimizer
@@ -337,7 +337,7 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
     name = type(optim_wrapper).__name__
     if not isinstance(wrapper, (SingleDevice, StepDistributedDataParallel)):
         yield f"{type(wrapper).__name__} is not supported; only single and ddp are compiled"
-    if has_own_step(wrapper) or type(wrapper).forward not in _FORWARDS:
+    if has_custom_step(wrapper) or type(wrapper).forward not in _FORWARDS:
         yield "the step or the forward of the wrapper is not the usual one"
     if wrapper.detect_anomalous_params:
         yield "detect_anomalous_params looks at each gradient"
@@ -366,7 +366,7 @@ def _of_optimizer(optim_wrapper: OptimWrapper) -> Iterator[str]:
         yield f"{kind} needs a closure"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         yield f"{kind} has hooks, for example from a ledger or a GradNormHook"
-    if is_spread(optimizer) or hasattr(optimizer, "averager"):
+    if has_sharded_state(optimizer) or hasattr(optimizer, "averager"):
         yield f"{kind} exchanges data other than gradients between the ranks"
 
 

@@ -189,7 +189,7 @@ class StepFunctions:
         """Clip and update by the joined gradients in ``held``; return the norm, if any."""
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
-            return self.update(given, taken_apart(wanted, given.held))
+            return self.update(given, split_joined(wanted, given.held))
 
     def _backward(self, given: Tensors) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [
@@ -287,7 +287,7 @@ def joined(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[T
     return [torch.cat([filled[at] for at in part]) for part in _parts(like)]
 
 
-def taken_apart(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
+def split_joined(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
     """Return joined gradients in the shapes of ``like``."""
     found: dict[int, Tensor] = {}
     for whole, part in zip(parts, _parts(like), strict=True):

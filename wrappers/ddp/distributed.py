@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
-from ..steps.step import Steps, refuse_own_train_step
+from ..steps.step import Steps, reject_model_train_step
 from ..steps.step_checks import AveragingWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .buckets import FixedBuckets
@@ -106,7 +106,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     ) -> None:
         # The check of this class, because a subclass may have other arguments.
         StepDistributedDataParallel.check_options(ddp_kwargs)
-        refuse_own_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
+        reject_model_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(
                 "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "
@@ -209,7 +209,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             state, function = self._hook.bind(self.process_group)
             self.register_comm_hook(state, unannotated(function))
 
-    def weigh_by(self, loss_weight: Any) -> None:
+    def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept gradients that are weighted by a ``LossWeight``.
 
         Raises:
@@ -234,12 +234,12 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
                 "until all ranks have finished"
             )
 
-    def _explain(self, error: BaseException, stage: str = "update") -> None:
+    def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
         if stage == "update":
             _explain_unused(error, self._trainable)
             # Only the text, because the error would keep the graph in memory.
             self._failure = self._failure or f"{type(error).__name__}: {error}"
-        super()._explain(error, stage)
+        super()._raise_explained(error, stage)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

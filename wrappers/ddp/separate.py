@@ -13,7 +13,7 @@ from torch import nn
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.preprocess import device_of
-from ..steps.step import Steps, has_own_train_step
+from ..steps.step import Steps, overrides_train_step
 from ..steps.step_checks import ThawWatch
 from .distributed import StepDistributedDataParallel
 
@@ -96,7 +96,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         untyped.register_load_state_dict_pre_hook(_rename_versions)
         untyped.register_load_state_dict_post_hook(_rename_misfits)
         self._prepare_steps(False)
-        self._model_steps = has_own_train_step(module)
+        self._uses_model_step = overrides_train_step(module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model, whose children average their gradients."""
@@ -110,16 +110,16 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
                 stack.enter_context(child.no_sync())
             yield
 
-    def weigh_by(self, loss_weight: Any) -> None:
+    def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept weighted gradients; raises ValueError as the wrappers of the children do."""
         for child in self._wrapped():
-            child.weigh_by(loss_weight)
+            child.set_loss_weight(loss_weight)
 
-    def _explain(self, error: BaseException, stage: str = "update") -> None:
+    def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
         if stage == "forward":
-            super()._explain(error, stage)
+            super()._raise_explained(error, stage)
         for child in self._wrapped() if stage == "update" else ():
-            child._explain(error)
+            child._raise_explained(error)
 
     def _wrapped(self) -> list[_Child]:
         return [child for child in self.module.children() if isinstance(child, _Child)]

@@ -19,7 +19,7 @@ from ..blocks import BlockSpec
 from ..sharding.mesh import Mesh, agree
 from ..sharding.meta_init import materialise
 from ..steps.preprocess import DataPreprocessor
-from ..steps.step import OptimizerWrapper, Steps, has_own_train_step
+from ..steps.step import OptimizerWrapper, Steps, overrides_train_step
 from .options import EXTRA_OPTIONS, FsdpOptions, read_options, sharding_mesh
 from .roots import Root
 from .torch_internals import call_as_forward
@@ -152,8 +152,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self.module = module
         if any(one.is_meta for one in module.parameters()):
             materialise(module, meshes.everywhere, options.param_init_fn)
-        self._model_steps = has_own_train_step(module)
-        self._roots = [Root(one, steps_itself=calls_children(module)) for one in roots]
+        self._uses_model_step = overrides_train_step(module)
+        self._roots = [Root(one, may_call_children=calls_children(module)) for one in roots]
         self._prepare_steps(detect_anomalous_params)
         for one in self.modules():
             # Batches move to the device of the gathered blocks; shards may be on another one.

@@ -34,13 +34,13 @@ class Root:
 
     Attributes:
         module: the root module.
-        steps_itself: whether the model's step may call its children directly.
+        may_call_children: whether the model's step may call its children directly.
         units: the modules that are gathered separately, the root first.
     """
 
-    def __init__(self, module: nn.Module, *, steps_itself: bool) -> None:
+    def __init__(self, module: nn.Module, *, may_call_children: bool) -> None:
         self.module: Any = module
-        self.steps_itself = steps_itself
+        self.may_call_children = may_call_children
         self.units = [one for one in module.modules() if isinstance(one, FSDPModule)]
         for unit in self.units:
             check_torch(unit)

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..blocks import find_blocks, find_parameters
-from ..sharding.mesh import agree, broadcast_first
+from ..sharding.mesh import agree, broadcast_from_first_rank
 from ..sharding.meta_init import check_no_meta_buffers
-from ..steps.step import has_own_train_step
+from ..steps.step import overrides_train_step
 from .options import FsdpOptions, WrapPolicy
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def calls_children(model: nn.Module) -> bool:
 
     This holds for a custom ``train_step``, and for Lightning modules with manual optimization.
     """
-    return has_own_train_step(model) or not getattr(model, "automatic_optimization", True)
+    return overrides_train_step(model) or not getattr(model, "automatic_optimization", True)
 
 
 def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
@@ -64,7 +64,7 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
     if options.device is not None and not any(one.is_meta for one in module.parameters()):
         module.to(options.device)
     if options.same_weights:
-        broadcast_first([*module.parameters(), *module.buffers()], mesh)
+        broadcast_from_first_rank([*module.parameters(), *module.buffers()], mesh)
     common: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": options.offload,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...registry import OPTIM_WRAPPERS, nearest
-from ..sharding.layout import has_placed, parameters_of
+from ..sharding.layout import has_placed_parameters, parameters_of
 from ..torch_functions import check_options, option_names
 from .optim import OptimWrapper
 
@@ -82,7 +82,7 @@ class AmpOptimWrapper(OptimWrapper):
         self.device_type = device.type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
-        self._together = use_fsdp or (enabled and has_placed(optimizer))
+        self._together = use_fsdp or (enabled and has_placed_parameters(optimizer))
         scaler: Any = torch.amp.GradScaler
         if self._together:
             # Imported lazily: it loads large parts of torch.distributed.

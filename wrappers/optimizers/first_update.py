@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...collectives import comm_device
 from ..features import model_features
 from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
-from ..steps.step_checks import has_own_step
+from ..steps.step_checks import has_custom_step
 from .gates import Gate
 
 
@@ -31,7 +31,7 @@ class FirstUpdate(Gate):
 
     def enter(self, model: Any) -> None:
         """Remember ``model`` if it is a wrapper with a custom step that averages gradients."""
-        if model_features(model).averages_ranks and has_own_step(model):
+        if model_features(model).averages_ranks and has_custom_step(model):
             self._model = model
 
     begin = enter

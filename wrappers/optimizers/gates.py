@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..features import model_features, optim_features
-from ..steps.step_checks import has_own_step
+from ..steps.step_checks import has_custom_step
 
 
 class Gate:
@@ -77,7 +77,7 @@ def _closure_advice(optimizer: Optimizer) -> str:
 
 def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
     """Raise ValueError if the optimizer needs a closure, and the step of `model` has none."""
-    if optim_features(optim_wrapper).needs_closure and not has_own_step(model):
+    if optim_features(optim_wrapper).needs_closure and not has_custom_step(model):
         raise ValueError(_closure_advice(optim_wrapper.optimizer))
 
 

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from ...collectives import get_rank
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures
-from ..sharding.layout import drop_held_gradients, is_dtensor, no_sync, parameters_of
+from ..sharding.layout import drop_unreduced_gradients, is_dtensor, no_sync, parameters_of
 from .clipping import GradClip
 from .first_update import FirstUpdate
 from .gates import ClosureGate, Gate, GuardGate, UpdateGuard, check_closure
 from .loss_weight import LossWeight
-from .optim_state import is_spread, kind_of, load_state, state_of
+from .optim_state import has_sharded_state, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
 from .windows import CountWindow, WeightedWindow
 
@@ -262,7 +262,7 @@ class OptimWrapper(Accumulation):
     # Its settings may have a ``type``, but the registry does not build them.
     config_plain: tuple[str, ...] = ("clip_grad",)
     reads_parts = True
-    collective_state = property(lambda self: is_spread(self.optimizer))
+    collective_state = property(lambda self: has_sharded_state(self.optimizer))
     defaults = property(
         lambda self: getattr(self.optimizer, "defaults", {}),
         doc="The optimizer's settings for groups that do not set them.",
@@ -388,7 +388,7 @@ class OptimWrapper(Accumulation):
             gate.clear()
         optimizer = self.optimizer
         if self._is_sharded:
-            drop_held_gradients(parameters_of(optimizer))
+            drop_unreduced_gradients(parameters_of(optimizer))
         if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(**kwargs)
             return

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from ..sharding.layout import (
     as_global,
-    has_placed,
+    has_placed_parameters,
     is_dtensor,
-    is_placed,
+    is_dtensor_or_localised,
     layout_of,
     parameters_of,
     take_part,
@@ -31,11 +31,13 @@ def kind_of(optimizer: Optimizer) -> str:
     return type(_inner(optimizer)).__name__
 
 
-def is_spread(optimizer: Optimizer) -> bool:
+def has_sharded_state(optimizer: Optimizer) -> bool:
     """Return whether the state of ``optimizer`` is sharded over ranks."""
     if _is_zero(optimizer):
         return True
-    return any(layout_of(p).sharded_over for p in parameters_of(optimizer) if is_placed(p))
+    return any(
+        layout_of(p).sharded_over for p in parameters_of(optimizer) if is_dtensor_or_localised(p)
+    )
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -45,7 +47,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
     state, the others get the settings only.
     """
     state = dict(_consolidated(optimizer) if _is_zero(optimizer) else optimizer.state_dict())
-    if has_placed(optimizer):
+    if has_placed_parameters(optimizer):
         owners = dict(enumerate(parameters_of(optimizer)))
         state["state"] = {
             key: _as_dtensors(values, owners[key]) if key in owners else values
@@ -123,7 +125,9 @@ def _local_part_of(value: Any, owner: Tensor) -> Any:
     if isinstance(value, list):
         # LBFGS keeps lists of vectors of all parameters.
         return [_local_part_of(one, owner) for one in value]
-    if not hasattr(value, "shape") or (isinstance(value, Tensor) and not is_placed(owner)):
+    if not hasattr(value, "shape") or (
+        isinstance(value, Tensor) and not is_dtensor_or_localised(owner)
+    ):
         return value.full_tensor() if is_dtensor(value) else value
     if len(value.shape) and tuple(value.shape) == layout_of(owner).shape:
         return take_part(value, owner)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ..sharding.layout import holders, is_dtensor, is_placed, layout_of, local_part
+from ..sharding.layout import holders, is_dtensor, is_dtensor_or_localised, layout_of, local_part
 from ..torch_functions import option_names
 
 # Setting any of these selects an implementation.
@@ -107,7 +107,7 @@ def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
                 "fsdp, and an update would not change its shards: create the optimizer with "
                 "wrapper.parameters(), or after reshard(wrapper)"
             )
-    placed = [one for one in tensors if is_placed(one)]
+    placed = [one for one in tensors if is_dtensor_or_localised(one)]
     if not placed:
         return
     for base in getattr(cls, "__mro__", ()):
@@ -125,7 +125,7 @@ def check_group(cls: Any, tensors: Iterable[Tensor], group: ProcessGroup | None)
         cls: the optimizer, which communicates between these ranks.
         group: the ranks; None for all.
     """
-    for tensor in filter(is_placed, tensors):
+    for tensor in filter(is_dtensor_or_localised, tensors):
         for over in layout_of(tensor).sharded_over:
             ranks = set(get_process_group_ranks(group))
             if len(ranks & set(get_process_group_ranks(over))) > 1:

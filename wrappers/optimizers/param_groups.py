@@ -17,7 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ...registry import ParamwiseSection, Problem, check_paramwise, default_of, did_you_mean
-from ..steps.step import Steps, has_own_train_step
+from ..steps.step import Steps, overrides_train_step
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +119,11 @@ def share_parameters(
     return shares
 
 
-def refuse_single_step(model: nn.Module) -> None:
+def check_step_for_several_optimizers(model: nn.Module) -> None:
     """Raise TypeError for a wrapped model whose training step uses one optimizer only."""
     if not isinstance(model, Steps) or type(model).train_step is not Steps.train_step:
         return
-    if not has_own_train_step(model.module):
+    if not overrides_train_step(model.module):
         name = type(model.module).__name__
         raise TypeError(
             f"{name} must define train_step to use several optimizers, and does not: write "

@@ -107,7 +107,7 @@ class WeightedWindow(CountWindow):
         if self._model is not None and self._model() is model:
             return
         features = model_features(model)
-        features.weigh_by(self._loss_weight)
+        features.set_loss_weight(self._loss_weight)
         # Set after this: if it raises, the next call must raise again.
         self._model = weakref.ref(model)
         is_torchs = features is not model and isinstance(model, DistributedDataParallel)

@@ -95,7 +95,7 @@ def layout_of(tensor: Tensor) -> Layout:
     return _localised(tensor) or Layout(shape, (0,) * len(shape), shape)
 
 
-def is_placed(tensor: Tensor) -> bool:
+def is_dtensor_or_localised(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``DTensor`` or localised, even if it is not spread over ranks."""
     return is_dtensor(tensor) or _localised(tensor) is not None
 
@@ -121,7 +121,7 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
     Raises:
         ValueError: the part of ``like`` has another shape.
     """
-    if is_dtensor(tensor) or not is_placed(like):
+    if is_dtensor(tensor) or not is_dtensor_or_localised(like):
         return tensor
     layout = layout_of(like)
     if tuple(tensor.shape) != layout.sizes:
@@ -129,10 +129,10 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
             f"a part of shape {layout.sizes} is needed for a tensor of shape {layout.shape}, "
             f"got {tuple(tensor.shape)}"
         )
-    return placed_as(tensor, layout)
+    return as_dtensor(tensor, layout)
 
 
-def placed_as(part: Tensor, layout: Layout) -> Tensor:
+def as_dtensor(part: Tensor, layout: Layout) -> Tensor:
     """Return ``part`` as the ``DTensor`` that ``layout`` describes, unless that is plain."""
     if layout.mesh is None:
         return part
@@ -233,14 +233,14 @@ def total_norm(
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
 # Objects that keep whole parameters and gradients where optimizer wrappers do not look. Each has a
-# ``module``; ``steps_itself``, whether the model's step may call its children directly;
+# ``module``; ``may_call_children``, whether the model's step may call its children directly;
 # ``no_sync()``, not collective; ``drop_gradients(ids)``, which drops gradients of these parameters
 # that are not reduced yet; and ``gathered(parameters)``, which returns the first parameter that is
 # only gathered for a forward.
 holders: WeakSet[Any] = WeakSet()
 
 
-def drop_held_gradients(parameters: Iterable[Tensor]) -> None:
+def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
     """Drop gradients of ``parameters`` that fsdp has not reduced yet; not collective.
 
     These come from forwards under ``no_sync``, and from a backward that raised.
@@ -256,7 +256,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     inside = {id(one) for one in model.modules()} if holders else ()
     with ExitStack() as stack:
         for holder in list(holders):
-            if holder.steps_itself and id(holder.module) in inside:
+            if holder.may_call_children and id(holder.module) in inside:
                 stack.enter_context(holder.no_sync())
         yield
 
@@ -266,9 +266,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
-def has_placed(optimizer: Optimizer) -> bool:
+def has_placed_parameters(optimizer: Optimizer) -> bool:
     """Whether a parameter of ``optimizer`` is a ``DTensor`` or localised."""
-    return any(map(is_placed, parameters_of(optimizer)))
+    return any(map(is_dtensor_or_localised, parameters_of(optimizer)))
 
 
 def _localised(tensor: Tensor) -> Layout | None:
@@ -289,11 +289,11 @@ def _groups(tensor: Tensor) -> tuple[ProcessGroup, ...]:
 
 def _cut(source: Any, like: Tensor) -> Tensor:
     layout = layout_of(like)
-    if isinstance(source, Tensor) and is_placed(source):
+    if isinstance(source, Tensor) and is_dtensor_or_localised(source):
         own = layout_of(source)
         if (own.shape, own.offsets, own.sizes) == (layout.shape, layout.offsets, layout.sizes):
             return local_part(source).detach()
-        source = placed_as(local_part(source), own).full_tensor()  # type: ignore[attr-defined]
+        source = as_dtensor(local_part(source), own).full_tensor()  # type: ignore[attr-defined]
     if tuple(source.shape) != layout.shape:
         raise ValueError(
             f"a tensor of shape {layout.shape} is needed, got one of shape {tuple(source.shape)}"

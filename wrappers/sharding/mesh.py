@@ -188,7 +188,7 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
         return hashlib.sha256(obj2tensor(described, "cpu").numpy().data).digest()
 
     digests, failures, error = run_together(digest, lambda report: _gather(report, mesh))
-    if error is not None and len({failure and failure.told for failure in failures}) == 1:
+    if error is not None and len({failure and failure.full_text for failure in failures}) == 1:
         raise error
     for failure in filter(None, failures):
         raise failure.kind(f"on rank {failure.rank}: {failure.text}") from error
@@ -215,7 +215,7 @@ def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
 
 
 @torch.no_grad()
-def broadcast_first(tensors: Iterable[Tensor], ranks: Ranks) -> None:
+def broadcast_from_first_rank(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     """Overwrite ``tensors`` with the tensors of the first rank; every rank must call this.
 
     Only the local parts of sharded tensors are sent. Tensors on the meta device are skipped.

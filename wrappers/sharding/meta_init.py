@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .layout import copy_whole_
-from .mesh import broadcast_first
+from .mesh import broadcast_from_first_rank
 
 Initialiser: TypeAlias = Callable[[nn.Module], Any]
 _Slot: TypeAlias = tuple[nn.Module, str]
@@ -270,7 +270,7 @@ def _random_state_of_first(mesh: DeviceMesh, device: torch.device) -> Iterator[N
     states = [kind.get_rng_state() for kind in kinds]
     first = [state.clone() for state in states]
     if distributed.is_initialized():
-        broadcast_first(first, mesh)
+        broadcast_from_first_rank(first, mesh)
     for kind, state in zip(kinds, first, strict=True):
         kind.set_rng_state(state)
     try:

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from ...registry import did_you_mean
 from ..torch_functions import check_options, refuse_double_backward
-from .layout import is_placed, layout_of, local_part, split_models
+from .layout import is_dtensor_or_localised, layout_of, local_part, split_models
 from .mesh import Mesh
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
@@ -201,7 +201,7 @@ def _placement(name: str, text: Any) -> Placement | None:
 def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: int) -> Iterator[str]:
     """Yield the reasons why a layer cannot be split in this style."""
     what = f"{path!r} is a {type(module).__name__}"
-    if any(map(is_placed, module.parameters())):
+    if any(map(is_dtensor_or_localised, module.parameters())):
         yield f"{path!r} is split already"
     elif isinstance(style, SequenceParallel):
         if any(True for child in module.children() for _ in child.parameters()):

@@ -16,7 +16,7 @@ from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
 from ..features import ModelFeatures
 from ..sharding.layout import refusal
-from ..sharding.mesh import broadcast_first
+from ..sharding.mesh import broadcast_from_first_rank
 from ..torch_functions import check_options
 from .preprocess import DataPreprocessor, device_of
 from .step_checks import detect_anomalous_params, watch_gradients
@@ -137,14 +137,14 @@ class Steps(ModelFeatures):
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
     # Whether to run the model's train_step, and whether forward only calls the model.
-    _model_steps: bool = False
+    _uses_model_step: bool = False
     _calls_model_directly: bool = False
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch; return the detached values to log. Every rank must call this."""
         model, stage = self.module, "preparation"
         try:
-            if self._model_steps:
+            if self._uses_model_step:
                 stage = "update"
                 return model.train_step(data, optim_wrapper)  # type: ignore[no-any-return]
             with optim_wrapper.optim_context(self):
@@ -162,7 +162,7 @@ class Steps(ModelFeatures):
             else:
                 optim_wrapper.update_params(total)
         except BaseException as error:
-            self._explain(error, stage)
+            self._raise_explained(error, stage)
             raise
         if parse is parse_losses:
             return logs
@@ -176,11 +176,11 @@ class Steps(ModelFeatures):
         A compiled step checks the model only before the first batch, so the iterable must not
         change the model. Every rank must call this.
         """
-        self.look_every(sys.maxsize)
+        self.recheck_every(sys.maxsize)
         try:
             return [self.train_step(batch, optim_wrapper) for batch in batches]
         finally:
-            self.look_every(1)
+            self.recheck_every(1)
 
     def val_step(self, data: Any) -> Any:
         """Evaluate one batch by the model's ``val_step``; not collective."""
@@ -197,7 +197,7 @@ class Steps(ModelFeatures):
         last training step. With one rank nothing happens.
         """
         if self.averages_ranks and distributed.is_initialized():
-            broadcast_first(self.module.buffers(), self.data_group)
+            broadcast_from_first_rank(self.module.buffers(), self.data_group)
 
     def average(self, value: Tensor) -> Tensor:
         """Return the mean of a detached ``value`` over the ranks that average their gradients.
@@ -234,7 +234,7 @@ class Steps(ModelFeatures):
                 optim_wrapper.update_params(total)
             except BaseException as error:
                 # Custom steps and the Lightning strategy call this method too.
-                self._explain(error)
+                self._raise_explained(error)
                 raise
         detect_anomalous_params(total, model, received=received)
 
@@ -250,7 +250,7 @@ class Steps(ModelFeatures):
             as_call(batch)
         return batch
 
-    def _explain(self, error: BaseException, stage: str = "update") -> None:
+    def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
         """Raise an error with an explanation of ``error``, if one is known."""
         if stage == "forward":
             _explain_forward(self.module, error)
@@ -324,8 +324,8 @@ class SingleDevice(Steps, nn.Module):
         self.module = module
         self._prepare_steps(detect_anomalous_params)
         self._calls_model_directly = type(self).forward is SingleDevice.forward
-        self._model_steps = has_own_train_step(module)
-        if detect_anomalous_params and self._model_steps:
+        self._uses_model_step = overrides_train_step(module)
+        if detect_anomalous_params and self._uses_model_step:
             raise ValueError(
                 "detect_anomalous_params needs the wrapper's own train_step, but "
                 f"{type(module).__name__}.train_step is used"
@@ -362,7 +362,7 @@ def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     raise TypeError(f"Output of `data_preprocessor` should be list, tuple or dict, but got {kind}")
 
 
-def has_own_train_step(model: nn.Module) -> bool:
+def overrides_train_step(model: nn.Module) -> bool:
     """Whether the class of ``model`` defines ``train_step``; the default of a base class is not."""
     step = getattr(type(model), "train_step", None)
     # By name, because mmengine is not a dependency and model.py imports this file.
@@ -371,11 +371,11 @@ def has_own_train_step(model: nn.Module) -> bool:
     return step is not None
 
 
-def refuse_own_train_step(
+def reject_model_train_step(
     wrapper: type[Steps], model: nn.Module, why: str, remedy: str = ""
 ) -> None:
     """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``."""
-    if wrapper.train_step is not Steps.train_step or not has_own_train_step(model):
+    if wrapper.train_step is not Steps.train_step or not overrides_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
     raise TypeError(

@@ -19,9 +19,9 @@ _REENTRANT: type = CheckpointFunction._backward_cls
 _BACKWARDS = 64
 
 
-def has_own_step(model: Any) -> bool:
+def has_custom_step(model: Any) -> bool:
     """Whether the training step of a wrapper is custom: a subclass's method or the model's."""
-    if getattr(model, "_model_steps", False):
+    if getattr(model, "_uses_model_step", False):
         return True
     owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")
