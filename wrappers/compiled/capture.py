@@ -204,7 +204,7 @@ def tensors_in(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
             yield from tensors_in(one, (*path, at))
 
 
-def picked(paths: list[tuple[Any, ...]]) -> Callable[[Any], list[Tensor]]:
+def batch_reader(paths: list[tuple[Any, ...]]) -> Callable[[Any], list[Tensor]]:
     """Return a function that returns the tensors at these paths of a batch."""
     return lambda batch: [reduce(operator.getitem, path, batch) for path in paths]
 

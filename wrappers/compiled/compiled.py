@@ -16,13 +16,21 @@ from ..sharding.layout import parameters_of
 from ..sharding.mesh import broadcast_from_first_rank
 from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
-from .capture import Captured, capture, picked, tensors_in
+from .capture import Captured, batch_reader, capture, tensors_in
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up
 from .errors import NotCompilableError
 from .program import Compiler, Program
-from .reference import EagerStep, changed_values, cloned, update
-from .trace import Places, Plan, StepFunctions, Tensors, joined, split_joined, trace
+from .reference import EagerStep, changed_values, clone_batch, update
+from .trace import (
+    GraphInputs,
+    Plan,
+    StepFunctions,
+    StepTensors,
+    join_gradients,
+    split_joined,
+    trace,
+)
 from .verifier import Verifier
 
 # A program that was used for fewer steps was not worth compiling.
@@ -55,10 +63,10 @@ class Compiled:
         self._clip, self._compiler = optim_wrapper.clip, compiler
         self._plan, self._group, self._device = plan, wrapper.data_group, device_of(model)
         captured = capture(model, batch)
-        self._pick = picked([where for kind, where in captured.reads if kind == "batch"])
+        self._pick = batch_reader([where for kind, where in captured.reads if kind == "batch"])
         self._names = [*captured.logs]
         self._constants = captured.constants
-        self._places = places = Places(model, self._optimizer)
+        self._places = places = StepTensors(model, self._optimizer)
         self._trained = places.trained_tensors()
         self._shared = shared_buffers(wrapper) if plan.ranks > 1 else []
         self.failure: NotCompilableError | None = None
@@ -80,13 +88,13 @@ class Compiled:
         self._share, self._factor = _Number(1.0, device), _Number(1.0, device)
         steps = StepFunctions(places, plan, _forward(captured, places), self._clip)
         weighs = optim_wrapper.loss_weight is not None
-        tensors = Tensors(
+        tensors = GraphInputs(
             places.parameters,
             places.buffers,
             [state[name] for _, name, state in places.states()],
             [one.tensor for one in self._rates],
             [self._share.tensor, self._factor.tensor] if weighs else [],
-            self._held(),
+            self._kept_gradients(),
             self._pick(batch),
         )
         if len(devices := {str(one.device) for one in tensors.flat()}) > 1:
@@ -104,7 +112,7 @@ class Compiled:
             self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.weights]
             self._run = self._program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
             self._moved = [*tensors.parameters, *moved]
-            parts = joined(self._trained, [None] * len(self._trained))
+            parts = join_gradients(self._trained, [None] * len(self._trained))
             self._update = self._program(
                 steps.update_by_joined, replace(tensors, buffers=[], held=parts, batch=[])
             )
@@ -113,7 +121,9 @@ class Compiled:
             self._run = self._program(steps.whole, tensors)
         self._has_norm, self._kept = steps.has_norm, steps.kept
 
-    def _program(self, function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> Program:
+    def _program(
+        self, function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs
+    ) -> Program:
         flat = tensors.flat()
         program = self._compiler(trace(function, tensors), flat)
         if not flat[0].is_cuda:
@@ -180,7 +190,7 @@ class Compiled:
         self._uses += 1
         is_due = self._verifier.is_due(self._uses)
         window, plan = optim_wrapper.window, self._plan
-        inputs = [*self._fixed, *(self._held() if plan.held else ()), *self._pick(batch)]
+        inputs = [*self._fixed, *(self._kept_gradients() if plan.held else ()), *self._pick(batch)]
         before = window.weight, window.total
         self._share.set(window.share())
         # Ranks exchange weights only after the forward has been verified.
@@ -228,7 +238,7 @@ class Compiled:
             self._optimizer.zero_grad()
             return [] if norm is None else [norm]
 
-    def _held(self) -> list[Tensor]:
+    def _kept_gradients(self) -> list[Tensor]:
         pairs = zip(self._trained, self._plan.held, strict=True) if self._plan.held else ()
         return [one.grad for one, is_held in pairs if is_held and one.grad is not None]
 
@@ -236,10 +246,10 @@ class Compiled:
         share, factor, plan = self._share.value, self._factor.value, self._plan
         count, is_whole = len(self._names), self._update is None
         # A forward may change its batch in place.
-        before = cloned(batch)
+        before = clone_batch(batch)
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
-            step = EagerStep(origin, cloned(before), **options)
+            step = EagerStep(origin, clone_batch(before), **options)
             values = {"logs": step.backward(plan, share)}
             if not is_whole:
                 values["gradients"] = dict(enumerate(step.parts(plan)))  # type: ignore[arg-type]
@@ -289,8 +299,8 @@ class Compiled:
 
 
 def _forward(
-    captured: Captured, places: Places
-) -> Callable[[Tensors], tuple[Tensor, list[Tensor]]]:
+    captured: Captured, places: StepTensors
+) -> Callable[[GraphInputs], tuple[Tensor, list[Tensor]]]:
     """Return the captured losses as a function of the tensors of a step."""
     batch = iter(range(len(places.names), len(places.names) + len(captured.reads)))
     reads = [
@@ -298,7 +308,7 @@ def _forward(
     ]
     graph = _Interpreter(captured.graph)
 
-    def forward(given: Tensors) -> tuple[Tensor, list[Tensor]]:
+    def forward(given: GraphInputs) -> tuple[Tensor, list[Tensor]]:
         known = [*given.parameters, *given.buffers, *given.batch]
         outputs = graph.run(*(known[at] for at in reads))
         return outputs[captured.total], [outputs[at] for at in captured.logs.values()]
@@ -349,7 +359,7 @@ def shared_buffers(wrapper: Any) -> list[Tensor]:
 
 def _average(parameters: Iterable[Tensor], group: Any) -> None:
     wanted = [one for one in parameters if one.requires_grad]
-    parts = joined(wanted, [one.grad for one in wanted])
+    parts = join_gradients(wanted, [one.grad for one in wanted])
     for part in parts:
         part /= distributed.get_world_size(group)
     _sum_over_ranks(parts, group)
@@ -365,7 +375,7 @@ def _sum_over_ranks(parts: Iterable[Tensor], group: Any) -> None:
 
 
 @contextmanager
-def _state_on(device: torch.device, places: Places) -> Iterator[None]:
+def _state_on(device: torch.device, places: StepTensors) -> Iterator[None]:
     """Move optimizer state that is on the CPU, such as step counts, to ``device``.
 
     It is moved back after an error.

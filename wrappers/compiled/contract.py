@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ..steps.step import MODULE_HOOKS
 from .capture import Captured
-from .trace import Places
+from .trace import StepTensors
 
 _ID, _VALUES = id, dict.values
 _ADDRESS, _STRIDE, _DTYPE = Tensor.data_ptr, Tensor.stride, attrgetter("dtype")
@@ -60,7 +60,7 @@ class Contract:
         self._dicts = [one for one in own if one]
         self._known = self._objects()
         self._ids = [*map(_ID, self._known)]
-        places = Places(model, optimizer)
+        places = StepTensors(model, optimizer)
         self._parameters = places.parameters
         self._fixed = [*self._parameters, *places.buffers]
         self._fixed += [state[name] for _, name, state in places.states()]

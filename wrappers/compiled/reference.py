@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .capture import step_losses
-from .trace import Places, Plan, joined, split_joined
+from .trace import Plan, StepTensors, join_gradients, split_joined
 
 # By kind (weights, state, logs, ...) and name.
 Values = Mapping[str, Mapping[str, Tensor]]
@@ -54,7 +54,7 @@ class EagerStep:
                 state.update({name: _cast(one, dtype) for name, one in state.items()})
         if nudge:
             _nudge(self.model, nudge)
-        self.places = Places(self.model, self.optimizer)
+        self.places = StepTensors(self.model, self.optimizer)
 
     def backward(self, plan: Plan, share: float | Tensor) -> dict[str, Tensor]:
         """Run forward and backward; return the logs."""
@@ -65,7 +65,7 @@ class EagerStep:
     def parts(self, plan: Plan) -> list[Tensor]:
         """Return the gradients in the joined tensors that the ranks add up."""
         wanted = self.places.trained_tensors()
-        return [one / plan.ranks for one in joined(wanted, [one.grad for one in wanted])]
+        return [one / plan.ranks for one in join_gradients(wanted, [one.grad for one in wanted])]
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients that the copies hold."""
@@ -74,7 +74,7 @@ class EagerStep:
 
 
 def update(
-    places: Places,
+    places: StepTensors,
     clip: Callable[[Any], Tensor | None] | None,
     factor: float | Tensor,
     parts: Sequence[Tensor] = (),
@@ -104,12 +104,12 @@ def copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer
     return copies
 
 
-def cloned(batch: Any) -> Any:
+def clone_batch(batch: Any) -> Any:
     """Return a batch with copies of its tensors."""
     return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, batch)
 
 
-def changed_values(places: Places) -> dict[str, dict[str, Tensor]]:
+def changed_values(places: StepTensors) -> dict[str, dict[str, Tensor]]:
     """Return the tensors that an update changes: weights, buffers and the optimizer's state."""
     names, count = places.names, places.count
     kinds = {

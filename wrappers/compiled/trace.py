@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     ranks: int = 1
 
 
-class Places:
+class StepTensors:
     """The tensors of model and optimizer that a step reads and changes.
 
     Attributes:
@@ -112,7 +112,7 @@ class Places:
 
 
 @dataclass
-class Tensors:
+class GraphInputs:
     """The inputs of a graph, in order.
 
     Attributes:
@@ -132,10 +132,10 @@ class Tensors:
         """Return all tensors in one list."""
         return [one for part in vars(self).values() for one in part]
 
-    def cut(self, flat: Iterable[Tensor]) -> Tensors:
+    def cut(self, flat: Iterable[Tensor]) -> GraphInputs:
         """Return other tensors with the same structure."""
         rest = iter(flat)
-        return Tensors(*([next(rest) for _ in part] for part in vars(self).values()))
+        return GraphInputs(*([next(rest) for _ in part] for part in vars(self).values()))
 
 
 class StepFunctions:
@@ -152,9 +152,9 @@ class StepFunctions:
 
     def __init__(
         self,
-        places: Places,
+        places: StepTensors,
         plan: Plan,
-        forward: Callable[[Tensors], tuple[Tensor, list[Tensor]]],
+        forward: Callable[[GraphInputs], tuple[Tensor, list[Tensor]]],
         clip: Callable[[Any], Tensor | None] | None,
     ) -> None:
         self._places, self._plan = places, plan
@@ -163,7 +163,7 @@ class StepFunctions:
         self.has_norm = False
         self.kept: list[int] = []
 
-    def whole(self, given: Tensors) -> list[Tensor]:
+    def whole(self, given: GraphInputs) -> list[Tensor]:
         """Run a step; return logs, then the norm of the gradients or the gradients to keep."""
         outputs, gradients = self._backward(given)
         with torch.no_grad():
@@ -178,20 +178,20 @@ class StepFunctions:
             self.kept = [*new]
             return [*outputs, *new.values()]
 
-    def joined_gradients(self, given: Tensors) -> list[Tensor]:
+    def joined_gradients(self, given: GraphInputs) -> list[Tensor]:
         """Run forward and backward; return logs, then joined gradients divided by the ranks."""
         outputs, gradients = self._backward(given)
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
-            return outputs + joined(wanted, gradients)
+            return outputs + join_gradients(wanted, gradients)
 
-    def update_by_joined(self, given: Tensors) -> list[Tensor]:
+    def update_by_joined(self, given: GraphInputs) -> list[Tensor]:
         """Clip and update by the joined gradients in ``held``; return the norm, if any."""
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
             return self.update(given, split_joined(wanted, given.held))
 
-    def _backward(self, given: Tensors) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _backward(self, given: GraphInputs) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [
             one.detach().requires_grad_(own.requires_grad)
             for one, own in zip(given.parameters, self._places.parameters, strict=True)
@@ -220,7 +220,7 @@ class StepFunctions:
         # Copies, because a value may be an input or be logged twice, and the caller keeps it.
         return [one.detach().clone() for one in logs], gradients
 
-    def update(self, given: Tensors, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def update(self, given: GraphInputs, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Clip and update; return the norm of the gradients, if there is one."""
         twin = self._places.twin(given.parameters, given.rates)
         if given.weights:
@@ -278,7 +278,7 @@ def _separate(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
     return separate
 
 
-def joined(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+def join_gradients(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """Join gradients to 1-d tensors for a reduction; only ``like`` decides which are joined."""
     filled = [
         (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
@@ -320,7 +320,7 @@ def _as_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def trace(function: Callable[[Tensors], list[Tensor]], tensors: Tensors) -> GraphModule:
+def trace(function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs) -> GraphModule:
     """Return the graph of a function without running it.
 
     Raises:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .errors import NotCompilableError, first_line
 from .reference import changed_values, copied, largest_difference, random_states, set_random_states
-from .trace import Places
+from .trace import StepTensors
 
 # Minimum number of steps between two additional verifications.
 _BETWEEN = 100
@@ -69,7 +69,7 @@ class Verifier:
             raise NotCompilableError(
                 f"the model cannot be copied to compare steps: {first_line(error)}"
             ) from error
-        start, before = changed_values(Places(*origin)), random_states(self._device)
+        start, before = changed_values(StepTensors(*origin)), random_states(self._device)
         ends: list[list[Tensor]] = []
 
         def eager(**options: Any) -> Any:
@@ -118,7 +118,7 @@ class Verifier:
 
     @torch.no_grad()
     def _undo(self, origin: Any, draws: Sequence[Tensor]) -> None:
-        own, kept = Places(self._model, self._optimizer), Places(*origin)
+        own, kept = StepTensors(self._model, self._optimizer), StepTensors(*origin)
         pairs = [*zip(own.parameters, kept.parameters, strict=True)]
         pairs += zip(own.buffers, kept.buffers, strict=True)
         states = zip(own.states(), kept.states(), strict=True)
