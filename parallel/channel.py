@@ -145,7 +145,7 @@ def wait(poller: select.poll, deadline: float, timeout_s: float) -> list[tuple[i
     limit_ms = math.ceil(max(remaining, 0) * 1000) if remaining < math.inf else None
     ready = poller.poll(limit_ms)
     if not ready and time.monotonic() >= deadline:
-        raise TimeoutError(f"the queue had nothing within {timeout_s} s")
+        raise TimeoutError(f"nothing arrived in the queue within {timeout_s} s")
     return ready
 
 

@@ -10,7 +10,7 @@ from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined
 
 # Both `except TimeoutError` and `except multiprocessing.TimeoutError` catch it.
 class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):  # noqa: A001
-    """A queue, a result or an iterator had nothing within the given time."""
+    """Nothing arrived within the given time."""
 
 
 class WorkerDiedError(RuntimeError):

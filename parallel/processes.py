@@ -180,7 +180,7 @@ class Process(BaseProcess):
                 self._exception.__cause__.__cause__ = None
             elif exitcode:
                 where = f"process {self.name!r} (pid {self.pid}) {how_it_ended(exitcode)}"
-                without = " and without a report (os._exit?)" if exitcode > 0 else ""
+                without = " without reporting an exception (os._exit?)" if exitcode > 0 else ""
                 self._exception = ProcessException(where + without)
         return self._exception
 
@@ -209,7 +209,7 @@ def how_it_ended(exitcode: int | None) -> str:
     if exitcode is None:
         return "is gone"
     if exitcode >= 0:
-        return f"left with exit code {exitcode}"
+        return f"exited with code {exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
@@ -246,7 +246,7 @@ def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None)
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 failures.append(error)
-        # A child that the target has forked has returned from it: it must not run the cleaner.
+        # This is a process that the target forked: it must not run the cleaner.
         if os.getpid() != pid:
             break
     return failures

@@ -51,13 +51,13 @@ class Export:
     difference: float
 
 
-class _Outputs(nn.Module):
+class _TensorForward(nn.Module):
     """The outputs of a model as a function of the tensors in a batch.
 
     Args:
         model: called with ``mode="tensor"`` after its ``data_preprocessor``.
-        batch: an example; its other values are constants.
-        used: which of its tensors are inputs; the others keep their values.
+        batch: an example; values in it that are not tensors become constants.
+        used: indices of the tensors that are inputs, by default all; the others become constants.
     """
 
     def __init__(self, model: nn.Module, batch: Any, used: Sequence[int] | None = None) -> None:
@@ -116,7 +116,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with evaluation_mode(model), torch.no_grad(), _quiet():
-            outputs = _Outputs(model, batch)
+            outputs = _TensorForward(model, batch)
             if path.suffix == ".safetensors":
                 run = _as_safetensors(outputs, draft)
             else:
@@ -155,7 +155,7 @@ def check_export(path: Path) -> None:
         ) from error
 
 
-def _batch_size(outputs: _Outputs) -> int:
+def _batch_size(outputs: _TensorForward) -> int:
     sizes = [one.shape[0] for one in outputs.inputs if one.ndim]
     if not sizes or sizes[0] < 2:
         raise ExportError(
@@ -165,7 +165,7 @@ def _batch_size(outputs: _Outputs) -> int:
     return int(sizes[0])
 
 
-def _shapes(outputs: _Outputs) -> dict[str, tuple[int | str, ...]]:
+def _shapes(outputs: _TensorForward) -> dict[str, tuple[int | str, ...]]:
     size = _batch_size(outputs)
     return {
         name: tuple("batch" if not at and n == size else n for at, n in enumerate(one.shape))
@@ -173,15 +173,15 @@ def _shapes(outputs: _Outputs) -> dict[str, tuple[int | str, ...]]:
     }
 
 
-def _dynamic(outputs: _Outputs) -> tuple[Any, ...]:
+def _dynamic(outputs: _TensorForward) -> tuple[Any, ...]:
     """Return the dynamic dimensions of the inputs: the first one of each that has the samples."""
     batch = Dim("batch")
     shapes = _shapes(outputs).values()
     return tuple({0: batch} if shape and shape[0] == "batch" else None for shape in shapes)
 
 
-def _traced(outputs: _Outputs) -> tuple[ExportedProgram, _Outputs]:
-    """Return the program for the inputs that its outputs depend on, and these outputs."""
+def _traced(outputs: _TensorForward) -> tuple[ExportedProgram, _TensorForward]:
+    """Return the program with only the inputs that its result depends on, and its module."""
     program = _exported(outputs)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     names = program.graph_signature.user_inputs
@@ -189,11 +189,11 @@ def _traced(outputs: _Outputs) -> tuple[ExportedProgram, _Outputs]:
     if len(used) == len(names):
         return program, outputs
     model, leaves, structure = outputs.model, outputs._leaves, outputs._structure
-    outputs = _Outputs(model, tree_unflatten(leaves, structure), used)
+    outputs = _TensorForward(model, tree_unflatten(leaves, structure), used)
     return _exported(outputs), outputs
 
 
-def _exported(outputs: _Outputs) -> ExportedProgram:
+def _exported(outputs: _TensorForward) -> ExportedProgram:
     try:
         return torch.export.export(
             outputs, outputs.inputs, dynamic_shapes=(_dynamic(outputs),), strict=False
@@ -206,11 +206,11 @@ def _exported(outputs: _Outputs) -> ExportedProgram:
         ) from error
 
 
-def _as_safetensors(outputs: _Outputs, path: Path) -> Callable[..., Any]:
+def _as_safetensors(outputs: _TensorForward, path: Path) -> Callable[..., Any]:
     from safetensors.torch import load_model, save_model
 
     save_model(outputs.model, str(path), metadata={"format": "pt"})
-    # Other weights, so that those of the file must come from it.
+    # Zero the copy's parameters: the comparison must show that the weights come from the file.
     loaded = deepcopy(outputs)
     for one in loaded.model.parameters():
         one.zero_()
@@ -218,7 +218,7 @@ def _as_safetensors(outputs: _Outputs, path: Path) -> Callable[..., Any]:
     return loaded
 
 
-def _as_pt2(program: ExportedProgram, outputs: _Outputs, path: Path) -> Callable[..., Any]:
+def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Callable[..., Any]:
     torch.export.save(program, path)
     loaded: Callable[..., Any] = torch.export.load(path).module()
     return loaded
@@ -239,7 +239,7 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _as_onnx(program: ExportedProgram, outputs: _Outputs, path: Path) -> Callable[..., Any]:
+def _as_onnx(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Callable[..., Any]:
     import onnxruntime
 
     exported = torch.onnx.export(program, input_names=outputs.names, verbose=False)
@@ -255,7 +255,7 @@ def _as_onnx(program: ExportedProgram, outputs: _Outputs, path: Path) -> Callabl
     return run
 
 
-def _compare(outputs: _Outputs, run: Callable[..., Any]) -> float:
+def _compare(outputs: _TensorForward, run: Callable[..., Any]) -> float:
     """Return the largest difference between an exported form and the model.
 
     Raises:

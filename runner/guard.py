@@ -86,7 +86,10 @@ def is_running(pid: int) -> bool:
 
 
 def own_memory() -> int:
-    """Return the memory of this process in bytes; on Linux without the shared libraries."""
+    """Return the bytes of memory that this process uses.
+
+    On Linux only anonymous memory counts, not shared libraries.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * int(status.read_text().partition("RssAnon:")[2].split()[0])
@@ -238,8 +241,8 @@ def receiving_signals(ranks: Ranks) -> Iterator[None]:
     """Record this process's stop signals in ``ranks.received``."""
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
     with with_variables({"PYTHONWARNINGS": quiet}), blocking_signals():
-        # The tracker removes the semaphores of killed ranks, without a warning to the user. It must
-        # start here: started by the first process, it would unblock the stop signals.
+        # The tracker removes the semaphores of killed ranks, without a warning to the user. Start
+        # it here: if the first Process.start() started it, it would unblock SIGINT and SIGTERM.
         resource_tracker.ensure_running()
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -88,9 +88,9 @@ def launch(
         backend: an argument of ``torch.distributed.init_process_group``. "auto" means NCCL for CUDA
             tensors and gloo for CPU tensors if there is a GPU for each rank, otherwise gloo.
         timeout_s: how long a collective may wait for a rank, in seconds.
-        oversubscribe: allow more than 4 processes per core, and more than fit into free memory. The
-            need of a process is measured on the first one, before ``fn`` is called, unless there
-            is 1 GiB for each.
+        oversubscribe: allow more than 4 processes per core, and more than fit into free memory.
+            Unless more than 1 GiB per process is free, the first process is started alone and its
+            memory is measured before ``fn`` is called.
         environment: additional environment variables of the started processes.
 
     Raises:
@@ -184,7 +184,7 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
         here = [
             (rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()
         ]
-        deadline = time.monotonic() + (_DYING_S if _may_follow(own) else 0.0)
+        deadline = time.monotonic() + (_DYING_S if _may_be_consequence(own) else 0.0)
         gone: list[int] = []
         while not gone and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -286,8 +286,8 @@ def _start(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # After a signal, ranks fail because the signal ended their peers: that is not an error.
-    if ranks.failures and not (ranks.received and all(map(_may_follow, ranks.failures))):
-        causes_first = sorted(ranks.failures, key=lambda one: (_may_follow(one), one.time))
+    if ranks.failures and not (ranks.received and all(map(_may_be_consequence, ranks.failures))):
+        causes_first = sorted(ranks.failures, key=lambda one: (_may_be_consequence(one), one.time))
         raise LaunchError(causes_first, is_stopping=bool(ranks.received))
     if len(ranks.results) < nproc:
         if ranks.received[0] == signal.SIGINT:
@@ -316,8 +316,8 @@ def _variables(nproc: int) -> dict[str, str]:
     }
 
 
-def _may_follow(failure: Failure) -> bool:
-    """Whether another rank's failure may be the cause: a lost peer or an aborted collective."""
+def _may_be_consequence(failure: Failure) -> bool:
+    """Whether a failure may be caused by another rank's: a lost peer or an aborted collective."""
     lost = ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
     return failure.kind == "CollectiveError" or any(text in failure.trace for text in lost)
 

@@ -224,7 +224,7 @@ def _preparation(run: RunSections) -> Preparation:
 
 
 def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
-    """Return the wrapper that ``ranks`` processes would use, if this one stands for them."""
+    """Return the configured wrapper or, if ``ranks`` is given, the default for that many ranks."""
     wrapper = wrapper_class(run)
     if wrapper is not None or ranks is None:
         return wrapper

@@ -69,7 +69,7 @@ def build_parts(
         run: the checked settings.
         only: the loops to build: "train", "val", "test".
         one_batch: give each loop a single batch, for a dry run.
-        ranks: the number of ranks for which this process stands; see ``rehearse``.
+        ranks: if given, build what a run with that many ranks would build; see ``rehearse``.
 
     Raises:
         BuildError: some parts cannot be built; it lists all of them.

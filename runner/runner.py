@@ -88,7 +88,8 @@ class Runner:
         run_dir: the folder for records and checkpoints. None writes nothing.
         seed: seed of this rank's random number generators. None leaves them unchanged.
         train_step: a function ``(wrapper, batch, optim_wrapper)`` that trains on one batch and
-            returns the values to log. It replaces the wrapper's ``train_step``; for a bare model.
+            returns the values to log. It replaces the wrapper's ``train_step``; ``model`` must not
+            be wrapped.
         precision: a function that returns the context for evaluations, such as
             ``partial(torch.autocast, "cuda", dtype=torch.bfloat16)``. Default: the context of an
             ``AmpOptimWrapper``, if there is one.
@@ -240,25 +241,26 @@ class Runner:
         loader: Iterable[Any] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> int:
-        """Write what `test_step` returns to a file, one row per sample, in the data set's order.
+        """Write what ``test_step`` returns to a file, one row per sample, in the data set's order.
 
-        Every rank must call this; rank 0 writes the file. The weights are those of an evaluation:
-        averages if an `EMAHook` has it use them. Memory does not grow with the data set.
+        Every rank must call this; rank 0 writes the file. The weights are those that evaluations
+        use: the EMA averages if the run evaluates with its ``EMAHook``. Memory does not grow with
+        the data set.
 
         Args:
-            path: The new file. Its suffix is the format: `.jsonl`, `.parquet` or `.npz`.
-            loader: The data; default: that of the test loop. Several ranks need a loader of
-                `build_loader`, in natural order.
-            checkpoint: As for `test`.
+            path: the new file; its suffix is the format: ``.jsonl``, ``.parquet`` or ``.npz``.
+            loader: the data; default: the loader of the test loop. Several ranks need a loader of
+                ``build_loader``, in natural order.
+            checkpoint: as for ``test``.
 
         Returns:
             The number of samples.
 
         Raises:
-            CheckpointError: There is no such checkpoint, or it is damaged.
-            FileExistsError: `path` exists.
-            TypeError: `test_step` returns nothing that has one value per sample.
-            ValueError: The format is unknown, or the loader does not keep the order.
+            CheckpointError: there is no such checkpoint, or it is damaged.
+            FileExistsError: ``path`` exists.
+            TypeError: ``test_step`` returns nothing that has one value per sample.
+            ValueError: the format is unknown, or the loader does not keep the order.
         """
         if loader is None:
             loader = _required("predict", "a loader or test_loop", self._test_loop).dataloader  # type: ignore[attr-defined]

@@ -32,10 +32,10 @@ class ModelAssigner:
     """Places models on devices so that they fit and a weighted cost is small.
 
     The cost has four terms: connected models are close to each other; no device is overfull;
-    devices compute in proportion to their compute capacity; a soft placement
-    (``optimize_placement``) becomes hard. docs/placement.md has the formulas. Models that share
-    parameters stay together. A placement that does not fit is never returned. The same arguments
-    give the same placement; the global random state is neither used nor changed.
+    devices compute in proportion to their compute capacity; the probabilities of devices in
+    ``optimize_placement`` are close to 0 or 1. docs/placement.md has the formulas. Models that
+    share parameters stay together. A placement that does not fit is never returned. The same
+    arguments give the same placement; the global random state is neither used nor changed.
 
     Args:
         models: a list or dict of modules (or of any objects with ``to``, if ``sizes_mib`` is

@@ -53,13 +53,14 @@ def _headline(problem: Problem, units: Sequence[str], *, certain: bool) -> str:
     total, allowed = _in_bytes(float(sizes.sum())), _in_bytes(float(capacities.sum()))
     largest = int(sizes.argmax())
     if excess(sizes.sum(), capacities.sum()) > 0:
+        # This text is documented by machin.
         how = f"{total}, but only have {allowed} allowed memory in total"
     elif sizes[largest] > capacities.max():
         size = _in_bytes(float(sizes[largest]))
         how = f"{size} for {units[largest]} alone, more than any device allows"
     else:
         verdict = "no placement fits" if certain else "no placement was found that fits"
-        how = f"{total} of {allowed} allowed memory in total, but {verdict} on the single devices"
+        how = f"{total} of {allowed} allowed memory in total, but {verdict} every device"
     return f"Estimated model will use {how}."
 
 

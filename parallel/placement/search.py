@@ -13,8 +13,9 @@ from torch import Tensor
 EXHAUSTIVE_PLACEMENTS = 100_000
 _CHUNK = 20_000
 _STARTS = 20
-# The best starts are perturbed in rounds. The cost of a round grows with its rows times the pairs
-# of models, so few models have many rows and few rounds, and many models the reverse.
+# The best starts are perturbed in rounds. A row is one candidate placement. The cost of a round
+# grows with its rows times the pairs of models, so few models have many rows and few rounds, and
+# many models the reverse.
 _ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
 _PAIRS_IN_ALL = 300_000
@@ -24,7 +25,7 @@ _PAIRS = 50_000
 _SAME = 1e-12
 # Sums of rounded sizes may exceed a capacity that they exactly fill by this fraction.
 _ROUNDING = 1e-9
-# The cost of an overflow by the total size; it outweighs all other costs.
+# The cost of exceeding capacity by the total size of all models; it outweighs all other costs.
 _OVERFLOW = 1e6
 # Steps of the packing, forward and back; about a third of a second.
 _TRIES = 100_000
@@ -131,7 +132,8 @@ class Found(NamedTuple):
     Attributes:
         assignment: index of the device of each model.
         fits: whether no device overflows; if False, the least memory is missing.
-        certain: whether there is no better placement, or, if it does not fit, no fitting one.
+        certain: whether it is proven that this placement is the best or, if it does not fit, that
+            none fits.
     """
 
     assignment: Tensor
@@ -289,11 +291,10 @@ class _Moves:
 
 
 def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None, bool]:
-    """Return the device of each model in some placement that fits, and whether that is certain.
+    """Return (placement, True), (None, True) if no placement fits, or (None, False) if unknown.
 
-    Places the largest models first, each on the fullest device with enough space, and backtracks
-    at dead ends. The result (None, True) means that no placement fits, (None, False) that the
-    search was given up.
+    A placement is the device of each model. Places the largest models first, each on the fullest
+    device with enough space, and backtracks at dead ends, up to a limit.
     """
     order = sorted(range(len(sizes)), key=lambda model: -sizes[model])
     wanted = [sizes[model] for model in order]

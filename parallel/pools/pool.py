@@ -28,7 +28,8 @@ class Pool(BasePool):
     ``BasePool`` describes the first four arguments.
 
     Args:
-        is_recursive: the argument ``recurse`` of ``Pickler``.
+        is_recursive: whether functions of the main script are sent by value, with the globals
+            that they use (``recurse`` of ``Pickler``).
         is_daemon: whether workers are daemons; False lets tasks start further processes.
         is_copy_tensor: whether tensors in functions, arguments and results are copied; False
             shares their memory.
@@ -39,8 +40,9 @@ class Pool(BasePool):
             imported, uses one thread.
 
     Attributes:
-        start_patience_s: how long workers may be killed, or fail to start, before they are ready,
-            in seconds; then the pool is broken. A subclass may set it.
+        start_patience_s: for how many seconds the pool keeps trying while no worker becomes ready,
+            because workers are killed or cannot be started; after that it is broken. A subclass
+            may set it.
 
     Raises:
         RuntimeError: tensors are not copied and ``share_method`` is not "cpu" or "cuda".

@@ -131,7 +131,7 @@ def main(
         start_method: how this process was started.
         queues: the queues of tasks and results of a pool that overrides ``setup_queues``.
         to_close: in a forked process, other open descriptors of the pool.
-        begin: in a forked process, the contents of the first message to other processes: the
+        begin: in a forked process, what other processes receive as their first message: the
             function to run, initializer and its arguments, ``maxtasks``, ``copy_tensor``,
             ``recurse``.
     """
@@ -274,7 +274,7 @@ class _WorkerEnd:
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the current task."""
         if self._is_disowned:
-            # A child of the task has returned from it too; only the worker itself sends a result.
+            # This is a process that the task forked. Only the worker itself sends a result.
             os._exit(1)
         success, value = result[2]
         if not success:

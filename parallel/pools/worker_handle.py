@@ -42,7 +42,8 @@ class WorkerHandle:
         fd: readable when the worker has sent something.
         death_fd: readable when the process has ended.
         inflight: the tasks sent and not answered, by number, oldest first.
-        since: when the oldest task in flight became the oldest.
+        since: when the worker could begin the oldest task in flight: when it was sent, or when the
+            task before it was answered. ``task_timeout`` counts from here.
         failure: the error of the initializer.
     """
 

@@ -51,7 +51,10 @@ _MAX_CHAIN = 50
 
 
 def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") -> Path:
-    """Return the config file at a path (relative to ``folder``), or the shipped config ``name``."""
+    """Return a config file: by its path, the path of a run's folder, or the name of a shipped one.
+
+    Relative paths begin at ``folder``.
+    """
     path = folder / os.path.expanduser(name)
     # os.path.isfile also accepts names that are not valid paths.
     if os.path.isfile(path):
@@ -59,6 +62,9 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     shipped = {one.stem: one for one in _sources_in(_SHIPPED) if one.suffix != ".py"}
     if str(name) in shipped:
         return shipped[str(name)]
+    if os.path.isfile(path / "config.yaml"):
+        # The folder of a run has its settings.
+        return path / "config.yaml"
     if os.path.isdir(path):
         what = f"{name} is a folder, not a config file"
     else:

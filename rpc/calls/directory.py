@@ -32,7 +32,11 @@ class MeetingResult(NamedTuple):
 
 
 class MissingMembers(NamedTuple):
-    """The members that have "not come" or, if all others came, have "given up" waiting."""
+    """The absent members.
+
+    They have never arrived ("not come") or, if there are none of these, they have arrived and then
+    timed out before this process ("timed out").
+    """
 
     names: list[str]
     state: str
@@ -138,7 +142,7 @@ class Directory:
         # The result is not read, but the transport cannot end before every call is answered.
         arrival.set_result(MeetingResult(0, []))
         return (
-            MissingMembers(missing, "not come") if missing else MissingMembers(absent, "given up")
+            MissingMembers(missing, "not come") if missing else MissingMembers(absent, "timed out")
         )
 
     def _forget(self, holder: str, group: str | None = None) -> None:

@@ -63,8 +63,8 @@ class RpcReference:
         """Return a copy of the value; on its owner, the value itself.
 
         Args:
-            timeout: in seconds; -1 is the world's default, 0 means no limit. The owner always
-                waits without limit.
+            timeout: in seconds; -1 is the world's default, 0 means no limit. It is ignored on the
+                owner, which waits without limit.
 
         Raises:
             Exception: the exception of the call that makes the value.
@@ -202,7 +202,7 @@ def _result_of(number: str, holder: str) -> Iterator[_Result]:
     """Yield a value to change its holders; delete it afterwards if no holder is left."""
     node = _node.current()
     with node.lock:
-        # Messages may overtake each other, so the first holder's may arrive before the call.
+        # Messages may overtake each other: a release may arrive before the call of the value.
         if number not in node.kept and holder == number:
             node.kept[number] = _Result(number)
         if number not in node.kept:

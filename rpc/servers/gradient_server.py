@@ -34,10 +34,11 @@ class ReduceType(Enum):
 class PushPullGradServerImpl:
     """A gradient server; the primary and every secondary reducer must create one.
 
-    A client pushes to a random secondary reducer, preferably in another process. That reduces each
-    ``reduce_batch_size`` pushes to one batch for the primary reducer, which reduces as many batches
-    for one optimizer step. So a step takes ``reduce_batch_size`` squared pushes. The primary pairs
-    a client under the server's name: ``group.get_paired(server_name).to_here()``.
+    A client pushes to a random secondary reducer, preferably in another process. It reduces every
+    ``reduce_batch_size`` pushes to one batch and sends it to the primary reducer, which reduces
+    every ``reduce_batch_size`` batches and then makes one optimizer step. So a step takes
+    ``reduce_batch_size`` squared pushes. The primary pairs a client under the server's name:
+    ``group.get_paired(server_name).to_here()``.
 
     If a secondary reducer dies, no push is lost or counted twice: its clients send again what the
     primary lacks, to other reducers or, if none is left, to the primary's process. If the primary

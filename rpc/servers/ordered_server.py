@@ -203,7 +203,7 @@ class StateServer(OrderedServerSimple):
 
         Args:
             key: the key of the model.
-            version: the caller's version; None asks for the newest state in any case. It is
+            version: the caller's version; None asks for whatever is newer than ``mark``. It is
                 ignored if ``mark`` is of another server.
             mark: identifies the caller's state.
             lacking: names in that state that the caller does not have any more.
@@ -282,7 +282,8 @@ def pull_update(
 ) -> Update | None:
     """Return the update from ``known`` to the newest state on any server; None without one.
 
-    The update is empty unless the newest state is newer than ``version`` or that is None.
+    Its ``state`` is None if the caller already has the newest state: the mark is the newest one, or
+    ``version`` is given and not older.
     """
     if isinstance(server, StateServer):
         return server.pull_changes(key, version, known.mark, known.lacking)

@@ -102,9 +102,8 @@ class _Attempt:
                 last = f"; the last one ended: {verdict['text']}" if "text" in verdict else ""
             if self._remaining_s() == 0:
                 raise RpcError(
-                    f"rank 0 has opened no world at {self._place.where} within "
-                    f"{self._timeout_s:g} s that this process, rank {self._own.rank}, could "
-                    f"join{last}"
+                    f"rank {self._own.rank} found no world to join at {self._place.where} within "
+                    f"{self._timeout_s:g} s: rank 0 has not opened one{last}"
                 )
             time.sleep(_RETRY_S)
 
@@ -176,7 +175,8 @@ class _Attempt:
             if not is_decided and not self._place.is_current():
                 return
         raise ValueError(
-            f"rank {self._own.rank} of the world is {other!r}, so {self._own.name!r} cannot be it"
+            f"rank {self._own.rank} of the world is already taken by {other!r}, so "
+            f"{self._own.name!r} cannot have it"
         )
 
     def _wait_for(self, store: Store, key: str) -> bool:
@@ -192,12 +192,12 @@ class _Attempt:
         missing = [rank for rank, one in members.items() if not one]
         if not missing:
             raise RpcError(
-                f"the world is not complete: rank 0 at {self._place.where} has not answered "
+                f"the world is incomplete: rank 0 at {self._place.where} has not answered "
                 f"within {self._timeout_s:g} s"
             )
         raise RpcError(
-            f"the world is not complete: rank {', '.join(missing)} of {self._world_size} has not "
-            f"come within {self._timeout_s:g} s; here: {', '.join(here)}"
+            f"the world is incomplete: these of its {self._world_size} ranks did not join within "
+            f"{self._timeout_s:g} s: {', '.join(missing)}; joined: {', '.join(here)}"
         )
 
     def _remaining_s(self) -> float:
@@ -238,6 +238,10 @@ def wait_for_readers(store: Store, rank: int, count: int) -> None:
         time.sleep(0.01)
 
 
+# The steps of starting a world, as errors name them.
+_STEPS = {"collectives": "process group", "calls": "RPC"}
+
+
 @contextlib.contextmanager
 def joint_step(
     place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
@@ -250,7 +254,7 @@ def joint_step(
     except RpcError:
         raise
     except (RuntimeError, OSError) as error:
-        what = f"the world cannot begin its {step}"
+        what = f"the {_STEPS[step]} of the world could not be started"
         with naming_rank_zero(place, what):
             store.set(f"{step}_{rank}", "1")
             # All living members end or fail at about the same time.

@@ -39,8 +39,8 @@ class World:
         with World("trainer") as world:
             group = world.create_rpc_group("all", world.get_members())
 
-    Every member must create the world and stop it, for example by leaving the ``with`` block. It
-    is ready for calls before any other member can make one. docs/rpc.md describes each argument.
+    Every member must create the world and stop it, for example by leaving the ``with`` block. Each
+    member can answer calls before any other member can make one. docs/rpc.md has all arguments.
 
     Args:
         name: unique in the world: up to 127 letters, digits, underscores, colons and dashes.
@@ -136,7 +136,9 @@ class World:
     def create_collective_group(
         self, ranks: Iterable[int], timeout: float = 60, backend: str | None = None
     ) -> CollectiveGroup:
-        """Create a group for collectives; every member of the world must call this in one order.
+        """Create a group for collectives.
+
+        Every member of the world must call this, in the same order.
 
         Args:
             ranks: the ranks of the group.

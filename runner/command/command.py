@@ -203,7 +203,9 @@ MAX_RESTARTS = click.Option(
     metavar="N",
     help="restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
 )
-RESUME = _path("--resume", help="continue the run in the run folder, or the checkpoint at PATH")
+RESUME = _path(
+    "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
+)
 FRESH = flag("fresh", "delete the existing results in the run folder")
 WITHOUT_STEP = click.Option(
     ["--without-step"],

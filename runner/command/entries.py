@@ -75,7 +75,7 @@ def _section_in(path: str) -> str:
     section = load_config(path).to_dict()
     if "data" in section:
         section = section["data"].get("test", section["data"])
-    # Of the file: load_config gives every config a name.
+    # load_config adds a name to every config, and a data section has none.
     section.pop("name", None)
     return json.dumps({"_delete_": True, **section})
 

@@ -27,10 +27,10 @@ from .draft import (
     as_yaml,
     bare_name,
     by_rows,
+    drop_if,
     dropped,
     inside,
     kept,
-    only,
     walk,
 )
 from .hooks import custom_hooks, default_hooks, schedulers, visualizer, window_size
@@ -270,7 +270,7 @@ _OPTIM_WRAPPER = (
     Row("type", "type", _optim_wrapper_type, default=None),
     Row("accumulative_counts", "accumulative_counts", _accumulated),
     *dropped("use_fsdp"),
-    *only(clip_grad=None, loss_scale="dynamic"),
+    *drop_if(clip_grad=None, loss_scale="dynamic"),
     Row("dtype", "dtype", lambda one, key: str(one.pop(key)).removeprefix("torch."), same=(None,)),
 )
 
@@ -359,8 +359,8 @@ _ORDER = (
     Row("collate_fn", "collate", _collate, default=None),
     # Workers are always persistent.
     *dropped("persistent_workers"),
-    *only(worker_init_fn=None, batch_sampler=None, timeout=0, num_batch_per_epoch=None),
-    *only(multiprocessing_context=None),
+    *drop_if(worker_init_fn=None, batch_sampler=None, timeout=0, num_batch_per_epoch=None),
+    *drop_if(multiprocessing_context=None),
 )  # fmt: skip
 
 
@@ -414,8 +414,8 @@ _MAPPING = (
         Row("diff_rank_seed"),
     )),
     Row("env_cfg", "", by_rows(
-        *only(cudnn_benchmark=False),
-        Row("mp_cfg", "", by_rows(*only(mp_start_method="fork", opencv_num_threads=0))),
+        *drop_if(cudnn_benchmark=False),
+        Row("mp_cfg", "", by_rows(*drop_if(mp_start_method="fork", opencv_num_threads=0))),
         Row("dist_cfg", "launch", by_rows(
             # mmengine's default is nccl even without a GPU; our default depends on the device.
             Row("backend", "backend", same=("nccl", None)),
@@ -433,8 +433,8 @@ _MAPPING = (
     )),
     Row("optim_wrapper", "", inside(_optimization)),
     Row("train_cfg", "train", inside(_training)),
-    Row("val_cfg", "", _default_type("LOOPS", "ValLoop", _OWN_LOOP, *only(fp16=False))),
-    Row("test_cfg", "", _default_type("LOOPS", "TestLoop", _OWN_LOOP, *only(fp16=False))),
+    Row("val_cfg", "", _default_type("LOOPS", "ValLoop", _OWN_LOOP, *drop_if(fp16=False))),
+    Row("test_cfg", "", _default_type("LOOPS", "TestLoop", _OWN_LOOP, *drop_if(fp16=False))),
     Row("train_dataloader", "data.train", inside(_loader)),
     Row("val_dataloader", "data.val", inside(_loader)),
     Row("test_dataloader", "data.test", inside(_loader)),
@@ -446,7 +446,7 @@ _MAPPING = (
         "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
         *dropped("by_epoch"),
         Row("window_size", "", window_size),
-        *only(num_digits=4, custom_cfg=None),
+        *drop_if(num_digits=4, custom_cfg=None),
     )),
     Row("visualizer", "hooks", inside(visualizer)),
     # At the top level this is only a variable for the visualizer.

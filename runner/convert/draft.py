@@ -121,7 +121,7 @@ class Draft:
         return _path(found) if is_own else bare_name(wanted)
 
     def plain(self, value: Any) -> Any:
-        """Return a value for an mmengine class, which gets dicts without anything built in them."""
+        """Return a value as an argument of an mmengine class: its dicts are passed on unbuilt."""
         if isinstance(value, Mapping):
             if "type" not in value:
                 return {key: self.plain(one) for key, one in value.items()}
@@ -208,7 +208,8 @@ class Row(NamedTuple):
     convert: Take | None = None
     # mmengine's default; without one the row is skipped if the setting is not given.
     default: Any = NOTHING
-    # Values that need no counterpart, and the message for others ("": as if there were no row).
+    # Values that are dropped, because they are ours too. ``refusal`` is the miss for any other
+    # value of a row without target and convert; with "" the setting stays in its section.
     same: tuple[Any, ...] = ()
     refusal: str = ""
 
@@ -241,8 +242,8 @@ def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
     return (*(Row(key, key) for key in keys), *with_default)
 
 
-def only(**values: Any) -> tuple[Row, ...]:
-    """Return rows of settings of which only one value can be converted, by dropping it."""
+def drop_if(**values: Any) -> tuple[Row, ...]:
+    """Return rows of settings that are dropped if they have the given value, and kept otherwise."""
     return tuple(Row(key, same=(value,)) for key, value in values.items())
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .draft import NOTHING, RULES, Row, Section, bare_name, dropped, kept, only, walk
+from .draft import NOTHING, RULES, Row, Section, bare_name, drop_if, dropped, kept, walk
 
 _INF = 10**9
 _OWN_HOOK = "{} has no counterpart: write a hook (docs/extending.md)"
-_PASSES = "counts passes over the data here; mmengine counts none in a loop by iterations"
+_PASSES = "epochs are passes over the data here; mmengine counts none in an iteration-based loop"
 
 
 def schedulers(section: Section, key: str) -> Any:
@@ -46,7 +46,7 @@ def _schedule(section: Section, optimizer: str | None, use_mmengine: bool) -> di
     kind = section.kind("PARAM_SCHEDULERS")
     if not kind:
         return {}
-    walk(section, (Row("_scope_"), *only(verbose=False)))
+    walk(section, (Row("_scope_"), *drop_if(verbose=False)))
     if kind == "ReduceOnPlateauLR" and use_mmengine:
         section.refuse(f"{kind} cannot be combined with a schedule that torch does not have")
         return {}
@@ -55,7 +55,7 @@ def _schedule(section: Section, optimizer: str | None, use_mmengine: bool) -> di
         return {}
     section |= {"begin": section.get("begin", 0), "end": section.get("end", _INF)}
     if kind in _SCHEDULES and not use_mmengine:
-        walk(section, only(param_name="lr", last_step=-1))
+        walk(section, drop_if(param_name="lr", last_step=-1))
     if use_mmengine or kind not in _SCHEDULES or not _is_in_torch(section, kind, optimizer):
         made = _mmengine_schedule(section, original, kind, by)
     else:
@@ -262,7 +262,7 @@ def _ema(section: Section, key: str) -> Any:
         begin = (epochs - 1) * int(draft.epoch_length or 0) + 1
     times, steps = max(draft.batches // interval, 1), max(interval // draft.batches, 1)
     if draft.batches > 1:
-        section.miss(key, f"counts updates here, not batches: decay {keep:g}**{times}")
+        section.miss(key, f"averages per update here, not per batch: decay {keep:g}**{times}")
     settings = {"decay": keep**times, "start_step": -(-max(begin, 1) // draft.batches)}
     return settings | ({"every_steps": steps} if steps != 1 else {})
 
@@ -277,7 +277,7 @@ def _early_stop(section: Section, key: str) -> Any:
     return {"metric": name, "patience": patience, "mode": mode, "min_delta": delta}
 
 
-_DISK = only(out_dir=None, backend_args=None, file_client_args=None)
+_DISK = drop_if(out_dir=None, backend_args=None, file_client_args=None)
 _HOOKS: dict[str, tuple[Row, ...]] = {
     # Our loop does the work of these hooks.
     "DistSamplerSeedHook": (),
@@ -286,25 +286,25 @@ _HOOKS: dict[str, tuple[Row, ...]] = {
     "RuntimeInfoHook": (),
     "CheckpointHook": (
         Row("interval", "checkpoint", _saving, default=-1),
-        *only(save_optimizer=True, save_param_scheduler=True, save_last=True, save_begin=0),
-        *only(published_keys=None, filename_tmpl=None, greater_keys=None, less_keys=None),
+        *drop_if(save_optimizer=True, save_param_scheduler=True, save_last=True, save_begin=0),
+        *drop_if(published_keys=None, filename_tmpl=None, greater_keys=None, less_keys=None),
         *_DISK,
     ),
     "EMAHook": (
         Row("momentum", "ema", _ema, default=0.0002),
-        *only(update_buffers=False, strict_load=False, device=None),
+        *drop_if(update_buffers=False, strict_load=False, device=None),
     ),
     "EarlyStoppingHook": (
         Row("monitor", "early_stop", _early_stop, default=None),
         # A missing metric is always an error here, and NaN is never an improvement.
         *dropped("strict"),
-        *only(stopping_threshold=None, check_finite=True),
+        *drop_if(stopping_threshold=None, check_finite=True),
     ),
     "LoggerHook": (
         Row("interval", "", _log_interval, default=10),
         # Each record has the epoch and the update.
         *dropped("log_metric_by_epoch"),
-        *only(ignore_last=True, interval_exp_name=1000, out_suffix=None, keep_local=True),
+        *drop_if(ignore_last=True, interval_exp_name=1000, out_suffix=None, keep_local=True),
         *_DISK,
     ),
 }
@@ -316,7 +316,7 @@ _WRITERS: dict[str, tuple[Row, ...]] = {
 
 def window_size(section: Section, key: str) -> Any:
     # A record averages the values since the previous record.
-    walk(section, only(window_size=section.draft.log_interval))
+    walk(section, drop_if(window_size=section.draft.log_interval))
     return NOTHING
 
 
@@ -325,5 +325,5 @@ def visualizer(given: Section) -> Any:
     hooks = _by_type(given.each("vis_backends"), "VISBACKENDS", _WRITERS)
     if kind != "Visualizer":
         given.refuse(f"{kind} has no counterpart: draw in a custom hook")
-    walk(given, (*dropped("name", "_scope_"), *only(save_dir=None)))
+    walk(given, (*dropped("name", "_scope_"), *drop_if(save_dir=None)))
     return hooks or NOTHING

@@ -50,7 +50,7 @@ def of_meta_device_fsdp(out: str) -> None:
 
 def of_place_actor_critic(out: str) -> None:
     heading, *devices, crossing = out.splitlines()
-    assert heading.split() == ["device", "size", "allowed", "computes", "should", "models"]
+    assert heading.split() == ["device", "size", "allowed", "computes", "target", "models"]
     assert crossing.endswith("of the connections cross")
     models = [name.strip(",") for line in devices for name in line.split()[7:] if name != "-"]
     assert len(models) == len(set(models)) == 8

@@ -69,7 +69,7 @@ def test_too_much_for_all() -> None:
 def test_enough_for_all_but_not_on_any(models: int) -> None:
     sizes = [6.0] * models
     free = {f"cuda:{index}": 20 for index in range(models - 1)} | {"cpu": 10}
-    with pytest.raises(RuntimeError, match="but no placement fits on the single") as caught:
+    with pytest.raises(RuntimeError, match="but no placement fits every device") as caught:
         ModelAssigner([Placed()] * models, {}, free_mib=free, sizes_mib=sizes)
     assert caught.value.args[0].count("lacking 1,048,576 bytes (1 MiB)") == 1
     with pytest.raises(RuntimeError, match=r"for model 0 alone, more than any device allows"):

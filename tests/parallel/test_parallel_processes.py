@@ -128,7 +128,7 @@ def test_sys_exit_keeps_its_code_and_0_is_no_failure(code: object, exitcode: int
 
 def test_deaths_without_a_report_are_failures() -> None:
     process = ended(work.leave_at_once, 3)
-    with pytest.raises(ProcessException, match=f"pid {process.pid}.* exit code 3 and without"):
+    with pytest.raises(ProcessException, match=f"pid {process.pid}.* exited with code 3 without"):
         process.watch()
     assert "SIGSEGV" in str(ended(work.kill, signal.SIGSEGV).exception)
     assert "signal 40" in str(ended(work.kill, 40).exception)

@@ -205,7 +205,7 @@ def test_missing_members_are_named() -> None:
     answers = run_ranks(_begin, 3, names, [3, 3, 3], free_port(), ranks, begin_s=[4.0, 60.0, 60.0])
     for kind, text in (answers[0], answers[2]):
         assert kind == "RpcError"
-        assert "rank 1 of 3 has not come within 4 s; here: 0 ('a'), 2 ('c')" in text
+        assert "these of its 3 ranks did not join within 4 s: 1; joined: 0 ('a'), 2 ('c')" in text
 
 
 def test_rank_zero_is_missing() -> None:
@@ -223,8 +223,8 @@ def test_one_rank_twice() -> None:
     assert sorted(kind for kind, _ in answers) == ["RpcError", "RpcError", "ValueError"]
     text = next(text for kind, text in answers if kind == "ValueError")
     assert text in {
-        "rank 1 of the world is 'b', so 'c' cannot be it",
-        "rank 1 of the world is 'c', so 'b' cannot be it",
+        "rank 1 of the world is already taken by 'b', so 'c' cannot have it",
+        "rank 1 of the world is already taken by 'c', so 'b' cannot have it",
     }
 
 

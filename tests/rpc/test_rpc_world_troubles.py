@@ -79,7 +79,9 @@ def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path
     run_and_expect([0, 0, -signal.SIGKILL], _die_after_meeting, local_place(), folder)
     for rank in range(2):
         text = (folder / str(rank)).read_text()
-        assert text.startswith(f"RpcError: the world cannot begin its {step}: 'w2' has not come; ")
+        part = {"calls": "RPC", "collectives": "process group"}[step]
+        what = f"RpcError: the {part} of the world could not be started: 'w2' has not come; "
+        assert text.startswith(what)
 
 
 def _no_limit() -> timedelta:
@@ -119,7 +121,10 @@ def _late_once(url: str | None, over: Path) -> list[str]:
 def test_a_world_after_one_that_could_not_begin(store: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store" if store == "file" else None
     first, second = run_ranks(_late_once, 2, url, tmp_path / "over")
-    text = "the world is not complete: rank 1 of 2 has not come within 0.5 s; here: 0 ('w0')"
+    text = (
+        "the world is incomplete: these of its 2 ranks did not join within 0.5 s: 1; "
+        "joined: 0 ('w0')"
+    )
     assert first == [text, "made", "made"]
     assert second == ["made", "made"]
 

@@ -384,7 +384,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
       "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60,
                        "by": "step"}}, None),
     (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {},
-     "3: param_scheduler.by_epoch: counts passes over the data here"),
+     "3: param_scheduler.by_epoch: epochs are passes over the data here"),
     # A loader that only mmengine builds is built by it.
     ('randomness = dict(seed=5)\ntrain_dataloader = dict(batch_size=2,'
      ' dataset=dict(type="convert_parts.Ones", size=4), sampler=dict(type="ClassBalanced"))',

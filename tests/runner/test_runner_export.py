@@ -162,7 +162,7 @@ def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: C
         (["--out", "m.bin"], "file that ends in .safetensors, .pt2, .onnx, got 'm.bin'"),
         (["--out", "m.pt2", "--to", "onnx"], "--to onnx and the suffix of m.pt2 differ"),
         (["--out", "old.pt2"], "an export needs a new file, and old.pt2 exists"),
-        (["--out", "m.pt2"], "there is no checkpoint in runs/points"),
+        (["--out", "m.pt2"], "runs/points has no checkpoint: train first"),
     ],
 )
 def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) -> None:

@@ -78,8 +78,11 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
         ([], "stepwrap predict: --out is missing, such as --out predictions.jsonl"),
         (["--out", "p.csv"], "--out: predictions are written to files that end in .jsonl, .par"),
         (["--out", "points.npz"], "--out: predictions need a new file, and points.npz exists"),
-        (["--out", "p.npz", "--data", "tset"], "there is no config file tset"),
-        (["--out", "p.npz", "--checkpoint", "bset"], "there is no checkpoint bset"),
+        (["--out", "p.npz", "--data", "tset"], "the config file tset does not exist"),
+        (
+            ["--out", "p.npz", "--checkpoint", "bset"],
+            "checkpoint bset does not exist; did you mean b",
+        ),
     ],
 )
 def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) -> None:
