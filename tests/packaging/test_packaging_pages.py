@@ -133,6 +133,7 @@ def test_each_path_is_short_and_names_its_files(thing: str) -> None:
 # The command, configs, hooks and predictions.
 
 
+@pytest.mark.slow
 def test_the_page_on_export(tmp_path: Path) -> None:
     *loads, export = blocks(page("export"), "python")
     run("-c", export, cwd=tmp_path)

@@ -144,7 +144,7 @@ def test_the_training_mode_and_weights_stay(tmp_path: Path) -> None:
 def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", "hooks.ema={type: EMAHook, decay: 0.9}"]) == 0
     capsys.readouterr()
-    assert main(["export", "runs/points/config.yaml", "--to", kind]) == 0
+    assert main(["export", "runs/points", "--to", kind]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"exported: runs/points/model.{kind} (0.")
     assert "largest difference from the model: " in out

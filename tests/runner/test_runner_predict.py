@@ -40,7 +40,7 @@ def test_predictions_are_those_of_the_evaluated_model(
 ) -> None:
     assert main(["train", "points.yaml", EMA]) == 0
     capsys.readouterr()
-    words = ["predict", "runs/points/config.yaml", "--out", "out/predictions.jsonl"]
+    words = ["predict", "runs/points", "--out", "out/predictions.jsonl"]
     assert run_ranks(run_command, nproc, run, *words) == [0] * nproc
     lines = _lines(run / "out/predictions.jsonl")
     assert [line["index"] for line in lines] == list(range(21))
