@@ -43,8 +43,8 @@ from ..wrappers.optimizers.optimizer_fit import build_optimizer
 from ..wrappers.optimizers.param_groups import (
     NamedParameter,
     check_step_for_several_optimizers,
+    divide_parameters,
     named_parameters,
-    share_parameters,
 )
 from .failure import Attempts, building
 from .launcher import single_process_group
@@ -219,7 +219,7 @@ def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[s
         if several:
             check_step_for_several_optimizers(model)
             chosen = {name: one.get("params") for name, one in given.items()}
-            shares = share_parameters(model, chosen)
+            shares = divide_parameters(model, chosen)
         else:
             shares = {"": named_parameters(model)}
     optimizers = {

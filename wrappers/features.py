@@ -30,7 +30,10 @@ class ModelFeatures:
     detect_anomalous_params: bool = False
 
     def recheck_every(self, steps: int) -> bool:
-        """Re-check the model only every ``steps`` compiled steps; return whether steps are."""
+        """Check the model for changes only before every ``steps``-th compiled step.
+
+        Returns whether the wrapper's training step is compiled; by default it is not.
+        """
         return False
 
     def average(self, value: Tensor) -> Tensor:
@@ -61,7 +64,7 @@ class OptimFeatures:
     Attributes:
         accumulative_counts: micro-batches per update.
         inner_count: micro-batches so far.
-        max_counts: micro-batches at the end of the training; -1 if unknown.
+        max_counts: total number of micro-batches of the training; -1 if unknown.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
         batch_counts: whether the next micro-batch is real, not padding for other ranks.
@@ -71,7 +74,8 @@ class OptimFeatures:
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
+        reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
+            ``shape`` and ``[slices]``, so that only this rank's part is read.
         precision_context: returns the context for the precision of a forward, such as autocast;
             None if it is not needed.
     """

@@ -35,7 +35,7 @@ _WRAPPERS = ("single", "ddp", "fsdp")
 
 
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
-    """Return whether the class of ``model`` is in ``registry`` or one of its children.
+    """Return whether the class of ``model`` is in ``registry`` or in one of its child registries.
 
     Modules inside ``model`` are not checked. For the registry MODEL_WRAPPERS, torch's DataParallel
     and DistributedDataParallel are wrappers too.
@@ -76,8 +76,9 @@ def wrap_model(
 
     Args:
         wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel if several
-            ranks see different batches, otherwise SingleDevice. Without a process group
-            SingleDevice also replaces the former and SeparateDistributedDataParallel.
+            ranks see different batches, otherwise SingleDevice. Without a process group,
+            SingleDevice takes the place of StepDistributedDataParallel and
+            SeparateDistributedDataParallel.
         model: the model; a wrapped one is returned unchanged.
         device: the device for the model, also for one on the meta device; default: no move.
         mesh: the layout of the ranks; default: all see different batches.
@@ -141,8 +142,8 @@ def compile_step(
     Args:
         wrapper: a SingleDevice or StepDistributedDataParallel; steps of other wrappers run as
             usual.
-        max_programs: maximum number of compiled programs, for batches of other shapes and after
-            changes of the model.
+        max_programs: the maximum number of compiled variants of the step, for batches of other
+            shapes and after changes of the model.
         min_steps: do not compile if the run is known to have fewer updates.
         custom_optimizer: also compile optimizers that are not torch's. A program does not see state
             that they keep outside of ``param_groups`` and ``state``.
@@ -157,8 +158,8 @@ def compile_step(
     from .compiled.step import CompiledStep
 
     step = CompiledStep(wrapper, max_programs, min_steps, custom_optimizer, backend)
-    strategy: Any = wrapper
-    strategy.train_step, strategy.recheck_every = step, step.recheck_every
+    untyped: Any = wrapper
+    untyped.train_step, untyped.recheck_every = step, step.recheck_every
     return wrapper
 
 
@@ -174,11 +175,11 @@ def _chosen_wrapper(
     if wrapper is auto:
         split = split_parameters(model, prepare)
         wrapper, options = _choose(model, mesh, options, device=device, split=split)
-    is_filled = device is not None and any(one.is_meta for one in model.parameters())
-    problems = wrapper_problems(wrapper, mesh.data_size, mesh.axes, is_meta=is_filled)
+    must_fill = device is not None and any(one.is_meta for one in model.parameters())
+    problems = wrapper_problems(wrapper, mesh.data_size, mesh.axes, is_meta=must_fill)
     for problem in problems.values():
         raise ValueError(problem)
-    if device is not None and is_filled:
+    if device is not None and must_fill:
         options["device_id"] = options.get("device_id") or torch.device(device)
     elif device is not None:
         model.to(device)

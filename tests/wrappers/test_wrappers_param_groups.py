@@ -27,7 +27,7 @@ from stepwrap.wrappers import (
     wrap_model,
 )
 from stepwrap.wrappers.optimizers.optimizer_fit import build_optimizer
-from stepwrap.wrappers.optimizers.param_groups import named_parameters, share_parameters
+from stepwrap.wrappers.optimizers.param_groups import divide_parameters, named_parameters
 
 
 def grouped(model: nn.Module, **paramwise: Any) -> list[dict[str, Any]]:
@@ -263,7 +263,9 @@ class TwoNets(nn.Module):
 
 
 def test_parameters_are_shared_out_by_child_path_and_pattern() -> None:
-    shares = share_parameters(SingleDevice(TwoNets()), {"gen": None, "disc": ["net.d*", "net.aux"]})
+    shares = divide_parameters(
+        SingleDevice(TwoNets()), {"gen": None, "disc": ["net.d*", "net.aux"]}
+    )
     assert {name: [one.name for one in share] for name, share in shares.items()} == {
         "gen": ["gen.weight", "gen.bias"],
         "disc": ["net.disc.weight", "net.disc.bias", "net.aux.weight", "net.aux.bias"],
@@ -283,13 +285,13 @@ def test_every_trained_parameter_has_one_optimizer(
     chosen: dict[str, list[str] | None], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        share_parameters(TwoNets(), chosen)
+        divide_parameters(TwoNets(), chosen)
 
 
 def test_frozen_parameters_need_no_optimizer() -> None:
     model = TwoNets()
     model.net["aux"].requires_grad_(False)
-    assert len(share_parameters(model, {"gen": None, "disc": None})["disc"]) == 2
+    assert len(divide_parameters(model, {"gen": None, "disc": None})["disc"]) == 2
 
 
 def wrapped(kind: str, model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""One compiled step: its programs, its contract and its verification."""
+"""One compiled variant of the step: its programs, its contract and its verification."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .errors import NotCompilableError
 from .program import Compiler, Program
 from .reference import EagerStep, changed_values, clone_batch, update
 from .trace import (
+    GradientPlan,
     GraphInputs,
-    Plan,
     StepFunctions,
     StepTensors,
     join_gradients,
@@ -38,9 +38,10 @@ _FEW_USES = 2
 _NORM = "the norm of the gradients"
 
 
-class Compiled:
-    """A compiled step for one plan, one kind of batch, and one state of model and optimizer.
+class StepVariant:
+    """A compiled variant of the step for one plan, kind of batch, and state of model and optimizer.
 
+    It has one program, or two (gradients, update) if several ranks average in between.
     ``Verifier`` compares some of its steps with the usual step on copies.
 
     Args:
@@ -48,15 +49,15 @@ class Compiled:
         compiler: turns graphs into programs.
 
     Attributes:
-        failure: why the last update ran in eager mode, or None. The step must not be used again
-            after a failure.
+        failure: why the last update ran in eager mode, or None. The variant must not be used
+            again after a failure.
 
     Raises:
         NotCompilableError: the step cannot be compiled.
     """
 
     def __init__(
-        self, wrapper: Any, optim_wrapper: Any, plan: Plan, batch: Any, compiler: Compiler
+        self, wrapper: Any, optim_wrapper: Any, plan: GradientPlan, batch: Any, compiler: Compiler
     ) -> None:
         model: Any = wrapper.module
         self._model, self._optimizer = model, optim_wrapper.optimizer
@@ -76,7 +77,8 @@ class Compiled:
             self._contract = Contract(wrapper, optim_wrapper, captured)
         if not self._contract.holds(batch):
             raise NotCompilableError(
-                "there are active modes, hooks on all modules, or gradients of frozen weights"
+                "a torch mode, anomaly detection, a saved-tensors hook or a global module or "
+                "optimizer hook is active, or frozen parameters have gradients"
             )
         self._kind = _kind(batch)
         self._addresses = self._located()
@@ -85,7 +87,7 @@ class Compiled:
         places, plan, device = self._places, self._plan, self._device
         # A learning rate may be a tensor that changes in place.
         self._rates = [_Number(one["lr"], device) for one in self._optimizer.param_groups]
-        self._share, self._factor = _Number(1.0, device), _Number(1.0, device)
+        self._loss_factor, self._gradient_factor = _Number(1.0, device), _Number(1.0, device)
         steps = StepFunctions(places, plan, _forward(captured, places), self._clip)
         weighs = optim_wrapper.loss_weight is not None
         tensors = GraphInputs(
@@ -93,7 +95,7 @@ class Compiled:
             places.buffers,
             [state[name] for _, name, state in places.states()],
             [one.tensor for one in self._rates],
-            [self._share.tensor, self._factor.tensor] if weighs else [],
+            [self._loss_factor.tensor, self._gradient_factor.tensor] if weighs else [],
             self._kept_gradients(),
             self._pick(batch),
         )
@@ -107,9 +109,9 @@ class Compiled:
         if share_memory([*tensors.parameters, *tensors.buffers, *tensors.states]):
             raise NotCompilableError("parameters, buffers or optimizer state share memory")
         self._update: Program | None = None
-        moved = [*tensors.states, *tensors.rates, *tensors.weights]
+        moved = [*tensors.states, *tensors.rates, *tensors.loss_factors]
         if plan.updates and plan.ranks > 1:
-            self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.weights]
+            self._fixed = [*tensors.parameters, *tensors.buffers, *tensors.loss_factors]
             self._run = self._program(steps.joined_gradients, replace(tensors, states=[], rates=[]))
             self._moved = [*tensors.parameters, *moved]
             parts = join_gradients(self._trained, [None] * len(self._trained))
@@ -132,8 +134,8 @@ class Compiled:
         warm_up(program, flat)
         return CudaGraph(program, flat, given=held + len(tensors.batch), changed=held)
 
-    def fits(self, plan: Plan, batch: Any) -> bool:
-        """Return whether this step computes what the usual step would compute now."""
+    def fits(self, plan: GradientPlan, batch: Any) -> bool:
+        """Return whether this variant computes what the usual step would compute now."""
         return (
             plan == self._plan
             and self._contract.holds(batch)
@@ -145,8 +147,8 @@ class Compiled:
         is_graph = isinstance(self._run, CudaGraph)
         return [one.data_ptr() for one in self._fixed] if is_graph else []
 
-    def is_outdated(self, plan: Plan, batch: Any) -> bool:
-        """Return whether the model or a setting changed right after this step was compiled."""
+    def is_outdated(self, plan: GradientPlan, batch: Any) -> bool:
+        """Return whether the model or a setting changed right after this variant was compiled."""
         return self._uses < _FEW_USES and plan == self._plan and _kind(batch) == self._kind
 
     def repeats(self, optim_wrapper: Any) -> bool:
@@ -158,9 +160,10 @@ class Compiled:
         self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step without checking the model, unless settings have changed or verification is due.
+        """Make one step without checking the model.
 
-        Returns None if no step was made.
+        Returns None, without a step, if the plan may differ, settings or the kind of batch have
+        changed, or a verification is due.
         """
         if (
             not self._verifier.is_due(self._uses + 1)
@@ -192,12 +195,13 @@ class Compiled:
         window, plan = optim_wrapper.window, self._plan
         inputs = [*self._fixed, *(self._kept_gradients() if plan.held else ()), *self._pick(batch)]
         before = window.weight, window.total
-        self._share.set(window.share())
-        # Ranks exchange weights only after the forward has been verified.
+        self._loss_factor.set(window.loss_factor())
+        # If there is an update program, the window's loss weight is added and sent later (in
+        # `_average_and_update`), after the forward has been verified.
         if self._update is None:
-            window.take()
+            window.add_weight()
             if plan.updates:
-                self._factor.set(window.factor())
+                self._gradient_factor.set(window.gradient_factor())
         try:
             outputs = self._run(inputs) if not is_due else self._verified_step(inputs, batch)
         except NotCompilableError:
@@ -221,10 +225,10 @@ class Compiled:
     def _average_and_update(self, parts: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
         """Sum the gradients over the ranks and update. Return their norm in a list, if any."""
         assert self._update is not None
-        window.take()
-        window.send()
+        window.add_weight()
+        window.start_reduction()
         _sum_over_ranks(parts, self._group)
-        self._factor.set(window.factor())
+        self._gradient_factor.set(window.gradient_factor())
         if not is_due:
             return self._update([*self._moved, *parts])
         # Clipping changes the gradients in place.
@@ -234,7 +238,7 @@ class Compiled:
         except NotCompilableError as reason:
             # The other ranks have already made this step, so make it in eager mode.
             self.failure = reason
-            norm = update(self._places, self._clip, self._factor.tensor, kept)
+            norm = update(self._places, self._clip, self._gradient_factor.tensor, kept)
             self._optimizer.zero_grad()
             return [] if norm is None else [norm]
 
@@ -243,20 +247,21 @@ class Compiled:
         return [one.grad for one, is_held in pairs if is_held and one.grad is not None]
 
     def _verified_step(self, inputs: list[Tensor], batch: Any) -> list[Tensor]:
-        share, factor, plan = self._share.value, self._factor.value, self._plan
+        loss_factor, gradient_factor = self._loss_factor.value, self._gradient_factor.value
+        plan = self._plan
         count, is_whole = len(self._names), self._update is None
         # A forward may change its batch in place.
         before = clone_batch(batch)
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
             step = EagerStep(origin, clone_batch(before), **options)
-            values = {"logs": step.backward(plan, share)}
+            values = {"logs": step.backward(plan, loss_factor)}
             if not is_whole:
                 values["gradients"] = dict(enumerate(step.parts(plan)))  # type: ignore[arg-type]
             elif not plan.updates:
                 values["gradients"] = step.gradients()
             else:
-                norm = update(step.places, self._clip, factor)
+                norm = update(step.places, self._clip, gradient_factor)
                 values["norm"] = {} if norm is None else {_NORM: norm}
             return {**values, **changed_values(step.places)}
 
@@ -286,7 +291,7 @@ class Compiled:
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
             step = EagerStep(origin, None, **options)
-            norm = update(step.places, self._clip, self._factor.value, kept)
+            norm = update(step.places, self._clip, self._gradient_factor.value, kept)
             values = {} if norm is None else {_NORM: norm}
             return {"norm": values, **changed_values(step.places)}
 

@@ -25,7 +25,7 @@ _HOOKS, _LATE_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulat
 _FORWARD = attrgetter("forward")
 # For classes of these modules only ``forward`` is compared; for other classes all methods are.
 _KNOWN = ("torch.", "stepwrap.", "builtins", "typing", "abc")
-_FIND_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
+_SAVED_TENSORS_HOOKS = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Contract:
@@ -100,7 +100,7 @@ class Contract:
                 and not any(map(_LATE_HOOKS, self._parameters))
                 and all(kind.forward is forward for kind, forward in self._forwards)
                 and all(_same_methods(*one) for one in self._classes)
-                and _FIND_HOOKS(True) is None
+                and _SAVED_TENSORS_HOOKS(True) is None
                 and not torch.is_anomaly_enabled()
             )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .capture import step_losses
-from .trace import Plan, StepTensors, join_gradients, split_joined
+from .trace import GradientPlan, StepTensors, join_gradients, split_joined
 
 # By kind (weights, state, logs, ...) and name.
 Values = Mapping[str, Mapping[str, Tensor]]
@@ -56,13 +56,13 @@ class EagerStep:
             _nudge(self.model, nudge)
         self.places = StepTensors(self.model, self.optimizer)
 
-    def backward(self, plan: Plan, share: float | Tensor) -> dict[str, Tensor]:
+    def backward(self, plan: GradientPlan, loss_factor: float | Tensor) -> dict[str, Tensor]:
         """Run forward and backward; return the logs."""
         total, logs = step_losses(self.model, self._batch)
-        (total / plan.divisor * share).backward()  # type: ignore[no-untyped-call]
+        (total / plan.divisor * loss_factor).backward()  # type: ignore[no-untyped-call]
         return {name: one.detach() for name, one in logs.items() if isinstance(one, Tensor)}
 
-    def parts(self, plan: Plan) -> list[Tensor]:
+    def parts(self, plan: GradientPlan) -> list[Tensor]:
         """Return the gradients in the joined tensors that the ranks add up."""
         wanted = self.places.trained_tensors()
         return [one / plan.ranks for one in join_gradients(wanted, [one.grad for one in wanted])]
@@ -122,26 +122,32 @@ def changed_values(places: StepTensors) -> dict[str, dict[str, Tensor]]:
 
 
 def largest_difference(
-    made: Values, start: Values, eager: Callable[..., Values], low: float, slack: float = 1.0
+    made: Values,
+    start: Values,
+    eager: Callable[..., Values],
+    autocast_eps: float,
+    slack: float = 1.0,
 ) -> str | None:
     """Return the name of the tensor that differs most from an eager step; None if all agree.
 
-    Values that differ by more than rounding errors are compared with a step in double precision.
-    The program may differ from it by ``_FACTOR`` times the largest difference of eager steps whose
-    weights are changed by one rounding error.
+    First the program is compared with an eager step. Kinds of values that differ by more than
+    rounding errors are compared again with an eager step in double precision. There the program may
+    be ``_FACTOR`` times as far from that step as the farthest of several eager steps: the usual
+    one, and ``_NUDGES`` with weights changed by one rounding error. The tolerances of ``_is_close``
+    are added.
 
     Args:
         made: the values that the program has computed.
         start: the same tensors before the step, if they existed.
         eager: runs an eager step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
-        low: the precision of autocast, 0 without autocast.
+        autocast_eps: the precision of autocast, 0 without autocast.
         slack: multiplies the allowed difference.
     """
     # All steps use the same random numbers, as double precision would draw others.
     drawn = Draws()
     with drawn:
         usual = eager()
-    is_close = partial(_is_close, made, start=start, low=low, slack=slack)
+    is_close = partial(_is_close, made, start=start, autocast_eps=autocast_eps, slack=slack)
     wrong = [kind for kind in usual if not is_close(usual, kind=kind)]
     if not wrong:
         return None
@@ -168,7 +174,7 @@ def _is_close(
     *,
     start: Values,
     kind: str,
-    low: float,
+    autocast_eps: float,
     slack: float,
     allowed: float = 0.0,
 ) -> bool:
@@ -188,7 +194,7 @@ def _is_close(
     size = _distance(wanted, {}, kind)
     change = _distance(wanted, start, kind)
     # Half precision rounds so much that only large differences can be detected.
-    limit = allowed + max(tolerance, 4 * low) * change + 2 * epsilon * size
+    limit = allowed + max(tolerance, 4 * autocast_eps) * change + 2 * epsilon * size
     return _distance(made, wanted, kind) <= slack * limit + torch.finfo(torch.float32).tiny
 
 

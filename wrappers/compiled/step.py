@@ -26,11 +26,11 @@ from ..sharding.mesh import broadcast_from_first_rank
 from ..steps.preprocess import device_of
 from ..steps.step import MODULE_HOOKS, SingleDevice, as_call, only_moves, parse_losses
 from ..steps.step_checks import has_custom_step
-from .compiled import Compiled, detached, shared_buffers, step_in_eager_mode
+from .compiled import StepVariant, detached, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of
 from .errors import NotCompilableError, NotReadyError, first_line
 from .program import Compiler
-from .trace import Plan
+from .trace import GradientPlan
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +56,16 @@ class CompiledStep:
 
     Args:
         wrapper: the wrapper of the model.
-        max_programs: the maximum number of compiled programs. Batches of other shapes and changes
-            of the model each need another one; further steps run as usual.
+        max_programs: the maximum number of compiled variants of the step. Batches of other shapes
+            and changes of the model each need another one; further steps run as usual.
         min_steps: runs with fewer updates are not compiled, because compiling takes longer than it
             saves.
         custom_optimizer: also compile optimizers that are not part of torch.
         backend: "inductor", or "eager" to run the same graph without a compiler for debugging.
 
     Attributes:
-        programs: the compiled programs, the one used last first.
+        programs: the compiled variants of the step, the one used last first. Each has one program
+            or two.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class CompiledStep:
         self._options = max_programs, min_steps, custom_optimizer, backend
         self.max_programs, self._min_steps = max_programs, min_steps
         self._allow_custom, self._backend = custom_optimizer, backend
-        self.programs: list[Compiled] = []
+        self.programs: list[StepVariant] = []
         self._optim_wrapper: Any = None
-        self._is_refused = False
+        # Every step runs as usual.
+        self._is_off = False
         self._logged: set[str] = set()
-        self._attempts, self._optim_wrappers = 3, 0
-        self._is_closed = False
+        self._attempts, self._num_optim_wrappers = 3, 0
+        # No more variants are compiled, but existing ones still run.
+        self._compiles_no_more = False
         self._clock = _Clock()
         # The model is checked once per block of steps; this many steps are left in the block.
         self._block, self._left = 1, 0
@@ -128,7 +131,7 @@ class CompiledStep:
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
         """Return whether this step may be compiled. All ranks get the same answer."""
-        if self._is_refused:
+        if self._is_off:
             return False
         self._clock.tick()
         # Read here, because the optimizer wrapper's own context may enter autocast later.
@@ -136,11 +139,11 @@ class CompiledStep:
         if optim_wrapper is not self._optim_wrapper:
             self.programs.clear()
             self._optim_wrapper = optim_wrapper
-            self._optim_wrappers += 1
+            self._num_optim_wrappers += 1
             self._left, self._device_type = 0, device_of(self._wrapper.module).type
             self._is_autocast = torch.is_autocast_enabled(self._device_type)
             if (reason := self._obstacle() or self._why_too_short()) is not None:
-                self._is_refused = True
+                self._is_off = True
                 self._log_once(reason)
                 return False
         if optim_wrapper.inner_count < _EAGER_WINDOWS * optim_wrapper.accumulative_counts:
@@ -159,30 +162,32 @@ class CompiledStep:
         return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
 
     def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step by a program, or in step with the programs of other ranks.
+        """Run a program.
 
-        Returns None if no step was made.
+        If there is none and several ranks average gradients, run an eager step that averages them
+        in the same joined tensors as the programs of the other ranks. Returns None if neither was
+        run.
         """
         wrapper = self._wrapper
         self._left = 0
         plan = _plan(wrapper, optim_wrapper)
-        program = self._program(plan, batch)
+        variant = self._variant(plan, batch)
         if self._is_autocast:
             self._log_once(_AUTOCAST)
-            program = None
+            variant = None
         if plan.ranks > 1 and not plan.held:
             broadcast_from_first_rank(shared_buffers(wrapper), wrapper.data_group)
-        if program is not None:
+        if variant is not None:
             failure: NotCompilableError | None
             try:
-                logs = program.run(batch, optim_wrapper)
-                failure = program.failure
+                logs = variant.run(batch, optim_wrapper)
+                failure = variant.failure
             except NotCompilableError as reason:
                 logs, failure = None, reason
             if failure is not None:
                 self._refuse(failure)
-                self.programs.remove(program)
-            elif self._block > 1 and program.repeats(optim_wrapper) and only_moves(wrapper):
+                self.programs.remove(variant)
+            elif self._block > 1 and variant.repeats(optim_wrapper) and only_moves(wrapper):
                 self._left = self._block - 1
             if logs is not None:
                 return logs
@@ -191,7 +196,7 @@ class CompiledStep:
         return step_in_eager_mode(wrapper, batch, optim_wrapper) if plan.ranks > 1 else None
 
     def recheck_every(self, steps: int) -> bool:
-        """Check the model for changes only before every ``steps``-th step, from the next one on.
+        """Check the model for changes only before every ``steps``-th step, starting with the next.
 
         In between, only the values of the model's tensors may change. Settings of the optimizer
         are checked before every step. Returns True, because this step is compiled.
@@ -199,18 +204,20 @@ class CompiledStep:
         self._block, self._left = steps, 0
         return True
 
-    def _program(self, plan: Plan, batch: Any) -> Compiled | None:
-        """Return a program for this step, or None. Compile one if necessary."""
-        for at, program in enumerate(self.programs):
-            if program.fits(plan, batch):
+    def _variant(self, plan: GradientPlan, batch: Any) -> StepVariant | None:
+        """Return a variant for this step, or None. Compile one if necessary."""
+        for at, variant in enumerate(self.programs):
+            if variant.fits(plan, batch):
                 if at:
                     self.programs.insert(0, self.programs.pop(at))
-                return program
-        if self._is_closed:
+                return variant
+        if self._compiles_no_more:
             return None
         try:
             if len(self.programs) >= self.max_programs:
-                raise NotCompilableError(f"there are max_programs={self.max_programs} programs")
+                raise NotCompilableError(
+                    f"there are max_programs={self.max_programs} compiled variants"
+                )
             if (reason := self._obstacle()) is not None:
                 raise NotCompilableError(reason)
             self._outdated += any(one.is_outdated(plan, batch) for one in self.programs[:1])
@@ -218,9 +225,9 @@ class CompiledStep:
                 raise NotCompilableError(_SETTINGS_CHANGE)
             with self._clock.compiling(device_of(self._wrapper.module)):
                 compiler = Compiler(self._backend, self._clock.announce)
-                program = Compiled(self._wrapper, self._optim_wrapper, plan, batch, compiler)
-            self.programs.insert(0, program)
-            return program
+                variant = StepVariant(self._wrapper, self._optim_wrapper, plan, batch, compiler)
+            self.programs.insert(0, variant)
+            return variant
         except NotCompilableError as reason:
             self._refuse(reason)
         except Exception as error:
@@ -234,7 +241,7 @@ class CompiledStep:
         self._attempts -= 1
         if not self._attempts or not isinstance(reason, NotReadyError):
             # Trying again would slow down every step.
-            self._is_closed = True
+            self._compiles_no_more = True
 
     def _why_too_short(self) -> str | None:
         """Return why the run is too short to compile, or None.
@@ -254,13 +261,13 @@ class CompiledStep:
         """Return why no step can be compiled, or None. All ranks get the same answer."""
         if self._is_autocast:
             return _AUTOCAST
-        if self._optim_wrappers > _MOST_OPTIM_WRAPPERS:
+        if self._num_optim_wrappers > _MOST_OPTIM_WRAPPERS:
             return "several optimizer wrappers train this model in turn"
         return next(_obstacles(self._wrapper, self._optim_wrapper, self._allow_custom), None)
 
     def _log_once(self, reason: str) -> None:
         if reason not in self._logged and get_rank() == 0:
-            logger.warning("a training step runs as usual and not compiled: %s", reason)
+            logger.warning("a training step is not compiled and runs as usual: %s", reason)
         self._logged.add(reason)
 
 
@@ -319,7 +326,7 @@ def _decides(gate: Any) -> bool:
     return not isinstance(gate, (FirstUpdate, WeightedWindow))
 
 
-def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
+def _plan(wrapper: Any, optim_wrapper: Any) -> GradientPlan:
     ranks = 1
     if wrapper.averages_ranks and distributed.is_initialized():
         ranks = distributed.get_world_size(wrapper.data_group)
@@ -329,8 +336,8 @@ def _plan(wrapper: Any, optim_wrapper: Any) -> Plan:
     if any(one is not None for one in grads):
         kept = tuple(None if one is None else (one.stride(), one.dtype) for one in grads)
     if optim_wrapper.accumulative_counts == 1:
-        return Plan(kept, ranks=ranks)
-    return Plan(kept, optim_wrapper.should_sync(), optim_wrapper.window_length(), ranks)
+        return GradientPlan(kept, ranks=ranks)
+    return GradientPlan(kept, optim_wrapper.should_sync(), optim_wrapper.window_length(), ranks)
 
 
 def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator[str]:

@@ -19,11 +19,12 @@ from .errors import NotCompilableError, NotReadyError, first_line
 
 # Larger gradients are reduced alone, because joining them would take a copy.
 _LARGE_BYTES = 2**22
-# Maximum size of joined gradients: memory of 32 MiB or more would be mapped again in every step.
+# Joined gradients are cut at about 16 MiB, well below 32 MiB, from which memory would be mapped
+# again in every step.
 _MOST_BYTES = 2**24
 
 
-class Plan(NamedTuple):
+class GradientPlan(NamedTuple):
     """How a step uses the gradients of a micro-batch.
 
     Attributes:
@@ -116,7 +117,7 @@ class GraphInputs:
     """The inputs of a graph, in order.
 
     Attributes:
-        weights: with ``loss_weight``, the share of the micro-batch and the factor of the window.
+        loss_factors: with ``loss_weight``, the factors of the loss and of the window's gradients.
         held: gradients of earlier micro-batches, or joined gradients.
     """
 
@@ -124,7 +125,7 @@ class GraphInputs:
     buffers: list[Tensor] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     rates: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
+    loss_factors: list[Tensor] = field(default_factory=list)
     held: list[Tensor] = field(default_factory=list)
     batch: list[Tensor] = field(default_factory=list)
 
@@ -153,7 +154,7 @@ class StepFunctions:
     def __init__(
         self,
         places: StepTensors,
-        plan: Plan,
+        plan: GradientPlan,
         forward: Callable[[GraphInputs], tuple[Tensor, list[Tensor]]],
         clip: Callable[[Any], Tensor | None] | None,
     ) -> None:
@@ -203,8 +204,8 @@ class StepFunctions:
             # Divides the loss by the ranks, to avoid another pass over the gradients.
             divisor = plan.divisor * (plan.ranks if plan.updates else 1)
             scaled = total if divisor == 1 else total / divisor
-            if given.weights:
-                scaled = scaled * given.weights[0].to(total.dtype)
+            if given.loss_factors:
+                scaled = scaled * given.loss_factors[0].to(total.dtype)
             found = torch.autograd.grad(scaled, wanted, allow_unused=True)
             gradients = _separate(found)
         with torch.no_grad():
@@ -223,8 +224,8 @@ class StepFunctions:
     def update(self, given: GraphInputs, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Clip and update; return the norm of the gradients, if there is one."""
         twin = self._places.twin(given.parameters, given.rates)
-        if given.weights:
-            factor = given.weights[1]
+        if given.loss_factors:
+            factor = given.loss_factors[1]
             # A product with 0 would keep NaN.
             gradients = [
                 one if one is None else (one * factor.to(one.dtype)).where(factor != 0, 0.0)

@@ -66,9 +66,8 @@ class Verifier:
         try:
             origin = copied(self._model, self._optimizer)
         except Exception as error:
-            raise NotCompilableError(
-                f"the model cannot be copied to compare steps: {first_line(error)}"
-            ) from error
+            reason = f"the model cannot be copied to compare steps: {first_line(error)}"
+            raise NotCompilableError(reason) from error
         start, before = changed_values(StepTensors(*origin)), random_states(self._device)
         ends: list[list[Tensor]] = []
 
@@ -84,10 +83,11 @@ class Verifier:
             with _restored(self._model):
                 # A mismatch later on ends the training, so it must be a clear difference.
                 slack = 1.0 if step <= 2 else _SLACK
-                wrong = largest_difference(made(outputs), start, eager, self._low(), slack)
+                wrong = largest_difference(made(outputs), start, eager, self._autocast_eps(), slack)
         except Exception as error:
             self._undo(origin, before)
-            raise NotCompilableError(f"compiled, it fails: {first_line(error)}") from error
+            reason = f"running or comparing the compiled step fails: {first_line(error)}"
+            raise NotCompilableError(reason) from error
         except BaseException:
             # The user pressed Ctrl-C, and the step has not been counted.
             self._undo(origin, before)
@@ -102,14 +102,14 @@ class Verifier:
         self._last, self._next = step, 2 if step < 2 else int(10 ** len(str(step)))
         return outputs
 
-    def _low(self) -> float:
+    def _autocast_eps(self) -> float:
         kind = self._device.type
         on = torch.is_autocast_enabled(kind)
         return torch.finfo(torch.get_autocast_dtype(kind)).eps if on else 0.0
 
     def _refuse(self, name: str, step: int) -> None:
         if step <= 2:
-            raise NotCompilableError(f"compiled, it gives other numbers ({name})")
+            raise NotCompilableError(f"the compiled step and the usual step differ in {name}")
         raise StepMismatchError(
             f"the compiled training step differs from the usual one in {name} at its step {step}: "
             f"they were last equal at step {self._last}, and the steps since then may be wrong. "

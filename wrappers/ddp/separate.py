@@ -33,9 +33,8 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     own ``train_step(data, optim_wrapper)``, the wrapper calls it, and the step calls the children
     as usual (docs/wrappers.md has an example). Other models get the default step.
 
-    All calls of a child since its last backward belong to its next backward. With calls A and B,
-    then the backward of A, then of B, the gradients of B would not be averaged: sum the losses, or
-    run the backward after each call. For gradient accumulation enter
+    After several calls of a child only the first backward averages: sum their losses for one
+    backward, or run the backward after each call. For gradient accumulation enter
     ``optim_wrapper[name].optim_context(child)``, which skips unnecessary communication. If a
     backward passes through a child that it should not train, freeze this child meanwhile
     (``requires_grad_(False)``); otherwise its gradients are averaged too, and must be cleared.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..sharding.layout import holders
+from ..sharding.layout import fsdp_roots
 from ..torch_functions import refuse_double_backward, uncompiled
 from .torch_internals import (
     check_torch,
@@ -53,7 +53,7 @@ class Root:
         self._gathered_once = False
         # How many `in_use` contexts and forwards are active.
         self._num_uses = self._depth = 0
-        holders.add(self)
+        fsdp_roots.add(self)
         # Must run before torch's own hook, which gathers.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)

@@ -82,9 +82,9 @@ class AmpOptimWrapper(OptimWrapper):
         self.device_type = device.type
         self.cast_dtype = _dtype(dtype, self.device_type)
         enabled = self.cast_dtype is torch.float16
-        self._together = use_fsdp or (enabled and has_placed_parameters(optimizer))
+        self._skips_together = use_fsdp or (enabled and has_placed_parameters(optimizer))
         scaler: Any = torch.amp.GradScaler
-        if self._together:
+        if self._skips_together:
             # Imported lazily: it loads large parts of torch.distributed.
             from ..sharding.part_scaler import PartScaler as scaler
         options, self._fixed_scale = _scaler_options(loss_scale)
@@ -117,7 +117,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def apply(self, **kwargs: Any) -> None:
         """Update the parameters unless a gradient is infinite, and adapt the loss scale."""
-        if self._together and self.clip is None:
+        if self._skips_together and self.clip is None:
             # Fused optimizers would unscale by themselves, without the other ranks.
             self.unscale()
         self.loss_scaler.step(self.optimizer, **kwargs)

@@ -50,7 +50,7 @@ class FirstUpdate(Gate):
         parameters = list(parameters_of(self._optimizer))
         if not self._is_reached:
             name = type(self._optimizer).__name__
-            if not (_is_reached(parameters, name, has_run) and _tensor_ranks_agree(parameters)):
+            if not (_is_reached(parameters, name, has_run) and _compare_tensor_ranks(parameters)):
                 return False
             self._is_reached = True
         if self._model is None or not _is_averaged(self._model) or any(map(is_dtensor, parameters)):
@@ -80,7 +80,8 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
         )
     if any(one.grad is not None for one in parameters):
         return True
-    # Frozen parameters may be trained later, and another wrapper's backward may reach others.
+    # No error while all parameters are frozen, as they may be trained later, or before this
+    # optimizer wrapper has run a backward.
     if has_run and any(one.requires_grad for one in parameters):
         raise RuntimeError(
             f"no parameter of {name} has a gradient at its first update: either the loss depends "
@@ -101,8 +102,14 @@ def _is_averaged(model: Any) -> bool:
     )
 
 
-def _tensor_ranks_agree(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the gradients of tensor groups are finite; RuntimeError if ranks differ."""
+def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
+    """Compare the gradients of whole parameters between the ranks of each tensor group.
+
+    Returns whether all gradients were finite; infinite ones hide differences.
+
+    Raises:
+        RuntimeError: the gradients of a parameter differ.
+    """
     own, all_finite = {id(one) for one in parameters}, True
     for model, (group, everywhere) in list(split_models.items()):
         named = {name: one for name, one in model.named_parameters() if id(one) in own}

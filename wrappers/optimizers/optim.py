@@ -38,7 +38,7 @@ class Accumulation(OptimFeatures):
     """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
 
     Attributes:
-        max_counts: micro-batches at the end of the training; -1 if unknown.
+        max_counts: total number of micro-batches of the training; -1 if unknown.
         resumed_at: micro-batches before the training began or was resumed.
         window: the micro-batches of an update and their weights.
         gates: objects called in each micro-batch and update; empty in the common case.
@@ -114,6 +114,7 @@ class Accumulation(OptimFeatures):
             )
         has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
         if has_norm and get_rank() == 0:
+            # The first words are mmengine's.
             logger.warning(
                 "Gradient accumulative may slightly decrease the performance of models with "
                 "BatchNorm: its statistics come from single micro-batches."
@@ -247,7 +248,8 @@ class OptimWrapper(Accumulation):
         last_weight: weight of the last micro-batch of this rank.
         clip: clips the gradients; None without clipping.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
+        reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
+            ``shape`` and ``[slices]``, so that only this rank's part is read.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None without clipping.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None before the first clipping by norm.

@@ -35,7 +35,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` accepts objects that can be sliced.
+        reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
+            ``shape`` and ``[slices]``, so that only this rank's part is read.
 
     Raises:
         AssertionError: a value is not an optimizer wrapper.
@@ -45,6 +46,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         for name, wrapper in optim_wrappers.items():
             # Checks the interface, to accept mmengine's wrapper as well.
             if not (hasattr(wrapper, "optimizer") and hasattr(wrapper, "update_params")):
+                # The error type and the text are mmengine's.
                 raise AssertionError(
                     "`OptimWrapperDict` only accept OptimWrapper instance, "
                     f"but got {name}: {type(wrapper)}"
@@ -137,8 +139,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        Without `begin_batch`, or if a step updates without counting in any member, return whether
-        the last micro-batch of any member ended its window.
+        Without `begin_batch`, or if no member accumulates and none has counted a micro-batch since
+        then, return whether the last micro-batch of any member ended its window.
         """
         before = self._before
         if before is None or all(
@@ -158,7 +160,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
             wrapper.initialize_count_status(model, init_counts, max_counts)
 
     def followers(self) -> list[OptimWrapper]:
-        """Return the members that count the run's batches, since the user set no other counts."""
+        """Return the members whose counts the training loop sets.
+
+        These are the members that the user has not initialised: ``max_counts`` was below 0 in this
+        or an earlier call.
+        """
         self._followers.update(
             n for n, wrapper in self.items() if optim_features(wrapper).max_counts < 0
         )
@@ -195,6 +201,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         self._before = None
         for name, state in state_dict.items():
             if name not in self:
+                # The error type and the text are mmengine's.
                 raise AssertionError(
                     f"Mismatched `state_dict`! cannot found {name} in OptimWrapperDict, "
                     f"it has {list(self)}"

@@ -33,7 +33,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 def has_sharded_state(optimizer: Optimizer) -> bool:
     """Return whether the state of ``optimizer`` is sharded over ranks."""
-    if _is_zero(optimizer):
+    if _is_zero_redundancy(optimizer):
         return True
     return any(
         layout_of(p).sharded_over for p in parameters_of(optimizer) if is_dtensor_or_localised(p)
@@ -46,7 +46,9 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
     Every rank must call this for ``ZeroRedundancyOptimizer``: the first rank of the group gets the
     state, the others get the settings only.
     """
-    state = dict(_consolidated(optimizer) if _is_zero(optimizer) else optimizer.state_dict())
+    state = dict(
+        _consolidated(optimizer) if _is_zero_redundancy(optimizer) else optimizer.state_dict()
+    )
     if has_placed_parameters(optimizer):
         owners = dict(enumerate(parameters_of(optimizer)))
         state["state"] = {
@@ -87,12 +89,12 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     optimizer.load_state_dict(state)
 
 
-def _is_zero(optimizer: Optimizer) -> bool:
+def _is_zero_redundancy(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "consolidate_state_dict")
 
 
 def _inner(optimizer: Any) -> Any:
-    wraps = _is_zero(optimizer) or hasattr(optimizer, "averager")
+    wraps = _is_zero_redundancy(optimizer) or hasattr(optimizer, "averager")
     return optimizer.optim if wraps else optimizer
 
 

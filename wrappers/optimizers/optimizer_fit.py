@@ -1,7 +1,8 @@
 """Whether an optimizer can update given parameters, and construction with fused kernels.
 
-Most optimizers update each element independently, and so can update a part of a tensor. The others
-of torch were compared with a single process; `_MISFITS` lists what they cannot do.
+Most optimizers update each element independently, and so can update a part of a tensor. torch's
+other optimizers were tested against runs of one process; `_UNSUPPORTED` lists the layouts of
+parameters that they cannot update, and why.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.optim import Optimizer
 
-from ..sharding.layout import holders, is_dtensor, is_dtensor_or_localised, layout_of, local_part
+from ..sharding.layout import fsdp_roots, is_dtensor, is_dtensor_or_localised, layout_of, local_part
 from ..torch_functions import option_names
 
 # Setting any of these selects an implementation.
@@ -100,7 +101,7 @@ def needs_closure(cls: Any) -> bool:
 
 def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError if ``cls`` cannot update these parameters, or would do it wrongly."""
-    for gathered in (holder.gathered(tensors) for holder in list(holders)):
+    for gathered in (root.gathered(tensors) for root in list(fsdp_roots)):
         if gathered is not None:
             raise ValueError(
                 f"a parameter of shape {tuple(gathered.shape)} is a temporary unsharded view of "
@@ -113,8 +114,8 @@ def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
     for base in getattr(cls, "__mro__", ()):
         # By name: importing some of these takes half a second.
         if base.__module__.startswith(("torch.optim", "torch.distributed.optim")):
-            why, misfits = _MISFITS.get(base.__name__, ("", ()))
-            for problem in filter(None, (misfit(placed) for misfit in misfits)):
+            why, finders = _UNSUPPORTED.get(base.__name__, ("", ()))
+            for problem in filter(None, (find(placed) for find in finders)):
                 raise ValueError(f"{cls.__name__} {why}, but {problem}; {_INSTEAD}")
 
 
@@ -180,8 +181,8 @@ def _two_meshes(tensors: Sequence[Tensor]) -> str | None:
     return "parameters are sharded over different ranks" if len(meshes) > 1 else None
 
 
-_Misfit: TypeAlias = Callable[[Sequence[Tensor]], str | None]
-_MISFITS: dict[str, tuple[str, tuple[_Misfit, ...]]] = {
+_FindProblem: TypeAlias = Callable[[Sequence[Tensor]], str | None]
+_UNSUPPORTED: dict[str, tuple[str, tuple[_FindProblem, ...]]] = {
     "Adafactor": ("scales by norms of whole tensors and of their rows", (_split, _dtensor)),
     "LBFGS": ("takes all parameters as one vector", (_split, _uneven, _two_meshes)),
     "Muon": ("orthogonalises whole matrices", (_split, _uneven)),

@@ -34,8 +34,9 @@ _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
 # By kind of parameter, the options that mmengine's code tries for the weight decay; the first that
-# is set decides. (mmengine's docstring excludes these two kinds from `bias_decay_mult`.) By
-# default the first word of the kind is the only option.
+# is set decides. (mmengine's docstring excludes these two kinds from `bias_decay_mult`.) Kinds
+# that are not listed here, and all kinds without `as_mmengine`, use only the option of their first
+# word: `norm_decay_mult` for "norm bias".
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 
@@ -91,10 +92,10 @@ def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Itera
         yield from _walk(child, prefix if hidden else f"{prefix}{name}.", (*above, module))
 
 
-def share_parameters(
+def divide_parameters(
     model: nn.Module, chosen: Mapping[str, Sequence[str] | None]
 ) -> dict[str, list[NamedParameter]]:
-    """Return the parameters of each optimizer; each trained parameter must belong to exactly one.
+    """Divide the parameters among the optimizers; each trained one must belong to exactly one.
 
     Args:
         model: the model, wrapped or not.

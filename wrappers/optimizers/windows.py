@@ -50,20 +50,20 @@ class CountWindow(Gate):
         """Set and return the weight of the next micro-batch; 0 if ``batch`` is None."""
         return None
 
-    def share(self) -> float | Tensor:
-        """Return the factor of the next loss; every rank must call this."""
+    def loss_factor(self) -> float | Tensor:
+        """Return the factor by which to multiply the next loss; every rank must call this."""
         return 1.0
 
-    def take(self) -> None:
+    def add_weight(self) -> None:
         """Add the weight of the micro-batch whose backward begins to the total."""
 
-    def send(self) -> None:
+    def start_reduction(self) -> None:
         """Start adding up the window's weight over the ranks, when its last backward begins."""
 
-    def factor(self) -> float | Tensor:
-        """End the window; return the factor of its gradients, 0 if its weight is 0.
+    def gradient_factor(self) -> float | Tensor:
+        """End the window and return the factor by which to multiply its gradients.
 
-        Every rank must call this.
+        The factor is 0 if the window's weight is 0. Every rank must call this.
         """
         return 1.0
 
@@ -75,8 +75,9 @@ class WeightedWindow(CountWindow):
     are divided by the total weight on all ranks that average their gradients.
 
     Attributes:
-        unit: a power of two near the first weight, the same on all ranks. It keeps float16 in range
-            and changes no digit.
+        unit: a power of two near the first weight, the same on all ranks. Dividing the weights by
+            it keeps scaled losses in the range of float16 and, as it is a power of two, adds no
+            rounding error.
         ranks: number of ranks that average their gradients.
     """
 
@@ -122,7 +123,7 @@ class WeightedWindow(CountWindow):
         self.weight = 0.0 if batch is None else self._loss_weight.of(batch)
         return self.weight
 
-    def share(self) -> float | Tensor:
+    def loss_factor(self) -> float | Tensor:
         if self.weight is None:
             raise RuntimeError(_ADVICE)
         is_several = distributed.is_initialized() and distributed.get_world_size() > 1
@@ -139,13 +140,13 @@ class WeightedWindow(CountWindow):
         return self.weight / (self.unit or 1.0)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times its share; every rank must call this."""
-        share = self.share()
-        if isinstance(share, Tensor):
-            return loss * share.to(loss.dtype)
-        return loss if share == 1 else loss * share
+        """Return the loss times its factor; every rank must call this."""
+        factor = self.loss_factor()
+        if isinstance(factor, Tensor):
+            return loss * factor.to(loss.dtype)
+        return loss if factor == 1 else loss * factor
 
-    def take(self) -> None:
+    def add_weight(self) -> None:
         if self.weight is None:
             raise RuntimeError(_ADVICE)
         self.total = self.weight if self.total is None else self.total + self.weight
@@ -153,11 +154,11 @@ class WeightedWindow(CountWindow):
 
     def begin_backward(self, ends_window: bool) -> None:
         """Count the micro-batch; in the last one, start adding up the weights of the ranks."""
-        self.take()
+        self.add_weight()
         if ends_window and self.ranks > 1:
-            self.send()
+            self.start_reduction()
 
-    def send(self) -> None:
+    def start_reduction(self) -> None:
         summed = self._tensor(self.total)
         self._sent = summed, distributed.all_reduce(summed, group=self._group, async_op=True)
 
@@ -171,7 +172,7 @@ class WeightedWindow(CountWindow):
 
         If the weight is 0 the gradients become zero.
         """
-        factor = self.factor()
+        factor = self.gradient_factor()
         if not isinstance(factor, Tensor) and factor == 1:
             # Common case: equal weights.
             return True
@@ -190,7 +191,7 @@ class WeightedWindow(CountWindow):
                 torch._foreach_mul_(parts, factor)
         return True
 
-    def factor(self) -> float | Tensor:
+    def gradient_factor(self) -> float | Tensor:
         total = self.total
         if total is None:
             raise RuntimeError(_ADVICE)
@@ -206,7 +207,7 @@ class WeightedWindow(CountWindow):
     def _received(self) -> float | Tensor:
         if self._sent is None:
             # The user called step() before the window's end.
-            self.send()
+            self.start_reduction()
         assert self._sent is not None
         summed, work = self._sent
         work.wait()

@@ -232,12 +232,14 @@ def total_norm(
 # The ranks of a group must train parameters that each of them holds whole in the same way.
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
-# Objects that keep whole parameters and gradients where optimizer wrappers do not look. Each has a
-# ``module``; ``may_call_children``, whether the model's step may call its children directly;
-# ``no_sync()``, not collective; ``drop_gradients(ids)``, which drops gradients of these parameters
-# that are not reduced yet; and ``gathered(parameters)``, which returns the first parameter that is
-# only gathered for a forward.
-holders: WeakSet[Any] = WeakSet()
+# The fsdp roots of this process. They hold gathered parameters and unreduced gradients, which the
+# optimizer does not have. Each root has these members:
+# - ``module``: the root module;
+# - ``may_call_children``: whether the model's step may call its children directly;
+# - ``no_sync()``: a context that keeps gradients on their ranks; not collective;
+# - ``drop_gradients(ids)``: drops the gradients of these parameters that are not reduced yet;
+# - ``gathered(parameters)``: returns the first parameter that is only gathered for a forward.
+fsdp_roots: WeakSet[Any] = WeakSet()
 
 
 def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
@@ -245,19 +247,19 @@ def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
 
     These come from forwards under ``no_sync``, and from a backward that raised.
     """
-    chosen = {id(one) for one in parameters} if holders else ()
-    for holder in list(holders):
-        holder.drop_gradients(chosen)
+    chosen = {id(one) for one in parameters} if fsdp_roots else ()
+    for root in list(fsdp_roots):
+        root.drop_gradients(chosen)
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Keep gradients of forwards inside on their ranks if ``model`` has its own step."""
-    inside = {id(one) for one in model.modules()} if holders else ()
+    inside = {id(one) for one in model.modules()} if fsdp_roots else ()
     with ExitStack() as stack:
-        for holder in list(holders):
-            if holder.may_call_children and id(holder.module) in inside:
-                stack.enter_context(holder.no_sync())
+        for root in list(fsdp_roots):
+            if root.may_call_children and id(root.module) in inside:
+                stack.enter_context(root.no_sync())
         yield
 
 

@@ -28,8 +28,10 @@ from .mesh import Mesh
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
-# A layer is split by its outputs; by its inputs; not at all, with inputs split along the sequence;
-# or by its outputs, which are gathered again.
+# "colwise": the layer is split by its outputs.
+# "rowwise": by its inputs.
+# "sequence": the layer is not split, but its inputs are, along the sequence.
+# "colwise_replicate_output": by its outputs, which are then gathered.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
 # The id of a hook; torch counts from 0.
 _RESTORE_HOOK_ID = -1

@@ -22,8 +22,8 @@ class BaseModel(BaseModule):
     losses: entries whose name contains "loss" are averaged and optimised, the others are logged.
     Mode "predict" returns a list of predictions, mode "tensor" the raw output. A subclass may also
     override ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
-    Put a custom training step into a subclass of the wrapper (docs/extending.md) to make it work
-    under every kind of parallelism; a ``train_step`` of the model runs on one device only.
+    A ``train_step`` of the model works under ``single``, ``separate`` and ``fsdp`` only. To support
+    ``ddp`` and ``dp`` as well, put the step into a subclass of the wrapper (docs/extending.md).
 
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict

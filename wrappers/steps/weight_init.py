@@ -240,6 +240,7 @@ def _parse_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]
     if not given:
         return name, outer
     if "type" not in given:
+        # The text is mmengine's.
         raise ValueError(f'`override` need "type" key, but got {given}')
     return name, _parse_one(given)
 
