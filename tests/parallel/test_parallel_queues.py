@@ -41,7 +41,9 @@ def test_in_order_within_one_process(make: Any) -> None:
 def test_get_gives_up_in_time(make: Any) -> None:
     queue = make()
     for timeout in (0, 0.05):
-        with pytest.raises(TimeoutError, match=f"nothing arrived in the queue within {timeout} s") as raised:
+        with pytest.raises(
+            TimeoutError, match=f"nothing arrived in the queue within {timeout} s"
+        ) as raised:
             queue.get(timeout)
         assert isinstance(raised.value, multiprocessing.TimeoutError)
         assert isinstance(raised.value, builtins.TimeoutError)
