@@ -27,7 +27,10 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
-    """Name the ranks that do not join a collective in its error; every rank must enter."""
+    """If a collective in the block fails, name in its error the ranks that did not join it.
+
+    Every rank must enter.
+    """
     return in_progress(
         lambda: Progress(_ACTIVITIES[state.phase], f"step {state.step}, epoch {state.epoch}")
     )
@@ -39,9 +42,11 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:
-    """Note on an error of a step, or of reading its batch from ``loader``, where it happened.
+    """Add notes to an error that say where it happened.
 
-    Place and batch are found in the traceback, so that successful steps need no records.
+    That is in a step, or while reading its batch from ``loader``.
+
+    The notes use the traceback, so that successful steps need no records.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     loop = next((one for one in reversed(frames) if one.f_code.co_name == "_pass"), None)
@@ -57,7 +62,11 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step: str)
 
 
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
-    """Return types and shapes in nested data as a line; with ``ranges`` of integers on the CPU."""
+    """Return types and shapes in nested data as a line.
+
+    With ``ranges``, also the value ranges of integer tensors on the CPU, and plain numbers
+    themselves.
+    """
     try:
         return _described(data, ranges, depth)
     except Exception:  # noqa: BLE001 - must not hide the error that the note is for

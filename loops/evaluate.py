@@ -73,7 +73,8 @@ class Rounds:
         """Return whether there is another step; raise a deferred exception on every rank."""
         if not self._together:
             return True
-        # Exchanged among all ranks, since a step also needs those with parts of the same layers.
+        # Over all ranks, not only `data_group`: a step also needs the ranks that hold the other
+        # parts of split layers.
         all_done, none_failed = true_on_all_ranks(None, not self._has_batch, self._failure is None)
         if not none_failed:
             raise_everywhere(self._failure)
@@ -167,7 +168,8 @@ class _EvalLoop:
             preserved_rng(device_of(state.model)),
         ):
             hooks.emit("on_eval_start", state)
-            # Running statistics differ by rank; every rank evaluates with rank 0's, as saved.
+            # Ranks have different running statistics; all evaluate with those of rank 0, which
+            # checkpoints contain.
             model_features(state.model).sync_buffers()
             with evaluation_mode(state.model), torch.inference_mode():
                 results = self._measure(state, hooks, poll)
@@ -203,7 +205,8 @@ class _EvalLoop:
         trial._polled_batches = 0.0
         failure: Exception | None = None
         try:
-            # Not inference mode: the model could not be trained with tensors it keeps from it.
+            # `no_grad`, not inference mode: a model may keep tensors from this step, and inference
+            # tensors cannot be used in training.
             with (
                 self._running(state),
                 preserved_rng(device),
@@ -213,7 +216,8 @@ class _EvalLoop:
                 trial._place_metrics(device)
                 trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
-            # If steps need all ranks, the other ranks know of the error or wait in the step.
+            # With `collective_eval`, do not communicate here: either `agree` has already raised the
+            # error on every rank, or the other ranks are waiting in the collectives of the step.
             if model_features(state.model).collective_eval:
                 raise
             failure = error
@@ -275,7 +279,11 @@ class _EvalLoop:
         return True
 
     def _batches_to_poll(self) -> float:
-        """Return the number of batches that every rank has; ranks cannot exchange after them."""
+        """Return how many batches the rank with the fewest has.
+
+        After that some ranks have finished, so the ranks can no longer poll together. Returns 0 if
+        the number is unknown, and infinity on one process.
+        """
         if self._polled_batches is None:
             lengths = all_gather_object(length_of(self.dataloader))
             if not any(length is None or length for length in lengths):
@@ -342,7 +350,7 @@ def require_step(model: nn.Module, name: str) -> None:
 
 
 def announce_failure(state: LoopState, hooks: HookList, error: BaseException) -> None:
-    """Call ``on_exception`` of every hook, also if one of them fails."""
+    """Call ``on_exception`` of every hook, even if one of them fails."""
     for on_exception in hooks.on_exception:
         try:
             on_exception(state, error)

@@ -63,10 +63,10 @@ class Cadence:
 
 
 class Budget(ABC):
-    """The length of a training in epochs or steps, and the validations in between.
+    """The length of a training run in epochs or steps, and the validations in between.
 
-    The last unit is always followed by a validation. From each milestone of ``dynamic`` on
-    another interval applies. Subclasses count their unit.
+    The last unit is always followed by a validation. From each milestone of ``dynamic`` on, its
+    interval applies. A subclass defines the unit.
     """
 
     unit: ClassVar[str]
@@ -181,7 +181,10 @@ def positive(name: str, value: int) -> int:
 
 
 def _updates_done(batch: int, length: int, window: int) -> int:
-    """Return the number of complete windows after ``batch`` batches; the pass ends the last one."""
+    """Return the number of complete windows after ``batch`` batches of a pass.
+
+    At the end of the pass a shorter last window counts too.
+    """
     return -(-batch // window) if batch >= length else batch // window
 
 
@@ -202,7 +205,10 @@ def window_of(optim_wrapper: Any) -> int | None:
 
 
 def is_weighted(optim_wrapper: Any) -> bool:
-    """Return whether there is a ``loss_weight``, in which case windows end with a pass."""
+    """Return whether there is a ``loss_weight``.
+
+    If so, no accumulation window continues into the next pass.
+    """
     return optim_features(optim_wrapper).loss_weight is not None
 
 

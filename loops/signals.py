@@ -29,8 +29,9 @@ class StopSignals:
 
     The first signal is recorded; a second SIGINT raises KeyboardInterrupt. ``poll`` passes the
     signal to the loop. One that arrives after the last poll is raised again at the exit, unless
-    there is an error. A SIGTERM after the stop began is dropped, in a rank of a launcher until the
-    process ends: the scheduler and the launcher may both send it.
+    there is an error. Once the stop has begun, further SIGTERMs are ignored, since both the
+    scheduler and the launcher may send one. If a launcher started the process (``RANK`` is set),
+    they are ignored until it ends.
 
     A single process checks at every poll. Several ranks exchange about once a second, at a poll
     that they chose in the exchange before: a signal to any of them stops all of them at the same
@@ -116,7 +117,10 @@ def _drop(number: int, frame: FrameType | None) -> None:
 
 
 class _Pace:
-    """The choice of the polls of a phase that exchange, made from numbers that all ranks share."""
+    """Chooses at which polls of a phase the ranks exchange signals.
+
+    It uses only numbers that are equal on all ranks, so all of them choose the same polls.
+    """
 
     def __init__(self) -> None:
         self._polls = 0

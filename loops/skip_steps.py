@@ -19,7 +19,7 @@ from .state import LoopState
 from .steps import Step
 
 _END = object()
-# A longer range is probably a typing error, and would fill the memory.
+# A longer range is probably a typo, and would fill the memory.
 _LONGEST = 1_000_000
 
 

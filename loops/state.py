@@ -18,7 +18,7 @@ from ..collectives import mean_scalars
 if TYPE_CHECKING:
     from ..wrappers import LossWeight
 
-# The update number under which values from a checkpoint are kept.
+# Takes the place of the update number for values restored from a checkpoint.
 _RESTORED = -1
 _COUNTERS = ("epoch", "batch", "iteration", "step", "evaluated_at")
 # The update that a batch belongs to, and the logs of that batch.
@@ -134,8 +134,8 @@ def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]
 def mean_logs(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
     """Return the mean of all saved ranks' states, from which any number of ranks can continue.
 
-    Weighted values are scaled by ``share``, so that their total weight over all ranks stays the
-    same.
+    Weighted values are scaled by ``share``, the number of data ranks when saving divided by the
+    present number, so that their total weight over all ranks stays the same.
     """
     sums: dict[str, tuple[Tensor, float | Tensor]] = {}
     weighted = False

@@ -49,9 +49,9 @@ class _TrainLoop:
     # Set at the start of each session.
     _inputs: PassInputs
     _signals: StopSignals
-    # Whether training ended or was stopped; False after a rollback, which starts a new session.
+    # True unless a rollback requires another session; set in advance when a session starts.
     _ended = False
-    # The step of the run's last record, or the step at which this session began.
+    # The step of this session's final record; until that is made, the step at which it began.
     _closed_at = 0
 
     def __init__(  # noqa: PLR0913
@@ -166,7 +166,7 @@ class _TrainLoop:
         return True
 
     def _catch_up(self, state: LoopState, hooks: HookList) -> None:
-        """Repeat the validation before or during which an earlier run was stopped."""
+        """Run the validation that was due when an earlier run stopped before or during it."""
         if state.evaluated_at != state.step and self._validate(state, hooks):
             hooks.emit("on_save_point", state)
 

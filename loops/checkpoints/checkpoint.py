@@ -65,7 +65,8 @@ def save_checkpoint(
     folder = Path(folder)
     reshard(state.model)
     saved = weights.state_to_save(state)
-    # Gradients and the step's state belong to the current batch, not to the window's start.
+    # If `saved` has been moved back to the start of the window, leave out what belongs to later
+    # batches: gradients, step state, loader position and later logs.
     gradients = saved.iteration == state.iteration
     path = _save(folder, saved, reason, is_best=is_best, gradients=gradients)
     state.restored_from = None
@@ -107,7 +108,10 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
 
 
 def _unsafe(state: LoopState) -> str:
-    """Explain why weights and counters may be ahead of the last update; "" if they are not."""
+    """Explain why a checkpoint with the counters of the last update is unsafe; "" if it is safe.
+
+    It might not match the weights, or could not be resumed.
+    """
     if state.updated_at is None:
         return "it is unknown where the running accumulation window began"
     if state.updated_at[0] != state.epoch:
@@ -190,7 +194,7 @@ def _check(meta: Any, text: str) -> None:
     """
     if not isinstance(meta, dict):
         raise ValueError(f"must be a table, got {reprlib.repr(meta)}")
-    # Older checkpoints have no data_size and no sha256.
+    # Older checkpoints have no data_size (the number of data ranks) and no sha256.
     counts = {"data_size": 1, **meta}
     for name, least in _COUNTS.items():
         count = counts.get(name)
@@ -386,7 +390,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
 
 
 def _abandon(folder: Path, *, after: int) -> None:
-    """Rename the checkpoints saved after number ``after``, to which the run has gone back."""
+    """Rename the checkpoints after the serial number from which the run continues."""
     for path, meta in list_checkpoints(folder):
         if meta["serial"] <= after:
             continue

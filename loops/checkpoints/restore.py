@@ -107,7 +107,7 @@ class Checkpoint:
         by_parts = by_parts or TABLE in files
         reader = Reader(self.path, files, by_parts=by_parts)
         if by_parts:
-            # Each rank checks a share of the files, since a check reads whole files.
+            # Each rank checks some of the files, since a check reads whole files.
             share = sorted(files)[own_rank() :: world_size()]
             run_on_all_ranks(f"loading {self.path}", lambda: reader.check(*share))
             reader.checked.update(files)
@@ -117,7 +117,9 @@ class Checkpoint:
         self._load_model(state.model, files.tree("model"))
         missing, surplus = self._load_states(state, files)
         for name in missing:
-            logger.warning("%s has no state for %s, which starts again", self.path, name)
+            logger.warning(
+                "%s has no state for %s: it starts from its initial state", self.path, name
+            )
         for name in surplus:
             logger.warning("%s has a state for %s, which this run does not have", self.path, name)
         if state.optim_wrapper is not None:
@@ -178,7 +180,8 @@ class Checkpoint:
         as_saved = (saved, shares[0]) == (now, shares[1])
         group = model_features(state.model).data_group
         data_rank = own_rank() if as_saved or group is None else get_rank(group)
-        # The ranks of a tensor group have consecutive numbers and continue with equal streams.
+        # Ranks that see the same batches are numbered consecutively: if the layout has changed,
+        # data rank d reads the file of saved rank d * spacing.
         content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
         with reading(self.path, rank_file(data_rank), "step"):
             if as_saved and content.get("step"):
@@ -194,8 +197,8 @@ class Checkpoint:
         if state.data.reader_state is not None and shares[0] != shares[1]:
             state.data.reader_state = None
             logger.warning(
-                "the position of the loader in %s is for %s shares of the data and cannot be "
-                "converted: in the rest of this pass, samples may be repeated or missing",
+                "the position of the loader in %s is for %s ranks with different batches and "
+                "cannot be converted: in the rest of this pass, samples may be repeated or missing",
                 *(self.path, shares[0]),
             )
         self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
@@ -224,7 +227,11 @@ class Checkpoint:
             state.logs.load_state_dict(one, weights.device_of(model))
 
     def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
-        """Restore the streams of the ranks with data share ``share``; return their file."""
+        """Restore the random streams of a saved data rank from its rank file.
+
+        If the file is missing, derive them from rank 0's. Returns the content of the file, {} if it
+        is missing.
+        """
         name = rank_file(share * spacing)
         if name not in self.meta["files"]:
             logger.warning(

@@ -200,7 +200,10 @@ class Reader:
             offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
             inside = zip(offsets, sizes, shape, strict=True)
             if piece["file"] not in self._files or not all(0 <= o <= n - s for o, s, n in inside):
-                raise ValueError(f"{key}: a piece of shape {tuple(shape)} cannot be {piece}")
+                raise ValueError(
+                    f"{key}: the piece {piece} must be inside the shape {tuple(shape)} and in a "
+                    "file of the checkpoint"
+                )
             pieces.append((offsets, sizes, partial(self._piece, key, piece["file"], sizes)))
         held = sum(sizes.numel() for _, sizes, _ in pieces)
         if not isinstance(dtype, torch.dtype) or held != shape.numel():

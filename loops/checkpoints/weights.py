@@ -178,7 +178,8 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
         common = overlap((layout.offsets, layout.sizes), (offsets, sizes))
         if common is not None:
             total[common[0]] += gradient[common[1]]
-    # Each part was held by as many ranks as there were different batches.
+    # `total` sums over all ranks. Each distinct part was held by `len(ranks) / parts` of them, one
+    # for each data rank, so divide by that number.
     parts = len({(tuple(place[0]), tuple(place[1])) for place in places if place is not None}) or 1
     return total * parts / len(ranks)
 
@@ -196,8 +197,8 @@ def restore_window_weights(
     Args:
         state: The state whose optimizer wrappers get the weights.
         ranks: The contents of this rank's file, or of all files, whose mean is used.
-        growth: The number of data shares when saving divided by the present number; means over
-            the ranks are scaled by it.
+        growth: The number of data ranks when saving, divided by the present number; means over the
+            ranks are scaled by it.
     """
     saved = [own.get("window_weights", []) for own in ranks]
     for member, values in zip(

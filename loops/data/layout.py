@@ -68,7 +68,8 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     After a resume an update has the same number of samples on any number of ranks, and the next
     update begins with the next sample of the epoch's order. ``state.batch``, ``state.iteration``
     and the accumulation are converted to the new batches. Loaders that ``build_loader`` did not
-    create continue at the same share of their batches.
+    create skip the same fraction of the pass: the batch number is converted by the ratio of the
+    numbers of ranks, so some samples may be repeated or missing.
 
     Raises:
         ValueError: These ranks cannot split such an update; the message says which can.
@@ -80,7 +81,8 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
     saved = _saved(state, sampler, window)
     known = saved["samples"] == sampler.num_samples
-    # Samples that a run without weights repeats to make ranks even are not repeated with weights.
+    # The saved length may include samples that were repeated to make the ranks even. With a
+    # `loss_weight` nothing is repeated, so cap the length at the number of samples.
     most = saved["samples"] if weighted else saved["length"]
     length = min(saved["length"], most) if known else None
     only = _fixed_count(state, saved, weighted)
@@ -175,7 +177,7 @@ def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], win
 
 
 def _keep_share(state: LoopState) -> None:
-    """Continue at the same share of the batches on another number of ranks."""
+    """Skip the same fraction of the pass on another number of ranks."""
     now = weights.data_size(state.model)
     before = state.data.layout.get("ranks", now)
     if before != now and state.batch:

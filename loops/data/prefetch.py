@@ -21,8 +21,8 @@ def prefetch_to_device(
 
     On CUDA they are copied on a separate stream while the current step runs; copies from pinned
     memory do not block this process. Tensors are copied, and objects with ``to(device,
-    non_blocking)`` and ``record_stream(stream)``, inside lists, tuples and mappings, which become
-    dicts. Other objects are returned unchanged. On other devices nothing is copied.
+    non_blocking)`` and ``record_stream(stream)``, also inside lists, tuples and mappings; mappings
+    become dicts. Other objects are returned unchanged. On other devices nothing is copied.
 
     Args:
         batches: The batches of a loader.

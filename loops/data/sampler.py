@@ -30,10 +30,11 @@ def sampler_of(loader: Any) -> ShardedBatchSampler | None:
 class ShardedBatchSampler(Sampler[list[int]]):
     """One rank's batches, a pure function of (seed, epoch, batch).
 
-    Update k has the positions k*G to (k+1)*G of the epoch's order, for G = ``global_batch``. They
-    are split into ``micro_batches`` runs; rank r takes every W-th position of each run, from the
-    r-th. The samples of an update therefore do not depend on the number of ranks W; see ``cut``,
-    which training loops call. At first G is ``batch_size`` times W, in one run.
+    Update k takes the positions from k*G up to, but not including, (k+1)*G of the epoch's order,
+    for G = ``global_batch``. They are divided into ``micro_batches`` contiguous chunks, each of
+    which is one batch for all ranks. Of W ranks, rank r takes positions r, r+W, r+2W, ... of each
+    chunk. The samples of an update therefore do not depend on W; see ``cut``, which training loops
+    call. At first G is ``batch_size`` times W, in one chunk.
 
     Args:
         num_samples: Samples in the whole data set.
@@ -42,7 +43,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         seed: Seed of the permutations; the same on every rank.
         rank: The index of this shard.
         world_size: The number of shards, which together have all samples.
-        drop_last: Leave out an incomplete last run.
+        drop_last: Leave out an incomplete last chunk.
         even: Give every rank the same number of batches and samples, by repeating the epoch's
             first samples at its end (training); ``pads`` is True if samples are repeated. Without
             it each sample is read exactly once, and a rank may have fewer batches than others, or
@@ -100,12 +101,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
             global_batch: Samples per update, over all ranks.
             micro_batches: Batches per update.
             length: Positions in an epoch; default: as given by the arguments of the class.
-            whole: Split the last update of an epoch, which may have fewer samples, into as many
-                batches as the others.
+            whole: Give the last, possibly smaller, update of an epoch as many batches as the
+                others.
             weighted: Whether the optimizer wrapper has a ``loss_weight``. Then no samples are
-                repeated to make the ranks even, and the ranks' parts of a run differ by at most
-                one sample. A rank without samples gets the run's first one, for which ``counts``
-                is False.
+                repeated to make the ranks even, and the ranks' parts of a chunk differ by at most
+                one sample. A rank without samples gets the chunk's first one, for which
+                ``counts`` is False.
 
         Raises:
             ValueError: There are fewer samples than batches.
@@ -142,7 +143,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         count = self.batches
-        # Only in the last run a rank can be without samples.
+        # Only in the last chunk a rank can be without samples.
         if count and not (self._weighted or self.counts(count - 1)):
             count -= 1
         return count
@@ -194,7 +195,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _runs(
         self, epoch: int, first: int, device: torch.device | None
     ) -> Iterator[Sequence[torch.Tensor]]:
-        """Yield many batches at a time, which makes the cost of each small."""
+        """Yield the batches in groups, since one tensor operation can split a whole group."""
         samples, count = self._samples(epoch).to(device), len(self)
         size, rest = divmod(self._run, self.world_size)
         alike = not rest and self._run == self._last_run

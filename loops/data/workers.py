@@ -20,8 +20,8 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     """Return ``iter(loader)``; its worker processes are prepared by a ``WorkerStart``.
 
-    A scheduler sends its signals to every process of a job. If a worker ended before the training
-    process, that would fail instead of saving. Signals are blocked until a worker is prepared.
+    A scheduler sends its signals to every process of a job. The training process would fail
+    instead of saving if a worker had ended first. Signals are blocked until a worker is prepared.
     """
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
@@ -34,7 +34,7 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
         resource_tracker.ensure_running()
     if not (isinstance(start, WorkerStart) and start.parent == os.getpid()):
         workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start))
-    # Processes that other code starts later would inherit the mask from a fork server.
+    # Block nothing for a fork server: it would pass the mask on to every process it starts later.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, () if method == "forkserver" else _IGNORED)
     try:
         return iter(loader)
@@ -54,7 +54,8 @@ class WorkerStart:
     def __init__(self, user_start: Callable[[int], None] | None) -> None:
         self.user_start = user_start
         self.parent = os.getpid()
-        # In the folder of multiprocessing, which is removed even if a signal ends a worker.
+        # A marker file that exists while the parent runs. It is in the folder of multiprocessing,
+        # which is removed even if a signal ends a worker.
         self.is_running = Path(util.get_temp_dir(), f"reading_{self.parent}")
         if not self.is_running.exists():
             self.is_running.touch()

@@ -22,7 +22,7 @@ from ..state import LoopState
 class EMAHook(Hook):
     """Keep an exponential moving average of the model's parameters.
 
-    The average starts with the parameters at the start of the training, or after update
+    The average starts with the parameters at the start of training, or after update
     ``start_step`` (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2;
     averaging was introduced by Polyak and Juditsky, 1992). Each rank averages its parts of sharded
     parameters, without any communication. Parameters below 32 bits are averaged in float32.
@@ -32,7 +32,7 @@ class EMAHook(Hook):
         every_steps: Optimizer updates between two updates of the average.
         start_step: Up to and including this update, the average is a copy of the weights.
         evaluate_with_ema: Evaluate with the averaged weights. The model's weights are restored
-            after the evaluation, also after an error.
+            after the evaluation, even after an error.
 
     Raises:
         ValueError: ``decay``, ``every_steps`` or ``start_step`` is not allowed.
@@ -103,7 +103,7 @@ class EMAHook(Hook):
         return "model" if self._evaluate and (self._average or self._restored) else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"model": averaged weights}``, empty before the training."""
+        """Return ``{"model": averaged weights}``, empty before training."""
         if self._model is None or self._restored is not None:
             return {"model": with_whole_tensors(self._restored or {})}
         reshard(self._model)

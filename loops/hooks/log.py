@@ -38,8 +38,8 @@ class LogHook(Hook):
     describes a record; a value with the name of one of its four fixed columns gets a ``_`` at the
     end of its name. A resumed run drops the records after the restored checkpoint, so that no step
     appears twice. If the earlier run ended inside a log interval, the first record of the resumed
-    run replaces the record of that part. A separate evaluation adds to the files, also while a
-    training writes them.
+    run replaces the record of that part. A separate evaluation adds to the files, even while a
+    training run writes them.
 
     Args:
         console: Also log each record as a line at INFO, in the format of ``ProgressHook``.

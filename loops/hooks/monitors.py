@@ -119,8 +119,8 @@ class ThroughputHook(Hook):
     device, but not for a single step.
 
     Args:
-        tokens_per_sample: Tokens in a sample; default: the count of ``loss_weight: tokens``,
-            otherwise the model's attribute of that name.
+        tokens_per_sample: Tokens in a sample; default: with ``loss_weight: tokens`` the tokens are
+            counted directly; otherwise the model's attribute of that name.
         flops_per_token: Floating-point operations of forward and backward for one token; default:
             the model's attribute of that name.
         flops_per_sample: The same for one sample; not together with ``flops_per_token``.
@@ -225,13 +225,16 @@ class ThroughputHook(Hook):
         self._mark_s = perf_counter()
 
     def _count(self, state: LoopState, name: str) -> float | None:
-        """Return a count of the settings, otherwise of the model or the net inside it, or None."""
+        """Return the setting, otherwise the attribute of that name of model or net, or None."""
         model = user_model(state.model)
         own = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
         return next((one for one in (self._given[name], *own) if one is not None), None)
 
     def _use_of(self, state: LoopState) -> tuple[str, float] | None:
-        """Return the unit whose flops are known, and the seconds of all devices that it takes."""
+        """Return the unit whose FLOPs are known, and the seconds that all devices need for one.
+
+        The unit is "token" or "sample". The seconds are at peak speed, with all devices together.
+        """
         peak = self._given["peak_flops"]
         if peak is None:
             return None

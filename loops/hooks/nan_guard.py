@@ -34,10 +34,12 @@ class NanGuardHook(Hook):
     training ends.
 
     Args:
-        check: "weights" checks the model's parameters; with the log records only if a loss is not
-            finite. A bad loss alone is accepted, since a loss scaler may skip the update. "loss"
-            checks the log values with "loss" in their names. "all" checks all log values and the
-            parameters; it adds ``param_norm``, their L2 norm, to the log records.
+        check: "weights" reports only parameters that are not finite. With log records they are
+            checked only if a logged loss is not finite; at a separate interval and at the end of
+            training always. A bad loss with finite parameters is accepted, since a loss scaler may
+            skip the update. "loss" checks the log values with "loss" in their names. "all" checks
+            all log values and the parameters; it adds ``param_norm``, their L2 norm, to the
+            log records.
         action: "raise", or "warn" to log a warning and continue.
         every_steps: Optimizer updates between two checks, instead of with the records.
         every_epochs: Passes over the data between two checks, instead of with the records.

@@ -197,14 +197,14 @@ class ProgressHook(Hook):
             raise ValueError(f"refresh_s must be > 0, got {refresh_s!r}")
         self._refresh_s = refresh_s
         self._bar: _Bar | None = None
-        # None outside of a training.
+        # None outside of training.
         self._time_left: _TimeLeft | None = None
         self._eval_batches = 0
         self._due_s = math.inf
         self._log_due_s = 0.0
 
     def ignores(self) -> Collection[str]:
-        """Return the events between two records if there is no bar."""
+        """Ignore all events on ranks other than 0, and updates of the bar if there is none."""
         if get_rank() != 0:
             return EVENTS
         return () if _shows_bar() else ("on_update", "on_eval_batch_end")

@@ -179,7 +179,7 @@ class SchedulerHook(Hook):
         self._epochs: int | None = None
 
     def ignores(self) -> Collection[str]:
-        """Return the end of batches, unless a scheduler is stepped by batch."""
+        """Ignore ``on_batch_end`` unless a scheduler is stepped by batch."""
         return () if self._timed["batch"] else ("on_batch_end",)
 
     def on_train_start(self, state: LoopState) -> None:
@@ -237,7 +237,7 @@ class SchedulerHook(Hook):
         self._epochs = state["epochs"]
 
     def _finish_epochs(self, finished: int) -> None:
-        # None in a validation without a training.
+        # None in a validation without training.
         if self._epochs is not None and self._epochs != finished:
             for _ in range(self._epochs, finished):
                 _step(self._timed["epoch"])

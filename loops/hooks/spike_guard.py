@@ -75,7 +75,8 @@ class SpikeGuardHook(Hook):
 
     Args:
         threshold: The number of median absolute deviations above the median.
-        window: The number of previous steps that a value is compared with.
+        window: The number of previous steps that a value is compared with (not an accumulation
+            window).
         warmup: The number of steps before the first comparison. NaN and infinity are always
             outliers.
         watch: "both", "loss" or "grad_norm".
@@ -175,6 +176,7 @@ class SpikeGuardHook(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         made = {one.name: list(one.made) for one in self._series}
+        # "made" has the accepted values and "left_out" the steps to skip; the keys are older names.
         return {"made": made, "left_out": sorted(self._skip_steps), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:

@@ -1,3 +1,5 @@
-"""Predictions in files: the hook that writes them, rows of outputs, and formats. Imports data,
-notes and the state of `loops`. Start in hook.py; files.py imports pyarrow where it is used.
+"""Predictions in files: the hook that writes them, rows of outputs, and formats.
+
+Imports ``loops.data``, ``loops.error_notes``, ``loops.hook`` and ``loops.state``. Start reading in
+hook.py; files.py imports pyarrow where it is used.
 """

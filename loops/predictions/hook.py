@@ -31,7 +31,8 @@ class PredictionHook(Hook):
         count: the number of rows in the file, on rank 0.
 
     Raises:
-        ValueError: the format is unknown, or the order of the samples is not.
+        ValueError: the format is unknown, or the loader's order of samples cannot be used (unknown
+            on several ranks, shuffled, or with ``drop_last``).
         FileExistsError: ``path`` exists.
         ImportError: ``.parquet`` needs pyarrow, which is not installed.
     """

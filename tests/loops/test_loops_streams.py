@@ -207,7 +207,7 @@ def _save_by_ranks(folder: Path) -> Path:
 def test_another_number_of_ranks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = run_ranks(_save_by_ranks, 2, tmp_path)[0]
     _resume(path, build_loader(Lines(), batch_size=3))
-    assert "is for 2 shares of the data" in caplog.text
+    assert "is for 2 ranks with different batches" in caplog.text
     assert "by reading and discarding 6 batches" in caplog.text
 
 
