@@ -41,7 +41,7 @@ def add_note(error: BaseException, text: str) -> None:
     vars(error).setdefault("__notes__", []).append(text)
 
 
-def note_failure(error: BaseException, state: LoopState, loader: Any, step: str) -> None:
+def note_failure(error: BaseException, state: LoopState, loader: Any, step_name: str) -> None:
     """Add notes to an error that say where it happened.
 
     That is in a step, or while reading its batch from ``loader``.
@@ -49,13 +49,16 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step: str)
     The notes use the traceback, so that successful steps need no records.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    loop = next((one for one in reversed(frames) if one.f_code.co_name == "_pass"), None)
-    if loop is None or vars(error).get(_NOTED) or not isinstance(error, Exception):
+    passes = (frame for frame in reversed(frames) if frame.f_code.co_name == "_pass")
+    loop_frame = next(passes, None)
+    if loop_frame is None or vars(error).get(_NOTED) or not isinstance(error, Exception):
         return
-    if any(one.f_code.co_name == step and _first(one) is state.model for one in frames):
-        notes = _of_step(frames, state.model, _place(state, loop), loop)
+    place = _place_text(state, loop_frame)
+    steps = [frame for frame in frames if frame.f_code.co_name == step_name]
+    if any(_first_argument(frame) is state.model for frame in steps):
+        notes = _notes_on_step(frames, state.model, place, loop_frame)
     else:
-        notes = _of_reading(error, frames, loader, _place(state, loop))
+        notes = _notes_on_reading(error, frames, loader, place)
     for text in notes:
         add_note(error, text)
         vars(error)[_NOTED] = True
@@ -109,21 +112,21 @@ def name_of(thing: Any) -> str:
         return name
 
 
-def _of_step(
-    frames: Sequence[FrameType], wrapper: nn.Module, place: str, loop: FrameType
+def _notes_on_step(
+    frames: Sequence[FrameType], wrapper: nn.Module, place: str, loop_frame: FrameType
 ) -> Iterator[str]:
     model = user_model(wrapper)
     paths = {id(module): plain_name(path) for path, module in model.named_modules()}
-    running = [one for one in map(_first, frames) if id(one) in paths]
+    running = [one for one in map(_first_argument, frames) if id(one) in paths]
     inner = running[-1] if running else model
     layer = f"{paths[id(inner)]} ({name_of(inner)}) of " if paths[id(inner)] else ""
     parts = [(name, getattr(model, name, None)) for name in ("net", "loss")]
     parts_text = " and ".join(f"{name} {name_of(part)}" for name, part in parts if callable(part))
     yield f"in {layer}{name_of(model)}" + (f" with {parts_text}" if parts_text else "")
-    yield f"{place}: {describe(loop.f_locals.get('batch'))}"
+    yield f"{place}: {describe(loop_frame.f_locals.get('batch'))}"
 
 
-def _of_reading(
+def _notes_on_reading(
     error: BaseException, frames: Sequence[FrameType], loader: Any, place: str
 ) -> Iterator[str]:
     dataset = getattr(loader, "dataset", None)
@@ -131,13 +134,13 @@ def _of_reading(
     readers = [one for one in (loader, dataset) if one is not None]
     code = getattr(collate, "__code__", None)
     collating = [frame for frame in frames if code is not None and frame.f_code is code]
-    is_read = any(_first(frame) is one for frame in frames for one in readers)
+    is_read = any(_first_argument(frame) is one for frame in frames for one in readers)
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
     dataset = _unwrapped(readers[-1], "samples")
     yield f"while reading {place} from {name_of(dataset)}"
     if collating:
-        yield f"{name_of(collate)} was given {describe_samples(_first(collating[0]))}"
+        yield f"{name_of(collate)} was given {describe_samples(_first_argument(collating[0]))}"
 
 
 def _unwrapped(part: Any, name: str) -> Any:
@@ -146,13 +149,13 @@ def _unwrapped(part: Any, name: str) -> Any:
     return getattr(part, name, part) if is_ours else part
 
 
-def _place(state: LoopState, loop: FrameType) -> str:
+def _place_text(state: LoopState, loop_frame: FrameType) -> str:
     if state.phase is Phase.TRAIN:
         return f"batch {state.batch + 1} of epoch {state.epoch + 1}"
-    return f"batch {loop.f_locals.get('count', 0) + 1} of the {_ACTIVITIES[state.phase]}"
+    return f"batch {loop_frame.f_locals.get('count', 0) + 1} of the {_ACTIVITIES[state.phase]}"
 
 
-def _first(frame: FrameType) -> Any:
+def _first_argument(frame: FrameType) -> Any:
     """Return the first argument of a call, such as self."""
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     return frame.f_locals.get(names[0]) if names else None

@@ -81,23 +81,23 @@ class Rounds:
         return not all_done
 
     def _endless(self) -> Iterator[tuple[Any, bool]]:
-        own: Iterator[Any] = iter(())
+        iterator: Iterator[Any] = iter(())
         with self.deferred_errors():
-            own = iter(batches_from(self._loader, epoch=0))
-        batch = self._next(own)
+            iterator = iter(batches_from(self._loader, epoch=0))
+        batch = self._next(iterator)
         self.agree()
         last = first_batch_of(self._group, batch, self._has_batch)
         if last is _END:
             raise ValueError(f"the {self._phase.value} loader has no batches on any rank")
         while True:
             yield last, self._has_batch
-            batch = self._next(own)
+            batch = self._next(iterator)
             last = batch if self._has_batch else last
 
-    def _next(self, own: Iterator[Any]) -> Any:
+    def _next(self, iterator: Iterator[Any]) -> Any:
         batch = _END
         with self.deferred_errors():
-            batch = next(own, _END)
+            batch = next(iterator, _END)
         self._has_batch = batch is not _END
         return batch
 
@@ -248,7 +248,7 @@ class _EvalLoop:
         """Run all batches; return False if a request to stop has cut them short."""
         together = distributed_available() and model_features(state.model).collective_eval
         # A stop that was requested before, such as in a stopped training, does not count here.
-        polled = 0.0 if state.stop_reason else math.inf if together else self._batches_to_poll()
+        polled = 0.0 if state.stop_reason else math.inf if together else self._last_polled_batch()
         step = getattr(state.model, self.step_name)
         optim = optim_features(state.optim_wrapper)
         precision = optim.precision_context or state.precision
@@ -278,7 +278,7 @@ class _EvalLoop:
             raise ValueError(f"the {self.phase.value} loader has no batches")
         return True
 
-    def _batches_to_poll(self) -> float:
+    def _last_polled_batch(self) -> float:
         """Return how many batches the rank with the fewest has.
 
         After that some ranks have finished, so the ranks can no longer poll together. Returns 0 if

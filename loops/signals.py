@@ -46,7 +46,7 @@ class StopSignals:
         self._is_stopping = False
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
-        self._paces = {phase: _Pace() for phase in Phase}
+        self._plans = {phase: _ExchangePlan() for phase in Phase}
         # The clock continues from `clock_s`.
         self._start_s = time.monotonic() - clock_s
 
@@ -74,9 +74,9 @@ class StopSignals:
             self.due_s = now_s + _POLL_S
             state.clock_s = now_s - self._start_s
             self._stop(state, self._received)
-        elif self._paces[state.phase].due():
+        elif self._plans[state.phase].due():
             self._agree(state)
-            self._paces[state.phase].plan(state.clock_s)
+            self._plans[state.phase].plan(state.clock_s)
 
     def poll_now(self, state: LoopState) -> None:
         """Stop the loop if a signal has arrived since the last poll; every rank must call this."""
@@ -116,7 +116,7 @@ def _drop(number: int, frame: FrameType | None) -> None:
     """Ignore a repeated signal."""
 
 
-class _Pace:
+class _ExchangePlan:
     """Chooses at which polls of a phase the ranks exchange signals.
 
     It uses only numbers that are equal on all ranks, so all of them choose the same polls.

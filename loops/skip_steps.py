@@ -72,10 +72,10 @@ def with_skipped_steps(
         )
 
     def read() -> Iterator[Any]:
-        own = iter(batches)
+        iterator = iter(batches)
         while True:
             with preserved_rng(device) if state.step + 1 in skipped else nullcontext():
-                batch = next(own, _END)
+                batch = next(iterator, _END)
             if batch is _END:
                 return
             yield batch

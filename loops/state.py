@@ -131,11 +131,11 @@ def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]
     return by_name
 
 
-def mean_logs(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, Any]:
+def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[str, Any]:
     """Return the mean of all saved ranks' states, from which any number of ranks can continue.
 
-    Weighted values are scaled by ``share``, the number of data ranks when saving divided by the
-    present number, so that their total weight over all ranks stays the same.
+    Weighted values are scaled by ``rank_ratio``, the number of data ranks when saving divided by
+    the present number, so that their total weight over all ranks stays the same.
     """
     sums: dict[str, tuple[Tensor, float | Tensor]] = {}
     weighted = False
@@ -146,7 +146,7 @@ def mean_logs(states: Sequence[Mapping[str, Any]], share: float) -> dict[str, An
             before = sums.get(name, (torch.zeros(()), 0))
             sums[name] = (before[0] + total, before[1] + count)
             weighted = weighted or isinstance(count, Tensor)
-    parts = len(states) / (share if weighted else 1)
+    parts = len(states) / (rank_ratio if weighted else 1)
     means = {name: (total / parts, count / parts) for name, (total, count) in sums.items()}
     return {"sums": means, "values": {}}
 

@@ -165,7 +165,7 @@ class _TrainLoop:
         self.val_loop.evaluate(state, hooks, self._signals.poll)
         return True
 
-    def _catch_up(self, state: LoopState, hooks: HookList) -> None:
+    def _validate_if_pending(self, state: LoopState, hooks: HookList) -> None:
         """Run the validation that was due when an earlier run stopped before or during it."""
         if state.evaluated_at != state.step and self._validate(state, hooks):
             hooks.emit("on_save_point", state)
@@ -277,7 +277,7 @@ class EpochTrainLoop(_TrainLoop):
         hooks = self._begin(state, hooks)
         while not self._ended:
             with self._session(state, hooks):
-                self._catch_up(state, hooks)
+                self._validate_if_pending(state, hooks)
                 while self.budget.continues(state):
                     hooks.emit("on_epoch_start", state)
                     state.model.train()
@@ -339,7 +339,7 @@ class IterTrainLoop(_TrainLoop):
             with self._session(state, hooks):
                 hooks.emit("on_epoch_start", state)
                 state.model.train()
-                self._catch_up(state, hooks)
+                self._validate_if_pending(state, hooks)
                 while self.budget.continues(state):
                     self._pass(state, hooks)
                     if self.budget.continues(state):

@@ -75,7 +75,7 @@ class PassInputs:
         try:
             with model.join(**self._options):
                 yield
-            self._catch_up(state)
+            self._copy_from_longest_rank(state)
         finally:
             state.together = True
 
@@ -97,9 +97,9 @@ class PassInputs:
 
     def _padded(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield batches until every rank has run out; repeated batches have a weight of 0."""
-        own, optim = iter(batches), state.optim_wrapper
+        iterator, optim = iter(batches), state.optim_wrapper
         optim.begin_pass(state.iteration - state.batch, self.length)
-        batch = last = next(own, _END)
+        batch = last = next(iterator, _END)
         if self._compares:
             last = first_batch_of(self._group, batch, batch is not _END)
         try:
@@ -114,7 +114,7 @@ class PassInputs:
                 counts = self._sampler is None or self._sampler.counts(state.batch)
                 optim.batch_counts = has_batch and counts
                 yield last
-                batch = next(own, _END)
+                batch = next(iterator, _END)
             if self.length is None and last is not _END and not optim.should_update():
                 # The data ended inside a window: close it with a zero-weight batch.
                 optim.begin_pass(state.iteration - state.batch, state.batch + 1)
@@ -125,9 +125,9 @@ class PassInputs:
 
     def _compared(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield ``batches``; raise ValueError if only some of the ranks have run out."""
-        own = iter(batches)
+        iterator = iter(batches)
         while True:
-            batch = next(own, _END)
+            batch = next(iterator, _END)
             has_batch = batch is not _END
             all_have, none_has = true_on_all_ranks(None, has_batch, not has_batch)
             if none_has:
@@ -143,7 +143,7 @@ class PassInputs:
                 )
             yield batch
 
-    def _catch_up(self, state: LoopState) -> None:
+    def _copy_from_longest_rank(self, state: LoopState) -> None:
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
@@ -179,9 +179,9 @@ def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool)
     return batch if has_batch else other
 
 
-def true_on_all_ranks(group: dist.ProcessGroup | None, *own: bool) -> list[bool]:
+def true_on_all_ranks(group: dist.ProcessGroup | None, *values: bool) -> list[bool]:
     """Return which of the values are true on all ranks of the group; each of them must call."""
-    answers = torch.tensor(own, dtype=torch.uint8, device=comm_device(group))
+    answers = torch.tensor(values, dtype=torch.uint8, device=comm_device(group))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     return [bool(answer) for answer in answers.tolist()]
 

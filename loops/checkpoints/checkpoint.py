@@ -67,8 +67,8 @@ def save_checkpoint(
     saved = weights.state_to_save(state)
     # If `saved` has been moved back to the start of the window, leave out what belongs to later
     # batches: gradients, step state, loader position and later logs.
-    gradients = saved.iteration == state.iteration
-    path = _save(folder, saved, reason, is_best=is_best, gradients=gradients)
+    at_current_batch = saved.iteration == state.iteration
+    path = _save(folder, saved, reason, is_best=is_best, at_current_batch=at_current_batch)
     state.restored_from = None
     return path
 
@@ -85,7 +85,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     if own_rank() != 0:
         return None
     exact = world_size() == 1 and not state.in_step
-    problem = "" if exact else _unsafe(state)
+    problem = "" if exact else _why_unsafe(state)
     if weights.has_sharded_state(state):
         problem = "its state is sharded over the ranks, and the other ranks may be gone"
     if problem:
@@ -101,13 +101,13 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     epoch, batch, iteration = state.updated_at
     saved = replace(state, epoch=epoch, batch=batch, iteration=iteration)
     path = _save(
-        folder, saved, reason, gather=lambda mine: [mine], gradients=False, incomplete=True
+        folder, saved, reason, gather=lambda mine: [mine], at_current_batch=False, incomplete=True
     )
     logger.info("saved %s after the error, without its random streams", path)
     return path
 
 
-def _unsafe(state: LoopState) -> str:
+def _why_unsafe(state: LoopState) -> str:
     """Explain why a checkpoint with the counters of the last update is unsafe; "" if it is safe.
 
     It might not match the weights, or could not be resumed.
@@ -253,7 +253,8 @@ def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str,
         "reason": reason,
         "evaluated": _evaluated(state),
         "world_size": world_size(),
-        "data_size": weights.data_size(state.model),
+        # The number of ranks that see different batches.
+        "data_size": weights.num_data_ranks(state.model),
         "torch": torch.__version__,
     }
 
@@ -273,7 +274,7 @@ def _save(
     *,
     is_best: bool = False,
     gather: Callable[[Any], list[Any]] = all_gather_object,
-    gradients: bool = True,
+    at_current_batch: bool = True,
     incomplete: bool = False,
 ) -> Path:
     what = f"saving the checkpoint of step {state.step} in {folder}"
@@ -289,7 +290,9 @@ def _save(
 
     def write() -> dict[str, dict[str, Any]]:
         table = make_table(places)
-        contents = chain(parts.files_of(rank, table), _own_files(state, parts, table, gradients))
+        contents = chain(
+            parts.files_of(rank, table), _own_files(state, parts, table, at_current_batch)
+        )
         return {name: disk.write_file(draft / name, content) for name, content in contents}
 
     draft = run_on_all_ranks(
@@ -313,10 +316,10 @@ def _save(
 
 
 def _own_files(
-    state: LoopState, parts: Parts, table: Table, gradients: bool
+    state: LoopState, parts: Parts, table: Table, at_current_batch: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield the files that this rank writes in addition to its parts of sharded tensors."""
-    yield rank_file(own_rank()), _own_contents(state, gradients)
+    yield rank_file(own_rank()), _own_contents(state, at_current_batch)
     if own_rank() == 0:
         yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
         if any(table.values()):
@@ -337,23 +340,23 @@ def _contents(state: LoopState) -> dict[str, Any]:
     }
 
 
-def _own_contents(state: LoopState, gradients: bool) -> dict[str, Any]:
+def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     model = weights.user_model(state.model)
     own: dict[str, Any] = {
         "rng": capture_rng(weights.device_of(model)),
-        "gradients": weights.gradients_of(model) if gradients else {},
-        "logs": state.logs.state_dict(None if gradients else state.step),
+        "gradients": weights.gradients_of(model) if at_current_batch else {},
+        "logs": state.logs.state_dict(None if at_current_batch else state.step),
     }
     if own["gradients"]:
         own["window_weights"] = weights.window_weights(state)
-    carried = weights.step_state(state.model) if gradients else {}
+    carried = weights.step_state(state.model) if at_current_batch else {}
     if carried:
         own["step"] = carried
     # A checkpoint of the window's start has no gradients, and the reader is past that batch.
     reader_state = state.data.reader_state
     if reader_state is None and state.data.reader is not None:
         reader_state = state.data.reader.state_dict()
-    if reader_state is not None and gradients:
+    if reader_state is not None and at_current_batch:
         own["loader"] = weights.to_plain(reader_state, "loader")
     places = weights.gradient_places(model)
     return {**own, "places": places} if places else own

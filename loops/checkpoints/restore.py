@@ -108,8 +108,8 @@ class Checkpoint:
         reader = Reader(self.path, files, by_parts=by_parts)
         if by_parts:
             # Each rank checks some of the files, since a check reads whole files.
-            share = sorted(files)[own_rank() :: world_size()]
-            run_on_all_ranks(f"loading {self.path}", lambda: reader.check(*share))
+            names = sorted(files)[own_rank() :: world_size()]
+            run_on_all_ranks(f"loading {self.path}", lambda: reader.check(*names))
             reader.checked.update(files)
         return reader
 
@@ -174,15 +174,17 @@ class Checkpoint:
                 *(self.path, saved, now),
             )
         # Ranks that share a model's layers see the same samples.
-        shares = int(self.meta.get("data_size", saved)), weights.data_size(state.model)
-        state.data.layout.setdefault("ranks", shares[0])
+        saved_data_ranks = int(self.meta.get("data_size", saved))
+        data_ranks = weights.num_data_ranks(state.model)
+        state.data.layout.setdefault("ranks", saved_data_ranks)
         model = weights.user_model(state.model)
-        as_saved = (saved, shares[0]) == (now, shares[1])
+        as_saved = (saved, saved_data_ranks) == (now, data_ranks)
         group = model_features(state.model).data_group
         data_rank = own_rank() if as_saved or group is None else get_rank(group)
         # Ranks that see the same batches are numbered consecutively: if the layout has changed,
         # data rank d reads the file of saved rank d * spacing.
-        content = self._restore_rng(model, data_rank, 1 if as_saved else saved // shares[0])
+        spacing = 1 if as_saved else saved // saved_data_ranks
+        content = self._restore_rng(model, data_rank, spacing)
         with reading(self.path, rank_file(data_rank), "step"):
             if as_saved and content.get("step"):
                 model_wrapper: Any = state.model
@@ -194,19 +196,24 @@ class Checkpoint:
                     *(self.path, own_rank()),
                 )
         state.data.reader, state.data.reader_state = None, content.get("loader")
-        if state.data.reader_state is not None and shares[0] != shares[1]:
+        if state.data.reader_state is not None and saved_data_ranks != data_ranks:
             state.data.reader_state = None
             logger.warning(
                 "the position of the loader in %s is for %s ranks with different batches and "
                 "cannot be converted: in the rest of this pass, samples may be repeated or missing",
-                *(self.path, shares[0]),
+                *(self.path, saved_data_ranks),
             )
-        self._restore_sums(state, content if as_saved else {}, files, shares[0] / shares[1])
+        rank_ratio = saved_data_ranks / data_ranks
+        self._restore_sums(state, content if as_saved else {}, files, rank_ratio)
 
     def _restore_sums(
-        self, state: LoopState, own: Mapping[str, Any], files: Reader, share: float
+        self, state: LoopState, rank_content: Mapping[str, Any], files: Reader, rank_ratio: float
     ) -> None:
-        """Restore gradients and logs from this rank's ``own`` file, or as means over all files."""
+        """Restore gradients and logs from this rank's file, or as means over all files.
+
+        ``rank_content`` is the content of this rank's file, {} to use all files. ``rank_ratio`` is
+        the number of data ranks when saving divided by the present number.
+        """
         model, every = weights.user_model(state.model), "rank_*.pt"
 
         def ranks() -> list[Any]:
@@ -214,25 +221,27 @@ class Checkpoint:
             return [files.file(name) for name in names]
 
         with reading(self.path, every, "gradients"):
-            placed = bool(own) and own.get("places", {}) == weights.gradient_places(model)
-            sources = [own] if placed else ranks()
-            part = own["gradients"] if placed else weights.mean_gradients(model, sources)
+            places = weights.gradient_places(model)
+            fits = bool(rank_content) and rank_content.get("places", {}) == places
+            sources = [rank_content] if fits else ranks()
+            part = rank_content["gradients"] if fits else weights.mean_gradients(model, sources)
             weights.set_gradients(model, part)
-            weights.restore_window_weights(state, sources, share)
+            weights.restore_window_weights(state, sources, rank_ratio)
         with reading(self.path, every, "logs"):
             # Older checkpoints have no logs.
             nothing: dict[str, Any] = {"sums": {}, "values": {}}
-            logs = [one.get("logs", nothing) for one in ([own] if own else ranks())]
-            one = logs[0] if own else mean_logs(logs, share)
-            state.logs.load_state_dict(one, weights.device_of(model))
+            contents = [rank_content] if rank_content else ranks()
+            logs = [content.get("logs", nothing) for content in contents]
+            merged = logs[0] if rank_content else mean_logs(logs, rank_ratio)
+            state.logs.load_state_dict(merged, weights.device_of(model))
 
-    def _restore_rng(self, model: nn.Module, share: int, spacing: int) -> dict[str, Any]:
+    def _restore_rng(self, model: nn.Module, data_rank: int, spacing: int) -> dict[str, Any]:
         """Restore the random streams of a saved data rank from its rank file.
 
         If the file is missing, derive them from rank 0's. Returns the content of the file, {} if it
         is missing.
         """
-        name = rank_file(share * spacing)
+        name = rank_file(data_rank * spacing)
         if name not in self.meta["files"]:
             logger.warning(
                 "%s has no random state for rank %d: it is derived from rank 0's",
@@ -240,7 +249,7 @@ class Checkpoint:
             )
             with reading(self.path, rank_file(0), "rng"):
                 words = self.read(rank_file(0))["rng"]["torch"].tolist()
-                seed_rng(mix_seed(share, *words))
+                seed_rng(mix_seed(data_rank, *words))
             return {}
         content: dict[str, Any] = self.read(name)
         with reading(self.path, name, "rng"):

@@ -106,9 +106,10 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
         if not is_dtensor(present[name]):
             # A local tensor, since the model has no hook that would accept a DTensor.
             present[name] = tensor
-    own = {plain_name(name): name for name in present}
+    full_names = {plain_name(name): name for name in present}
     state = OrderedDict(
-        (own[name], _placed_like(value, present[own[name]])) for name, value in weights.items()
+        (full_names[name], _placed_like(value, present[full_names[name]]))
+        for name, value in weights.items()
     )
     versions: Mapping[str, Any] = getattr(weights, "_metadata", {})
     names = [(name, plain_name(name)) for name, _ in model.named_modules()]
@@ -116,7 +117,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     model.load_state_dict(state)
 
 
-def data_size(model: nn.Module) -> int:
+def num_data_ranks(model: nn.Module) -> int:
     """Return the number of ranks that see different batches."""
     group = model_features(model).data_group
     return world_size() if group is None else group.size()
@@ -162,16 +163,16 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Return this rank's parts of the mean of the gradients in all ranks' files, by name."""
     layouts = {plain_name(name): layout_of(p) for name, p in model.named_parameters()}
-    names = dict.fromkeys(name for own in ranks for name in own["gradients"])
+    names = dict.fromkeys(name for content in ranks for name in content["gradients"])
     return {name: _mean(name, layouts[name], ranks) for name in names}
 
 
 def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tensor:
-    saved = [own["gradients"][name] for own in ranks if name in own["gradients"]]
+    saved = [c["gradients"][name] for c in ranks if name in c["gradients"]]
     total = torch.zeros(layout.sizes, dtype=saved[0].dtype)
-    places = [own.get("places", {}).get(name) for own in ranks]
-    for own, place in zip(ranks, places, strict=True):
-        gradient = own["gradients"].get(name)
+    places = [content.get("places", {}).get(name) for content in ranks]
+    for content, place in zip(ranks, places, strict=True):
+        gradient = content["gradients"].get(name)
         if gradient is None:
             continue
         offsets, sizes = place or ([0] * gradient.ndim, gradient.shape)
@@ -186,30 +187,30 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
 
 def window_weights(state: LoopState) -> list[float]:
     """Return the weight of this rank's gradients with ``loss_weight``, by optimizer wrapper."""
-    return [optim_features(one).window_weight for one in members_of(state.optim_wrapper)]
+    return [optim_features(m).window_weight for m in members_of(state.optim_wrapper)]
 
 
 def restore_window_weights(
-    state: LoopState, ranks: Sequence[Mapping[str, Any]], growth: float
+    state: LoopState, ranks: Sequence[Mapping[str, Any]], rank_ratio: float
 ) -> None:
     """Restore the weights of the gradients that ``set_gradients`` has set.
 
     Args:
         state: The state whose optimizer wrappers get the weights.
         ranks: The contents of this rank's file, or of all files, whose mean is used.
-        growth: The number of data ranks when saving, divided by the present number; means over the
-            ranks are scaled by it.
+        rank_ratio: The number of data ranks when saving, divided by the present number; means
+            over the ranks are scaled by it.
     """
-    saved = [own.get("window_weights", []) for own in ranks]
+    saved = [content.get("window_weights", []) for content in ranks]
     for member, values in zip(
         members_of(state.optim_wrapper), zip(*saved, strict=True), strict=False
     ):
         if any(values):
-            member.window_weight = sum(values) / len(values) * growth
+            member.window_weight = sum(values) / len(values) * rank_ratio
             for group in member.optimizer.param_groups:
-                for parameter in group["params"] if growth != 1 else ():
+                for parameter in group["params"] if rank_ratio != 1 else ():
                     if parameter.grad is not None:
-                        local_part(parameter.grad).mul_(growth)
+                        local_part(parameter.grad).mul_(rank_ratio)
 
 
 def state_to_save(state: LoopState) -> LoopState:
@@ -257,5 +258,5 @@ def _placed_like(value: Any, like: Any) -> Any:
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
     # On a mesh of one rank nothing is sharded, but a DTensor still requires a DTensor.
-    placed = any(is_dtensor(one) for one in (value, like)) or is_sharded(like)
+    placed = is_dtensor(value) or is_dtensor(like) or is_sharded(like)
     return take_part(value, like) if placed or not isinstance(value, Tensor) else value

@@ -76,7 +76,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     """
     sampler = sampler_of(loader)
     if sampler is None:
-        _keep_share(state)
+        _skip_same_fraction(state)
         return
     weighted, window = is_weighted(state.optim_wrapper), window_of(state.optim_wrapper) or 1
     saved = _saved(state, sampler, window)
@@ -84,14 +84,19 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     # The saved length may include samples that were repeated to make the ranks even. With a
     # `loss_weight` nothing is repeated, so cap the length at the number of samples.
     most = saved["samples"] if weighted else saved["length"]
-    length = min(saved["length"], most) if known else None
+    epoch_samples = min(saved["length"], most) if known else None
     only = _fixed_count(state, saved, weighted)
     update = _Update(saved["global_batch"], equal=not weighted, only=only)
     count = update.batches(sampler.world_size, sampler.batch_size)
     if count is None:
         raise ValueError(update.error_message(sampler.world_size, sampler.batch_size))
-    whole = not weighted and count != update.size // saved["run"]
-    sampler.cut(update.size, count, length=length, whole=whole, weighted=weighted)
+    sampler.cut(
+        update.size,
+        count,
+        epoch_samples=epoch_samples,
+        same_batch_count=not weighted and count != update.size // saved["run"],
+        weighted=weighted,
+    )
     if count != window:
         members_of(state.optim_wrapper)[0].accumulate(count)
     _warn_of_changes(sampler, saved, window)
@@ -100,7 +105,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     state.data.layout = {
         **saved,
         "samples": sampler.num_samples,
-        "length": sampler.length,
+        "length": sampler.epoch_samples,
         "micro_batches": count,
         "batches": sampler.batches,
         "ranks": sampler.world_size,
@@ -115,11 +120,19 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
         # An earlier training of this process had another loader.
         before = {}
     ranks = before.get("ranks", sampler.world_size)
-    run = before.get("run", sampler.batch_size * ranks)
-    sampler.cut(run * window, window, weighted=is_weighted(state.optim_wrapper))
-    own = {"global_batch": run * window, "micro_batches": window, "run": run, "ranks": ranks}
-    own |= {"samples": sampler.num_samples, "length": sampler.length, "batches": sampler.batches}
-    return {**own, **before}
+    # The samples of a chunk; "run" and "length" are the names in checkpoints.
+    chunk = before.get("run", sampler.batch_size * ranks)
+    sampler.cut(chunk * window, window, weighted=is_weighted(state.optim_wrapper))
+    present = {
+        "global_batch": chunk * window,
+        "micro_batches": window,
+        "run": chunk,
+        "ranks": ranks,
+        "samples": sampler.num_samples,
+        "length": sampler.epoch_samples,
+        "batches": sampler.batches,
+    }
+    return {**present, **before}
 
 
 def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> int | None:
@@ -129,8 +142,8 @@ def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> 
     closure = optim_features(members[0]).needs_closure
     able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
     # Without weights a window may continue in the next epoch.
-    runs = -(-saved["length"] // saved["run"])
-    ends_with_epoch = weighted or runs % (saved["global_batch"] // saved["run"]) == 0
+    chunks = -(-saved["length"] // saved["run"])
+    ends_with_epoch = weighted or chunks % (saved["global_batch"] // saved["run"]) == 0
     return None if able and ends_with_epoch else saved["micro_batches"]
 
 
@@ -168,7 +181,7 @@ def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], win
             "%d samples on each of %d ranks (data.train.batch_size is %d)",
             *(sampler.global_batch, count, size, ranks, sampler.batch_size),
         )
-    if sampler.positions > sampler.length:
+    if sampler.padded_samples > sampler.epoch_samples:
         logger.warning(
             "the last update of an epoch has %d samples, which the ranks cannot share equally, so "
             "that some are repeated; set optim_wrapper.loss_weight=samples to avoid this",
@@ -176,9 +189,9 @@ def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], win
         )
 
 
-def _keep_share(state: LoopState) -> None:
+def _skip_same_fraction(state: LoopState) -> None:
     """Skip the same fraction of the pass on another number of ranks."""
-    now = weights.data_size(state.model)
+    now = weights.num_data_ranks(state.model)
     before = state.data.layout.get("ranks", now)
     if before != now and state.batch:
         logger.warning(

@@ -47,12 +47,12 @@ def can_read_ahead(loader: Any) -> bool:
 
 
 def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
-    own = iter(batches)
-    batch, failure = next(own, _END), None
+    iterator = iter(batches)
+    batch, failure = next(iterator, _END), None
     while batch is not _END:
         following: Any = _END
         try:
-            following = next(own, _END)
+            following = next(iterator, _END)
         except Exception as error:
             # The error belongs to the following batch: raise it when that is requested.
             failure = error

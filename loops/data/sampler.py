@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 from ..rng import mix_seed
 
 # The number of batches whose indices are created at once.
-_RUN_OF_BATCHES = 64
+_BATCHES_AT_ONCE = 64
 
 
 class BatchIndices(list[int]):
@@ -91,8 +91,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
         global_batch: int,
         micro_batches: int = 1,
         *,
-        length: int | None = None,
-        whole: bool = False,
+        epoch_samples: int | None = None,
+        same_batch_count: bool = False,
         weighted: bool = False,
     ) -> None:
         """Set the number of samples of an update, and of its batches on each rank.
@@ -100,9 +100,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
         Args:
             global_batch: Samples per update, over all ranks.
             micro_batches: Batches per update.
-            length: Positions in an epoch; default: as given by the arguments of the class.
-            whole: Give the last, possibly smaller, update of an epoch as many batches as the
-                others.
+            epoch_samples: Samples in an epoch; default: as given by the arguments of the class.
+            same_batch_count: Give the last, possibly smaller, update of an epoch as many batches
+                as the others.
             weighted: Whether the optimizer wrapper has a ``loss_weight``. Then no samples are
                 repeated to make the ranks even, and the ranks' parts of a chunk differ by at most
                 one sample. A rank without samples gets the chunk's first one, for which
@@ -111,35 +111,35 @@ class ShardedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: There are fewer samples than batches.
         """
-        run = -(-global_batch // max(1, micro_batches))
-        if micro_batches < 1 or run * (micro_batches - 1) >= global_batch:
+        chunk = -(-global_batch // max(1, micro_batches))
+        if micro_batches < 1 or chunk * (micro_batches - 1) >= global_batch:
             raise ValueError(
                 f"micro_batches must be >= 1, without empty ones, got {micro_batches} "
                 f"for a global batch of {global_batch} samples"
             )
         self.global_batch, self.micro_batches = global_batch, micro_batches
-        self._run = self._last_run = run
+        self._chunk = self._last_chunk = chunk
         self._weighted = weighted
-        own_length = self.num_samples // run * run if self.drop_last else self.num_samples
-        self.positions = own_length if length is None else length
-        rest = self.positions % global_batch
-        if whole and rest:
-            share = micro_batches * self.world_size
-            self._last_run = -(-rest // share) * self.world_size
-            self.positions += self._last_run * micro_batches - rest
+        all_samples = self.num_samples // chunk * chunk if self.drop_last else self.num_samples
+        self.padded_samples = all_samples if epoch_samples is None else epoch_samples
+        rest = self.padded_samples % global_batch
+        if same_batch_count and rest:
+            parts = micro_batches * self.world_size
+            self._last_chunk = -(-rest // parts) * self.world_size
+            self.padded_samples += self._last_chunk * micro_batches - rest
         elif self.even and not weighted:
-            self.positions += -self.positions % self.world_size
-        self.length = self.positions if length is None else length
-        self.pads = self.positions > self.num_samples
+            self.padded_samples += -self.padded_samples % self.world_size
+        self.epoch_samples = self.padded_samples if epoch_samples is None else epoch_samples
+        self.pads = self.padded_samples > self.num_samples
         # The last epoch whose order was computed, and that order.
         self._known: tuple[int, torch.Tensor] | None = None
 
     @property
     def batches(self) -> int:
         """Batches in an epoch, on the rank with most batches."""
-        full = self.length // self.global_batch
-        rest = self.positions - full * self.global_batch
-        return full * self.micro_batches - (-rest // self._last_run)
+        full = self.epoch_samples // self.global_batch
+        rest = self.padded_samples - full * self.global_batch
+        return full * self.micro_batches - (-rest // self._last_chunk)
 
     def __len__(self) -> int:
         count = self.batches
@@ -160,8 +160,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def indices_of(self, epoch: int, batch: int) -> list[int]:
         """Return the sample indices of a batch of this rank."""
-        own: list[int] = self._samples(epoch)[self._own(batch)].tolist()
-        return own
+        indices: list[int] = self._samples(epoch)[self._rank_positions(batch)].tolist()
+        return indices
 
     def __iter__(self) -> Iterator[list[int]]:
         # Not a generator function: the position is read now, not at the first next().
@@ -171,50 +171,50 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def rows(self, device: torch.device | None = None) -> Iterator[torch.Tensor]:
         """Return the batches of an iteration as index tensors on ``device``, by default the CPU."""
-        return itertools.chain.from_iterable(self._runs(self._epoch, self._first, device))
+        return itertools.chain.from_iterable(self._batch_groups(self._epoch, self._first, device))
 
     def _span(self, batch: int) -> tuple[int, int]:
         """Return the range of positions of all ranks' parts of a batch."""
         update, index = divmod(batch, self.micro_batches)
         first = update * self.global_batch
-        run = self._run if first + self.global_batch <= self.length else self._last_run
-        start = first + index * run
-        return start, min(start + run, first + self.global_batch, self.positions)
+        chunk = self._chunk if first + self.global_batch <= self.epoch_samples else self._last_chunk
+        start = first + index * chunk
+        return start, min(start + chunk, first + self.global_batch, self.padded_samples)
 
-    def _own(self, batch: int) -> slice:
+    def _rank_positions(self, batch: int) -> slice:
         """Return the positions of this rank's part of a batch."""
         start, end = self._span(batch)
-        own = start + self.rank
-        return slice(own, end, self.world_size) if own < end else slice(start, start + 1)
+        first = start + self.rank
+        return slice(first, end, self.world_size) if first < end else slice(start, start + 1)
 
     def _listed(self, epoch: int, batch: int, rows: torch.Tensor) -> BatchIndices:
         indices = BatchIndices(rows.tolist())
         indices.key = (self.seed, epoch, batch, self.rank)
         return indices
 
-    def _runs(
+    def _batch_groups(
         self, epoch: int, first: int, device: torch.device | None
     ) -> Iterator[Sequence[torch.Tensor]]:
         """Yield the batches in groups, since one tensor operation can split a whole group."""
         samples, count = self._samples(epoch).to(device), len(self)
-        size, rest = divmod(self._run, self.world_size)
-        alike = not rest and self._run == self._last_run
-        alike = alike and self._run * self.micro_batches == self.global_batch
-        for begin in range(first, count, _RUN_OF_BATCHES):
-            end = min(begin + _RUN_OF_BATCHES, count)
+        size, rest = divmod(self._chunk, self.world_size)
+        alike = not rest and self._chunk == self._last_chunk
+        alike = alike and self._chunk * self.micro_batches == self.global_batch
+        for begin in range(first, count, _BATCHES_AT_ONCE):
+            end = min(begin + _BATCHES_AT_ONCE, count)
             if alike and self.counts(end - 1):
                 stop = self._span(end - 1)[1]
-                own = samples[begin * self._run + self.rank : stop : self.world_size]
-                yield torch.split(own, size)
+                rows = samples[begin * self._chunk + self.rank : stop : self.world_size]
+                yield torch.split(rows, size)
             else:
-                yield [samples[self._own(batch)] for batch in range(begin, end)]
+                yield [samples[self._rank_positions(batch)] for batch in range(begin, end)]
 
     def _samples(self, epoch: int) -> torch.Tensor:
         """Return the epoch's samples by position."""
         if self._known is None or self._known[0] != epoch:
             order = self._order(epoch)
-            if self.positions > self.num_samples:
-                order = order[torch.arange(self.positions) % self.num_samples]
+            if self.padded_samples > self.num_samples:
+                order = order[torch.arange(self.padded_samples) % self.num_samples]
             self._known = epoch, order
         return self._known[1]
 

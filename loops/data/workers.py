@@ -56,11 +56,11 @@ class WorkerStart:
         self.parent = os.getpid()
         # A marker file that exists while the parent runs. It is in the folder of multiprocessing,
         # which is removed even if a signal ends a worker.
-        self.is_running = Path(util.get_temp_dir(), f"reading_{self.parent}")
-        if not self.is_running.exists():
-            self.is_running.touch()
+        self.running_marker = Path(util.get_temp_dir(), f"reading_{self.parent}")
+        if not self.running_marker.exists():
+            self.running_marker.touch()
             # Finalizers with a priority run before multiprocessing ends the workers.
-            util.Finalize(None, self.is_running.unlink, (True,), exitpriority=1000)
+            util.Finalize(None, self.running_marker.unlink, (True,), exitpriority=1000)
 
     def __call__(self, worker: int) -> None:
         # SIG_IGN would be inherited by programs that the worker starts.
@@ -77,7 +77,7 @@ class WorkerStart:
             self.user_start(worker)
 
     def _ignore(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and not self.is_running.exists():
+        if number == signal.SIGTERM and not self.running_marker.exists():
             os._exit(0)
 
 

@@ -18,7 +18,7 @@ from ...registry import HOOKS
 from ...wrappers import total_norm
 from ...wrappers.features import optim_features
 from ..checkpoints.files import world_size
-from ..checkpoints.weights import data_size, user_model
+from ..checkpoints.weights import num_data_ranks, user_model
 from ..hook import Hook, Scalars
 from ..state import LoopState
 
@@ -160,7 +160,7 @@ class ThroughputHook(Hook):
         self._path: tuple[Any, ...] | None = ()
         self._tokens_per_sample: float | None = None
         self._counts_tokens = False
-        self._use: tuple[str, float] | None = None
+        self._seconds_per_unit: tuple[str, float] | None = None
         self._start_interval(0)
 
     def on_train_start(self, state: LoopState) -> None:
@@ -168,7 +168,7 @@ class ThroughputHook(Hook):
         weight = getattr(self._optim.loss_weight, "setting", None)
         self._counts_tokens = weight == "tokens" and self._given["tokens_per_sample"] is None
         self._tokens_per_sample = self._count(state, "tokens_per_sample")
-        self._use = self._use_of(state)
+        self._seconds_per_unit = self._find_seconds_per_unit(state)
         self._start_interval(state.step)
 
     def on_epoch_start(self, state: LoopState) -> None:
@@ -197,16 +197,16 @@ class ThroughputHook(Hook):
         steps = state.step - self._first_step
         # The mean over the ranks must become a sum of samples; ranks that share a model's layers
         # see the same samples.
-        ranks = data_size(state.model)
+        ranks = num_data_ranks(state.model)
         done: dict[str, float | Tensor] = {"sample": self._samples * ranks / elapsed_s}
         if self._counts_tokens:
             done["token"] = self._tokens * ranks / elapsed_s
         elif self._tokens_per_sample is not None:
             done["token"] = done["sample"] * self._tokens_per_sample
         scalars.update({f"{unit}s_per_s": rate for unit, rate in done.items()})
-        if self._use is not None:
-            unit, share = self._use
-            scalars["mfu"] = done[unit] * share
+        if self._seconds_per_unit is not None:
+            unit, seconds = self._seconds_per_unit
+            scalars["mfu"] = done[unit] * seconds
         scalars["steps_per_s"] = steps / elapsed_s
         scalars["data_share"] = min(1.0, self._waited_s / elapsed_s)
         self._start_interval(state.step)
@@ -227,10 +227,11 @@ class ThroughputHook(Hook):
     def _count(self, state: LoopState, name: str) -> float | None:
         """Return the setting, otherwise the attribute of that name of model or net, or None."""
         model = user_model(state.model)
-        own = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
-        return next((one for one in (self._given[name], *own) if one is not None), None)
+        attributes = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
+        values = (self._given[name], *attributes)
+        return next((value for value in values if value is not None), None)
 
-    def _use_of(self, state: LoopState) -> tuple[str, float] | None:
+    def _find_seconds_per_unit(self, state: LoopState) -> tuple[str, float] | None:
         """Return the unit whose FLOPs are known, and the seconds that all devices need for one.
 
         The unit is "token" or "sample". The seconds are at peak speed, with all devices together.

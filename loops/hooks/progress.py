@@ -97,9 +97,9 @@ class _TimeLeft:
         if state.step > self._step:
             now = perf_counter()
             elapsed_s = now - self._since_s
-            share = math.exp(-elapsed_s / _MEMORY_S)
-            self._steps = self._steps * share + state.step - self._step
-            self._seconds = self._seconds * share + elapsed_s
+            decay = math.exp(-elapsed_s / _MEMORY_S)
+            self._steps = self._steps * decay + state.step - self._step
+            self._seconds = self._seconds * decay + elapsed_s
             self._step, self._since_s = state.step, now
         if state.max_steps is None or not self._steps:
             return ""

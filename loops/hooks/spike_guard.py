@@ -38,7 +38,7 @@ class _Series:
     name: str
     threshold: float
     warmup: int
-    made: deque[float]
+    accepted: deque[float]
 
     def judge(self, values: Sequence[float]) -> str:
         """Describe the highest value of the ranks if it is an outlier; otherwise return ""."""
@@ -47,10 +47,10 @@ class _Series:
         value, text = values[rank], f"{self.name} {values[rank]:.5g} on rank {rank}"
         if not math.isfinite(value):
             return text
-        if len(self.made) < self.warmup:
+        if len(self.accepted) < self.warmup:
             return ""
-        middle = median(self.made)
-        mad = median(abs(one - middle) for one in self.made)
+        middle = median(self.accepted)
+        mad = median(abs(one - middle) for one in self.accepted)
         deviation = max(mad, _MIN_DEVIATION * abs(middle))
         bound = middle + self.threshold * deviation
         if value <= bound:
@@ -175,14 +175,14 @@ class SpikeGuardHook(Hook):
             state.optim_wrapper.guard = None
 
     def state_dict(self) -> dict[str, Any]:
-        made = {one.name: list(one.made) for one in self._series}
+        accepted = {one.name: list(one.accepted) for one in self._series}
         # "made" has the accepted values and "left_out" the steps to skip; the keys are older names.
-        return {"made": made, "left_out": sorted(self._skip_steps), "count": self._count}
+        return {"made": accepted, "left_out": sorted(self._skip_steps), "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         for one in self._series:
-            one.made.clear()
-            one.made.extend(state["made"].get(one.name, ()))
+            one.accepted.clear()
+            one.accepted.extend(state["made"].get(one.name, ()))
         # After a rollback the run has found more steps to skip than its checkpoint has.
         self._skip_steps |= set(state["left_out"])
         self._count = state["count"]
@@ -207,7 +207,7 @@ class SpikeGuardHook(Hook):
             self._refuse(state, f"step {state.step + 1}: {', '.join(reasons.values())}")
             return False
         for one, values in pairs:
-            one.made.append(max(values))
+            one.accepted.append(max(values))
         self._in_row = 0
         return True
 
@@ -252,13 +252,13 @@ def _measured(
     return torch.stack([one.to(device) for one in measured])
 
 
-def _by_rank(own: Tensor) -> list[list[float]]:
+def _by_rank(values: Tensor) -> list[list[float]]:
     """Return the values of all ranks, exchanged in one small collective."""
     if not distributed_available() or get_world_size() == 1:
-        return [own.tolist()]
-    own = own.to(comm_device())
-    rows = [torch.empty_like(own) for _ in range(get_world_size())]
-    dist.all_gather(rows, own)
+        return [values.tolist()]
+    values = values.to(comm_device())
+    rows = [torch.empty_like(values) for _ in range(get_world_size())]
+    dist.all_gather(rows, values)
     table: list[list[float]] = torch.stack(rows).tolist()
     return table
 

@@ -122,10 +122,10 @@ def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
         known: The result of ``directions_of``.
     """
     above, _, last = name.rpartition("/")
-    own = known.get(name)
-    if own is None:
-        own = _direction_by_words(last)
-    return direction_of(above, known) if own is None and above else own
+    direction = known.get(name)
+    if direction is None:
+        direction = _direction_by_words(last)
+    return direction_of(above, known) if direction is None and above else direction
 
 
 def _direction(name: str, metric: nn.Module | BaseMetric) -> bool | None:
@@ -223,7 +223,7 @@ def _moved(state: Any, device: torch.device) -> Any:
 def _merged(values: Sequence[Any], reduction: Any) -> Any:
     """Return one state from every rank's, in rank order."""
     if isinstance(values[0], list):
-        return [item for own in values for item in own]
+        return [item for rank_items in values for item in rank_items]
     stacked = torch.stack(list(values))
     return stacked if reduction is None else reduction(stacked)
 

@@ -112,7 +112,7 @@ def test_rows_are_the_indices_however_updates_are_cut(
             samples, run, shuffle=True, rank=rank, world_size=world, even=even
         )
         size = max(run * (micro - 1) + 1, run * micro - less)
-        sampler.cut(size, micro, whole=whole and not weighted, weighted=weighted)
+        sampler.cut(size, micro, same_batch_count=whole and not weighted, weighted=weighted)
         sampler.set_position(2, start)
         rows = [one.tolist() for one in sampler.rows()]
         assert rows == [sampler.indices_of(2, index) for index in range(start, len(sampler))]
