@@ -290,9 +290,8 @@ def _save(
 
     def write() -> dict[str, dict[str, Any]]:
         table = make_table(places)
-        contents = chain(
-            parts.files_of(rank, table), _own_files(state, parts, table, at_current_batch)
-        )
+        own_files = _own_files(state, parts, table, at_current_batch)
+        contents = chain(parts.files_of(rank, table), own_files)
         return {name: disk.write_file(draft / name, content) for name, content in contents}
 
     draft = run_on_all_ranks(

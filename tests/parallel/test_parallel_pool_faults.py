@@ -39,7 +39,7 @@ def pool():
 DEATHS = {
     "killed": (work.kill_self, "SIGKILL"),
     "segfault": (work.segfault, "SIGSEGV"),
-    "exit": (work.leave, "exit code 3"),
+    "exit": (work.leave, "exited with code 3"),
 }
 
 
