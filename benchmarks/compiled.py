@@ -86,7 +86,7 @@ def transformer() -> tuple[nn.Module, Any, list[Batch], dict[str, Any]]:
 
 
 class Residual(nn.Module):
-    """Two convolutions with a shortcut, as in He et al., 2015, figure 2."""
+    """Two convolutions with a shortcut (He et al., 2015, figure 2)."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def start_once(program: list[str], folder: Path) -> Marks:
     file = folder / "marks.json"
     file.unlink(missing_ok=True)
     environment = {**os.environ, "STARTUP_MARKS": str(file), "PYTHONPATH": str(folder)}
-    # Let Python cache byte code, as for an installed package.
+    # Let Python cache byte code, like that of an installed package.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     begun = time.clock_gettime(time.CLOCK_MONOTONIC)
     subprocess.run(

@@ -42,9 +42,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step_name: str) -> None:
-    """Add notes to an error that say where it happened.
-
-    That is in a step, or while reading its batch from ``loader``.
+    """Add notes to an error about the step, or the batch of ``loader``, that caused it.
 
     The notes use the traceback, so that successful steps need no records.
     """

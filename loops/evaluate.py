@@ -168,8 +168,8 @@ class _EvalLoop:
             preserved_rng(device_of(state.model)),
         ):
             hooks.emit("on_eval_start", state)
-            # Ranks have different running statistics; all evaluate with those of rank 0, which
-            # checkpoints contain.
+            # Ranks have different running statistics; all evaluate with rank 0's, which are also
+            # in checkpoints.
             model_features(state.model).sync_buffers()
             with evaluation_mode(state.model), torch.inference_mode():
                 results = self._measure(state, hooks, poll)

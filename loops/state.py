@@ -290,9 +290,9 @@ class DataPlace:
 class LoopState:
     """The state of a loop; every hook receives it.
 
-    The counters count finished batches, updates and epochs. They advance after the end event of
-    what they count: in ``on_batch_end`` ``iteration`` is still this batch's index, in
-    ``on_epoch_end`` ``epoch`` is still this epoch's index. In ``on_update``, ``on_log``, the
+    The counters count finished batches, updates and epochs. They advance after the end event:
+    in ``on_batch_end`` ``iteration`` is still this batch's index, and in ``on_epoch_end`` ``epoch``
+    is still this epoch's index. In ``on_update``, ``on_log``, the
     evaluation events and ``on_save_point`` all of them are up to date.
 
     Attributes:

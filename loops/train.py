@@ -226,9 +226,9 @@ class EpochTrainLoop(_TrainLoop):
     Args:
         dataloader: This rank's batches. Every rank must have the same number of them, unless the
             model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
-            number is unknown or an estimate, as for an iterable data set, the ranks compare
-            before each batch whether all have one. docs/checkpoints.md explains how a resumed run
-            finds its position in a loader.
+            number is unknown or an estimate (iterable data sets), the ranks compare before each
+            batch whether all have one. docs/checkpoints.md explains how a resumed run finds its
+            position in a loader.
         max_epochs: Passes over the data.
         val_loop: The validation loop; None for no validation.
         val_begin: The first epoch after which to validate.

@@ -32,8 +32,8 @@ class PassInputs:
     every model wrapper.
 
     ``length`` is the largest number of batches of a rank; None if a rank does not know its number.
-    If a number is unknown or an estimate, as for an iterable data set, the ranks compare before
-    each batch whether all have one.
+    If a number is unknown or an estimate (iterable data sets), the ranks compare before each
+    batch whether all have one.
     """
 
     def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:

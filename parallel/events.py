@@ -80,7 +80,7 @@ class OrEvent(_MultiEvent):
         *events: ``threading.Event``, ``OrEvent`` and ``AndEvent`` objects.
 
     Raises:
-        ValueError: an argument is something else.
+        ValueError: an argument is of another type.
     """
 
     _of = any
@@ -93,7 +93,7 @@ class AndEvent(_MultiEvent):
         *events: ``threading.Event``, ``OrEvent`` and ``AndEvent`` objects.
 
     Raises:
-        ValueError: an argument is something else.
+        ValueError: an argument is of another type.
     """
 
     _of = all

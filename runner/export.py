@@ -31,7 +31,7 @@ _RTOL, _ATOL = 1e-3, 1e-4
 
 
 class ExportError(RuntimeError):
-    """A model cannot be exported, or its exported form computes something else."""
+    """A model cannot be exported, or its exported form has other results."""
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _portable(fn: Callable[..., T], args: Sequence[Any]) -> tuple[Callable[..., 
         )
     if path is not None or "init_main_from_name" in main:
         return fn, args
-    # In a notebook or at a prompt there is no file to import: pickle the function by value.
+    # A notebook or prompt has no file to import: pickle the function by value.
     try:
         call = pickle.dumps(PicklableWrapper(partial(fn, *args)))
     except Exception as error:

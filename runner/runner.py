@@ -93,7 +93,7 @@ class Runner:
         precision: a function that returns the context for evaluations, such as
             ``partial(torch.autocast, "cuda", dtype=torch.bfloat16)``. Default: the context of an
             ``AmpOptimWrapper``, if there is one.
-        loss_weight: weight of each batch's loss in evaluations, as for ``OptimWrapper``. Default:
+        loss_weight: weight of each batch's loss in evaluations; see ``OptimWrapper``. Default:
             the setting of the optimizer wrapper.
 
     Attributes:

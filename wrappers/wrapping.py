@@ -83,7 +83,7 @@ def wrap_model(
         device: the device for the model, also for one on the meta device; default: no move.
         mesh: the layout of the ranks; default: all see different batches.
         prepare: the preparation of the model.
-        train_step: a function to use as training step, as for ``with_train_step``.
+        train_step: a function to use as training step; see ``with_train_step``.
         options: arguments of the wrapper.
 
     Raises:

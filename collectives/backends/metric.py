@@ -30,7 +30,7 @@ class BaseMetric(ABC):
         dataset_meta: information about the dataset that the metric needs, such as class names.
         dist_collect_mode: the order of the collected results: "unzip" takes one result from each
             rank in turn, which undoes a distributed sampler; "cat" concatenates rank by rank.
-        dist_backend: a name, a class or an instance, as for ``get_dist_backend``.
+        dist_backend: a name, a class or an instance; see ``get_dist_backend``.
         logger: default: the logger of this module.
 
     Raises:
@@ -130,7 +130,7 @@ def metric_sync(backend: BackendLike = None) -> dict[str, Callable[..., Any]]:
     As torchmetrics requires, every rank's state must have the same number of tensors.
 
     Args:
-        backend: a name, a class or an instance, as for ``get_dist_backend``.
+        backend: a name, a class or an instance; see ``get_dist_backend``.
     """
     resolved = get_dist_backend(backend)
     return {

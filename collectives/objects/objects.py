@@ -65,7 +65,7 @@ def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
 
     Raises:
         ValueError: ``dst`` is not a rank of the group.
-        CollectiveError: on every rank, as for ``all_gather_object``.
+        CollectiveError: on every rank; see ``all_gather_object``.
     """
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:

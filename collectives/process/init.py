@@ -158,7 +158,7 @@ def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    # The store may be older than this attempt, so there are no workers to wait for.
+    # The store may be older than this attempt: do not wait for its workers.
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 

@@ -79,7 +79,7 @@ def all_reduce_dict_in_place(data: dict[Any, Any], op: str = "sum", group: Group
 
     Raises:
         AssertionError: on every rank, if ``data`` is not a dict on some rank.
-        TypeError, ValueError: on every rank, as for ``stepwrap.collectives.all_reduce_dict``.
+        TypeError, ValueError: on every rank; see ``stepwrap.collectives.all_reduce_dict``.
     """
 
     def make() -> dict[Any, torch.Tensor]:

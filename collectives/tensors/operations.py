@@ -237,7 +237,7 @@ def _encode(tensor: torch.Tensor, op: str, *, is_wide: bool) -> torch.Tensor:
 
 
 def _decode(total: torch.Tensor, op: str) -> torch.Tensor:
-    """Convert a carrier back to uint64; sums are modulo 2**64, as in torch."""
+    """Convert a carrier back to uint64; like torch's, sums are modulo 2**64."""
     return (total ^ _HIGHEST_BIT if op in ("min", "max") else total).view(torch.uint64)
 
 

@@ -62,7 +62,7 @@ def exchange_headers(
         is_foreign: whether another rank may fail to unpickle the pieces.
         host: see ``Header``.
         problem: the error that keeps this rank from taking part.
-        failed_to: what this rank could not do, for the error text.
+        failed_to: the action that failed on this rank, for the error text.
     """
     own_call = digest(f"{call.name} {call.detail}")
     size = sum(map(len, pieces))

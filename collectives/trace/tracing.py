@@ -118,7 +118,7 @@ def enter(call: Call) -> CollectiveRecord:
 
 
 def ask(store: Any) -> str:
-    """Ask all ranks of the default group where they are; return the question's key."""
+    """Ask all ranks of the default group for their position; return the question's key."""
     question = next(key for key in _questions() if not store.check([key]))
     store.set(question, "?")
     return question

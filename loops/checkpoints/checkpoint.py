@@ -53,7 +53,7 @@ def save_checkpoint(
 
     Args:
         folder: ``state.run_dir / "checkpoints"``; the same folder on every rank.
-        state: The state to save, with counters that are up to date, as in ``on_save_point``.
+        state: The state to save, with up-to-date counters; ``on_save_point`` has them.
         reason: "interval", "signal", "exception" or "end".
         is_best: Whether its metrics are the best so far.
 

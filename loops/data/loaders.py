@@ -79,10 +79,10 @@ def build_loader(
         seed: The seed of the order and of the workers' random numbers; the same on every rank.
         in_memory: Select batches from the rows of the data set's attribute ``tensors``, a tensor
             or a sequence or mapping of them, instead of reading single samples. A device selects
-            from copies there. "auto" does it only if nothing but the speed changes, as for a
-            ``TensorDataset`` on the CPU.
+            from copies there. "auto" does it only if nothing but the speed changes, for
+            example with a ``TensorDataset`` on the CPU.
         **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
-            number of ranks; by default those of the process group), ``pin_memory`` ("auto": if
+            number of ranks; default: the process group's), ``pin_memory`` ("auto": if
             CUDA is available) and the remaining arguments of ``torch.utils.data.DataLoader``.
 
     Raises:

@@ -56,7 +56,7 @@ class PartWriter:
     """Writes the rows of one rank as lines of JSON, each after the row's index.
 
     Attributes:
-        types: the data type and shape of each numeric field, as in the first row.
+        types: the data type and shape of each numeric field, taken from the first row.
     """
 
     def __init__(self, path: Path) -> None:

@@ -92,7 +92,9 @@ def _index(setting: str, model: object, names: list[str]) -> int:
     if isinstance(model, bool) or not isinstance(model, int):
         raise TypeError(f"{setting}: {model!r} is neither an index nor a name of a model")
     if not 0 <= model < len(names):
-        raise ValueError(f"{setting}: there is no model {model}; allowed are 0..{len(names) - 1}")
+        raise ValueError(
+            f"{setting}: model {model} does not exist; allowed are 0..{len(names) - 1}"
+        )
     return model
 
 

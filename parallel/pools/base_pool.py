@@ -193,7 +193,7 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> list[Any]:
-        """Return the values of a function whose arguments are the items, as in ``map``."""
+        """Return the values of a function whose arguments are the items, like ``map``."""
         values: list[Any] = self.starmap_async(func, iterable, chunksize, progress=progress).get()
         return values
 

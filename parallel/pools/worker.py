@@ -131,7 +131,7 @@ def main(
         start_method: how this process was started.
         queues: the queues of tasks and results of a pool that overrides ``setup_queues``.
         to_close: in a forked process, other open descriptors of the pool.
-        begin: in a forked process, what other processes receive as their first message: the
+        begin: in a forked process, the contents of the first message to a spawned one: the
             function to run, initializer and its arguments, ``maxtasks``, ``copy_tensor``,
             ``recurse``.
     """

@@ -277,7 +277,7 @@ class _Choice(NamedTuple):
 def _read_options(
     strategy: type, wrapper: str | Callable[..., nn.Module] | None, given: Mapping[str, Any]
 ) -> _Choice:
-    """Find the wrapper and check its options as well as those of Lightning's strategy."""
+    """Find the wrapper and check its options and the options of Lightning's strategy."""
     chosen = _find_wrapper(wrapper)
     params = inspect.signature(strategy.__mro__[1]).parameters
     of_strategy = [name for name in params if name not in _EXCLUDED]

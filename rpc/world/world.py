@@ -51,7 +51,7 @@ class World:
         init_rpc: whether the world has RPC.
         dist_backend: the backend of the default process group that the world creates.
         dist_init_method: where the members meet: tcp://host:port, env:// or file:///path.
-        rpc_init_method: where they meet if ``dist_init_method`` is not given.
+        rpc_init_method: their meeting place if ``dist_init_method`` is not given.
         dist_timeout: how long to wait for the other members at the start, and the timeout of the
             default process group that the world creates; in seconds, more than 0.
         rpc_timeout: the timeout of calls in seconds; 0 means no limit.

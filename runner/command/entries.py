@@ -22,6 +22,7 @@ from .command import (
     Command,
     Options,
     flag,
+    mistake,
     path_name,
     positive,
 )
@@ -67,6 +68,9 @@ class _PredictCommand(Command):
             overrides.append(f"data.test=${{data.{options.data}}}")
         elif options.data not in (None, "test"):
             overrides.append(f"data.test={_section_in(options.data)}")
+        elif load_config(source, overrides).select("data.test") is None:
+            what = "the config has no data.test; choose other data, such as --data val"
+            raise mistake(f"stepwrap predict: {what}")
         return source, overrides
 
 

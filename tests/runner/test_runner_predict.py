@@ -76,6 +76,10 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
     ("words", "message"),
     [
         ([], "stepwrap predict: --out is missing, such as --out predictions.jsonl"),
+        (
+            ["--out", "p.npz", "data.test=null"],
+            "no data.test; choose other data, such as --data val",
+        ),
         (["--out", "p.csv"], "--out: predictions are written to files that end in .jsonl, .par"),
         (["--out", "points.npz"], "--out: predictions need a new file, and points.npz exists"),
         (["--out", "p.npz", "--data", "tset"], "the config file tset does not exist"),

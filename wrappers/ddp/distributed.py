@@ -78,7 +78,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             without a process group.
         comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
             ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
-            a custom hook, as for ``read_comm_hook``.
+            a custom hook; see ``read_comm_hook``.
         uneven_inputs: let the training loop use different numbers of batches per rank; a dict
             holds arguments of ``join``. In your own loop use ``with model.join():``.
         ddp_kwargs: all options of torch's class. ``device_ids`` defaults to the CUDA device of

@@ -83,7 +83,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     Args:
         module: the model.
-        shard: the blocks that are gathered separately, as for ``find_blocks``; all other
+        shard: the blocks that are gathered separately (see ``find_blocks``); all other
             parameters form one more block.
         mesh: the ranks to shard over; default: all ranks. With the axes replicate and shard, the
             shards are replicated (HSDP).

@@ -365,7 +365,7 @@ def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 def overrides_train_step(model: nn.Module) -> bool:
     """Whether ``model`` has a ``train_step`` other than the default one of a ``BaseModel``.
 
-    The default is that of stepwrap's or of mmengine's class.
+    The default is the method of stepwrap's or mmengine's class.
     """
     step = getattr(type(model), "train_step", None)
     # By name, because mmengine is not a dependency and model.py imports this file.
