@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,9 +113,9 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
     """
     path = Path(path)
     check_export(path)
-    draft = path.with_name(f".tmp-{path.name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        draft = Path(folder, path.name)
         with evaluation_mode(model), torch.no_grad(), _quiet():
             outputs = _TensorForward(model, batch)
             if path.suffix == ".safetensors":
@@ -124,9 +125,10 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
                 write = _as_pt2 if path.suffix == ".pt2" else _as_onnx
                 run = write(program, outputs, draft)
             difference = _compare(outputs, run)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+        check_export(path)
+        # Weights of large ONNX models are in a second file, named after the first.
+        for file in sorted(Path(folder).iterdir(), key=lambda one: one == draft):
+            os.replace(file, path.with_name(file.name))
     inputs = {} if path.suffix == ".safetensors" else _shapes(outputs)
     return Export(path, inputs, difference)
 
@@ -264,7 +266,7 @@ def _compare(outputs: _TensorForward, run: Callable[..., Any]) -> float:
     size = _batch_size(outputs)
     differences = [0.0]
     for count in (size, max(1, size // 2)):
-        inputs = [one[:count] if len(one) == size else one for one in outputs.inputs]
+        inputs = [one[:count] if one.ndim and len(one) == size else one for one in outputs.inputs]
         expected, found = (_tensors(one(*inputs)) for one in (outputs, run))
         if [one.shape for one in expected] != [one.shape for one in found]:
             raise ExportError(

@@ -190,7 +190,13 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
 def example_batch(run: RunSections) -> Any:
     """Return the first batch of the test, validation or training data, whichever there is."""
     name = next(one for one in ("test", "val", "train") if getattr(run.data, one) is not None)
-    return next(iter(_build_loader(replace(run, device="cpu"), (0, 1), False, name)))
+    section = getattr(run.data, name)
+    if not isinstance(section, dict):
+        section = replace(section, num_workers=0, prefetch_factor=None)
+    run = replace(run, device="cpu", data=replace(run.data, **{name: section}))
+    for batch in _build_loader(run, (0, 1), False, name):
+        return batch
+    raise ValueError(f"data.{name} has no batches")
 
 
 class FirstBatch:

@@ -77,9 +77,12 @@ def unbundle(descriptor: int) -> list[int]:
 
 def send(to: socket.socket, data: bytes, numbers: Sequence[int] = (), flags: int = 0) -> None:
     """Send one message, with descriptors if there are any; they stay open in this process."""
+    if not numbers:
+        to.send(data, flags)
+        return
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))
     with explaining():
-        to.sendmsg([data], [rights] if numbers else [], flags)
+        to.sendmsg([data], [rights], flags)
 
 
 def receive(source: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int]]:

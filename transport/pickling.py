@@ -14,7 +14,6 @@ import os
 import pickle
 import sys
 import weakref
-from collections import ChainMap
 from functools import cache
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType, ModuleType
@@ -54,6 +53,18 @@ def mark_static_module(module: ModuleType) -> None:
     _static_modules.add(module.__name__)
 
 
+class _Reducers(dict[type, Any]):
+    """cloudpickle's reducers, then multiprocessing's (connections, sockets) and copyreg's.
+
+    Other code may add to the last two at any time. A ``ChainMap`` would search in Python for every
+    object without a reducer.
+    """
+
+    def __missing__(self, kind: type) -> Any:
+        further: Any = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+        return further[kind] if kind in further else copyreg.dispatch_table[kind]
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Writes objects to a file, each ``dump`` as a separate message.
 
@@ -76,12 +87,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             computation recorded by autograd.
     """
 
-    # multiprocessing's table can send connections and sockets.
-    dispatch_table = ChainMap(
-        cloudpickle.Pickler._dispatch_table,
-        ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
-        copyreg.dispatch_table,
-    )
+    dispatch_table = _Reducers(cloudpickle.Pickler._dispatch_table)
     # Keep buffers of arrays inside the pickle, whatever their size.
     _apart_from = sys.maxsize
 
@@ -240,7 +246,13 @@ def _script_of(obj: FunctionType | type) -> str | None:
 
 def _path(module: str) -> str | None:
     file = getattr(sys.modules.get(module), "__file__", None)
-    return None if file is None else os.path.realpath(file)
+    return None if file is None else _real_path(file)
+
+
+# Every message with a function of the script asks for it.
+@cache
+def _real_path(file: str) -> str:
+    return os.path.realpath(file)
 
 
 def _attribute(module: str, name: str) -> Any:

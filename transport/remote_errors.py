@@ -7,10 +7,12 @@ import pickle
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from .errors import RemoteError, RemoteTraceback
 from .pickling import dumps, loads
+
+_T = TypeVar("_T")
 
 # The most characters of a text. Of longer texts the first quarter and the end are kept.
 TEXT_LIMIT = 64 * 1024
@@ -51,7 +53,7 @@ def describe(error: BaseException, text: str | None = None) -> bytes:
         text: the formatted traceback (default: the text of ``format_error``).
     """
     text = format_error(error) if text is None else text
-    pickled, reason = _pickle_checked(error)
+    pickled, reason = dump_checked(error, _dump_exception, _load_exception)
     if pickled is None:
         text = f"{text}\n(it could not be pickled: {reason})"
     notes = getattr(error, "__notes__", None)
@@ -132,20 +134,20 @@ def _summary(error: BaseException) -> str:
     return f"{_type_name(error)}: {_message(error)}"
 
 
-def _pickle_checked(error: BaseException) -> tuple[bytes | None, str]:
-    """Return a pickle that loads as the same type, if possible with the same message.
+def dump_checked(
+    error: BaseException, dump: Callable[[Any], _T], load: Callable[[Any], Any]
+) -> tuple[_T | None, str]:
+    """Dump an exception so that it loads as the same type, if possible with the same message.
 
-    Return None and the reason as a text if there is none. The reason is not kept as an exception,
-    which would keep the frames of the task alive.
+    Return None and the reason as a text if there is no such form. The reason is not kept as an
+    exception, which would keep the frames of the task alive.
     """
     second_best = None
     reason = ""
     for form in (error, _BaseState(error)):
         try:
-            data = dumps(form)
-            if len(data) > PICKLE_LIMIT:
-                raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
-            copy = _load_exception(data)
+            data = dump(form)
+            copy = load(data)
             if type(copy) is not type(error):
                 raise TypeError(f"it comes back as {_summary(copy)}")
             if _message(copy) == _message(error):
@@ -154,6 +156,13 @@ def _pickle_checked(error: BaseException) -> tuple[bytes | None, str]:
         except BaseException as problem:
             reason = reason or _summary(problem)
     return second_best, reason
+
+
+def _dump_exception(form: Any) -> bytes:
+    data = dumps(form)
+    if len(data) > PICKLE_LIMIT:
+        raise ValueError(f"its pickle has {len(data)} bytes, more than {PICKLE_LIMIT}")
+    return data
 
 
 def _load_exception(pickled: bytes) -> BaseException:

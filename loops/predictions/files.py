@@ -10,6 +10,8 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
+from glob import escape
 from heapq import merge
 from itertools import islice
 from pathlib import Path
@@ -18,9 +20,6 @@ from typing import Any, TextIO, TypeAlias
 import numpy as np
 
 from .rows import Row
-
-# The data type and the shape of one sample of each numeric field.
-Types: TypeAlias = dict[str, tuple[str, tuple[int, ...]]]
 
 INDEX = "index"
 FORMATS = (".jsonl", ".parquet", ".npz")
@@ -52,48 +51,95 @@ def check_path(path: Path) -> None:
             ) from error
 
 
+@dataclass
+class Field:
+    """A numeric field of rows.
+
+    Attributes:
+        dtype: a data type for the values of all rows.
+        shapes: the shapes that the values have.
+        count: how many rows have the field.
+    """
+
+    dtype: np.dtype[Any]
+    shapes: set[tuple[int, ...]]
+    count: int
+
+    def add(self, other: Field) -> None:
+        """Include other rows."""
+        self.dtype = np.result_type(self.dtype, other.dtype)
+        self.shapes |= other.shapes
+        self.count += other.count
+
+
+Fields: TypeAlias = dict[str, Field]
+
+
 class PartWriter:
     """Writes the rows of one rank as lines of JSON, each after the row's index.
 
     Attributes:
-        types: the data type and shape of each numeric field, taken from the first row.
+        fields: the numeric fields of the rows so far.
+        others: names of other fields.
+        count: the number of rows so far.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.types: Types = {}
+        self.fields: Fields = {}
+        self.others: set[str] = set()
+        self.count = 0
         self._file: TextIO = path.open("w", encoding="utf-8")
-        self._rows = 0
 
     def write(self, index: int, row: Row) -> None:
-        """Add a row; indices must increase."""
-        if not self._rows:
-            self.types = {name: _type_of(one) for name, one in row.items() if _is_numeric(one)}
+        """Add a row; indices must increase.
+
+        Raises:
+            ValueError: the row has a field ``index``.
+        """
+        if INDEX in row:
+            raise ValueError(
+                f"predictions store the sample's index as {INDEX!r}, but test_step returns a field "
+                "of this name: rename it"
+            )
+        for name, value in row.items():
+            array = np.asarray(value) if _may_be_numeric(value) else None
+            if array is None or array.dtype.kind not in "biuf":
+                self.others.add(name)
+            else:
+                add_field(self.fields, name, Field(array.dtype, {array.shape}, 1))
         self._file.write(f"{index}\t{json.dumps(row, default=_as_list)}\n")
-        self._rows += 1
+        self.count += 1
 
     def close(self) -> None:
         """Complete the file."""
         self._file.close()
 
 
-def _is_numeric(value: Any) -> bool:
+def add_field(fields: Fields, name: str, field: Field) -> None:
+    """Add rows of a field to ``fields``."""
+    if name in fields:
+        fields[name].add(field)
+    else:
+        fields[name] = field
+
+
+def _may_be_numeric(value: Any) -> bool:
     return isinstance(value, (bool, int, float, np.generic, np.ndarray))
-
-
-def _type_of(value: Any) -> tuple[str, tuple[int, ...]]:
-    array = np.asarray(value)
-    return array.dtype.str, array.shape
 
 
 def _as_list(value: Any) -> Any:
     return value.tolist()
 
 
-def merge_parts(parts: Iterable[Path], path: Path, types: Types) -> int:
+def merge_parts(parts: Iterable[Path], path: Path, fields: Fields) -> int:
     """Merge parts by index into ``path`` and return the number of rows.
 
     The file appears at its path when it is complete. Memory does not grow with the rows.
+
+    Raises:
+        FileExistsError: the file has appeared in the meantime.
+        ValueError: the format cannot hold the rows.
     """
     draft = path.with_name(f".{path.name}.tmp")
     try:
@@ -105,11 +151,25 @@ def merge_parts(parts: Iterable[Path], path: Path, types: Types) -> int:
             elif path.suffix == ".parquet":
                 count = _write_parquet(rows, draft)
             else:
-                count = _write_arrays(rows, draft, {INDEX: ("<i8", ()), **types})
+                count = _write_arrays(rows, draft, fields)
+        check_path(path)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
     return count
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the files that an interrupted prediction has left next to ``path``."""
+    name = escape(path.name)
+    for pattern in (f".{name}.part*", f".{name}.tmp*"):
+        for one in path.parent.glob(pattern):
+            shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
+
+
+def part_of(path: Path, shard: int) -> Path:
+    """Return the path of a part."""
+    return path.with_name(f".{path.name}.part{shard}")
 
 
 def _rows_in(file: TextIO) -> Iterator[Row]:
@@ -143,44 +203,69 @@ def _write_parquet(rows: Iterator[Row], path: Path) -> int:
     count, schema = 0, None
     with ExitStack() as stack:
         while some := list(islice(rows, _ROWS)):
-            table = pyarrow.Table.from_pylist(some, schema)
-            if schema is None:
-                schema = table.schema
-                writer = stack.enter_context(pyarrow.parquet.ParquetWriter(path, schema))
-            writer.write_table(table)
+            try:
+                table = pyarrow.Table.from_pylist(some)
+                if schema is None:
+                    schema = table.schema
+                    writer = stack.enter_context(pyarrow.parquet.ParquetWriter(path, schema))
+                else:
+                    table = _fitted(table, schema)
+                writer.write_table(table)
+            except (pyarrow.ArrowException, OverflowError) as error:
+                raise ValueError(
+                    f"samples {some[0][INDEX]} to {some[-1][INDEX]} do not fit into columns of "
+                    f".parquet, whose types are those of the first {_ROWS:,} samples ({error}); "
+                    "write to .jsonl instead"
+                ) from error
             count += len(some)
     return count
 
 
-def _write_arrays(rows: Iterable[Row], path: Path, types: Types) -> int:
-    count = 0
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder, ExitStack() as stack:
-        raw = {name: Path(folder, str(at)) for at, name in enumerate(types)}
+def _fitted(table: Any, schema: Any) -> Any:
+    """Return a table with the columns and types of ``schema``; missing columns are null."""
+    import pyarrow
+
+    if further := set(table.column_names) - set(schema.names):
+        raise pyarrow.ArrowInvalid(f"further fields: {', '.join(sorted(further))}")
+    for field in schema:
+        if field.name not in table.column_names:
+            table = table.append_column(field, pyarrow.nulls(len(table), field.type))
+    return table.select(schema.names).cast(schema)
+
+
+def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
+    total = fields[INDEX].count
+    for name, field in fields.items():
+        if field.count != total or len(field.shapes) != 1:
+            shapes = ", ".join(map(str, sorted(field.shapes)))
+            raise ValueError(
+                f"an .npz file needs the same fields and shapes for all samples, but {name!r} is "
+                f"in {field.count} of {total} samples and has the shapes {shapes}; write to .jsonl "
+                "instead"
+            )
+    if len(fields) == 1:
+        raise ValueError(
+            "an .npz file holds numbers, and no field of the predictions is numeric; write to "
+            ".jsonl instead"
+        )
+    folder = tempfile.TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent)
+    with folder as place, ExitStack() as stack:
+        raw = {name: Path(place, str(at)) for at, name in enumerate(fields)}
         files = {name: stack.enter_context(one.open("wb")) for name, one in raw.items()}
         for row in rows:
-            count += 1
-            for name, (dtype, shape) in types.items():
-                files[name].write(_array(row, name, dtype, shape).tobytes())
+            for name, field in fields.items():
+                files[name].write(np.asarray(row[name], dtype=field.dtype).tobytes())
         for file in files.values():
             file.flush()
         with zipfile.ZipFile(path, "w") as archive:
-            for name, (dtype, shape) in types.items():
-                header = {"descr": dtype, "fortran_order": False, "shape": (count, *shape)}
+            for name, field in fields.items():
+                shape = (total, *next(iter(field.shapes)))
+                descr = np.lib.format.dtype_to_descr(field.dtype)
+                header = {"descr": descr, "fortran_order": False, "shape": shape}
                 with (
                     archive.open(f"{name}.npy", "w", force_zip64=True) as entry,
                     raw[name].open("rb") as values,
                 ):
                     np.lib.format.write_array_header_1_0(entry, header)
                     shutil.copyfileobj(values, entry)
-    return count
-
-
-def _array(row: Row, name: str, dtype: str, shape: tuple[int, ...]) -> Any:
-    found = np.shape(row[name]) if name in row else None
-    if found != shape:
-        got = "no such field" if found is None else f"shape {found}"
-        raise ValueError(
-            f"an .npz file needs the same fields and shapes for all samples: {name!r} of the first "
-            f"sample has shape {shape}, and sample {row[INDEX]} has {got}; write to .jsonl instead"
-        )
-    return np.asarray(row[name], dtype=dtype)
+    return total

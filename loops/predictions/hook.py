@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...collectives import all_gather_object, broadcast, get_rank, get_world_size, synchronize
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from ...collectives import all_gather_object, broadcast, get_rank, get_world_size
 from ..data.sampler import sampler_of
 from ..hook import Hook
 from ..state import LoopState
-from .files import PartWriter, Types, check_path, merge_parts
+from .files import INDEX, Field, Fields, PartWriter, add_field, check_path, merge_parts, part_of
 from .rows import rows_of
+
+logger = logging.getLogger(__name__)
 
 
 class PredictionHook(Hook):
@@ -21,6 +27,8 @@ class PredictionHook(Hook):
 
     Each rank writes its rows to a part next to ``path``. At the end of the evaluation rank 0 merges
     the parts, and the file appears. On several machines its folder must be shared.
+
+    It is for one evaluation. An evaluation that is stopped writes no file.
 
     Args:
         path: the file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` is the format.
@@ -47,11 +55,9 @@ class PredictionHook(Hook):
                 f"set, which knows the place of each sample, got {type(loader).__name__}; run it "
                 "on one process"
             )
-        if self._sampler is not None and (self._sampler.shuffle or self._sampler.drop_last):
-            name = "shuffle" if self._sampler.shuffle else "drop_last"
+        if (setting := _reordered_by(loader)) is not None:
             raise ValueError(
-                f"predictions need every sample in order, and the loader has {name}: set it to "
-                "false"
+                f"predictions need every sample once and in order, and the loader has {setting}"
             )
         self._shards: list[int] = []
         self._part: PartWriter | None = None
@@ -65,7 +71,7 @@ class PredictionHook(Hook):
         self._batches = self._samples = self.count = 0
         if self._shards.index(shard) == get_rank():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._part = PartWriter(self._part_of(shard))
+            self._part = PartWriter(part_of(self.path, shard))
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
         """Write the rows of a batch."""
@@ -81,14 +87,17 @@ class PredictionHook(Hook):
         self._samples += len(rows)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        """Merge the parts on rank 0."""
-        if self._part is not None:
-            self._part.close()
-        synchronize()
+        """Merge the parts on rank 0, unless the evaluation was stopped."""
+        part = self._part
+        if part is not None:
+            part.close()
+        about = (part.fields, part.others, part.count) if part is not None else ({}, set(), 0)
+        # Also waits until all parts are complete.
+        by_rank = all_gather_object(about)
         problem: Exception | None = None
-        if get_rank() == 0 and self._part is not None:
+        if get_rank() == 0 and not state.stop_reason:
             try:
-                self.count = self._merge(self._part.types)
+                self.count = self._merge(by_rank)
             except Exception as error:
                 problem = error
         # The parts are needed until rank 0 has merged them.
@@ -101,17 +110,25 @@ class PredictionHook(Hook):
         """Remove this rank's part."""
         self._remove_part()
 
-    def _merge(self, types: Types) -> int:
-        parts = [self._part_of(shard) for shard in sorted(set(self._shards))]
+    def _merge(self, by_rank: list[tuple[Fields, set[str], int]]) -> int:
+        parts = [part_of(self.path, shard) for shard in sorted(set(self._shards))]
         if missing := [str(part) for part in parts if not part.exists()]:
             raise FileNotFoundError(
                 f"the predictions of other ranks are not in {missing[0]}: the folder of "
                 f"{self.path} must be shared by all machines"
             )
-        return merge_parts(parts, self.path, types)
-
-    def _part_of(self, shard: int) -> Path:
-        return self.path.with_name(f".{self.path.name}.part{shard}")
+        total = sum(count for _, _, count in by_rank)
+        fields: Fields = {INDEX: Field(np.dtype("int64"), {()}, total)}
+        for own, _, _ in by_rank:
+            for name, field in own.items():
+                add_field(fields, name, field)
+        others = set().union(*(names for _, names, _ in by_rank))
+        if others and self.path.suffix == ".npz":
+            names = ", ".join(sorted(others))
+            logger.warning("%s leaves out fields that are not numeric: %s", self.path, names)
+        for name in others:
+            fields.pop(name, None)
+        return merge_parts(parts, self.path, fields)
 
     def _remove_part(self) -> None:
         if self._part is not None:
@@ -119,3 +136,19 @@ class PredictionHook(Hook):
             with suppress(OSError):
                 self._part.path.unlink()
             self._part = None
+
+
+def _reordered_by(loader: Iterable[Any]) -> str | None:
+    """Return the setting by which a loader repeats, drops or reorders samples, None if none."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    sampler = sampler_of(loader)
+    if sampler is not None:
+        found = {"train=True": sampler.even, "shuffle": sampler.shuffle}
+        found["drop_last"] = sampler.drop_last
+    else:
+        batches = loader.batch_sampler
+        found = {"shuffle or a sampler": not isinstance(loader.sampler, SequentialSampler)}
+        found["a batch_sampler"] = batches is not None and type(batches) is not BatchSampler
+        found["drop_last"] = loader.drop_last
+    return next((name for name, is_set in found.items() if is_set), None)

@@ -16,6 +16,7 @@ Row = dict[str, Any]
 # The field of outputs that are not mappings.
 PREDICTION = "prediction"
 _IDS = ("id", "sample_id")
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
@@ -74,9 +75,15 @@ def _column(value: Any, count: int) -> list[Any] | None:
     if not _has_length(value) or len(value) != count or type(value) is tuple:
         return None
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+        value = _array(value)
     return [_plain(one) for one in value]
+
+
+def _array(value: Tensor) -> Any:
+    value = value.detach().cpu()
+    # NumPy has no types such as bfloat16 and float8.
+    is_known = not value.is_floating_point() or value.dtype in _NUMPY_FLOATS
+    return (value if is_known else value.float()).numpy()
 
 
 def _plain(value: Any) -> Any:
@@ -88,9 +95,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    if isinstance(value, (np.ndarray, np.generic)):
+        value = _array(value)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind != "c":
         return value
     if callable(getattr(value, "to_dict", None)):
         value = value.to_dict()
@@ -98,9 +104,10 @@ def _plain(value: Any) -> Any:
         value = asdict(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, Iterable):
+    is_complex = isinstance(value, np.ndarray)
+    if isinstance(value, Iterable) and not is_complex:
         return [_plain(one) for one in value]
     raise TypeError(
-        "a prediction must be made of numbers, texts, tensors, lists and mappings, got "
-        f"{type(value).__name__}"
+        "a prediction must be made of real numbers, texts, tensors, lists and mappings, got "
+        f"{'complex numbers' if is_complex else type(value).__name__}"
     )

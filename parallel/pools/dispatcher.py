@@ -303,7 +303,7 @@ class Dispatcher:
             self._receive(worker)
         for worker in ended:
             self._remove(worker)
-        if workers.check_deadlines():
+        if workers.tick_s < math.inf and workers.check_deadlines():
             self._needs_maintenance = True
         self._send_waiting()
 

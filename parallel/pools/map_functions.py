@@ -33,12 +33,13 @@ class MapFunctions:
     def packed(self, job: int, function: Any) -> Packed:
         """Return a function, pickled once for all tasks of its job.
 
-        Descriptors can be sent once only, so a function that has some is pickled again.
+        Descriptors and tensors by reference can be received once only, so a function that may have
+        some is pickled for every message.
         """
         packed = self._packed.get(job)
         if packed is None:
             packed = pack(function, copy_tensor=self._copy_tensor, recurse=self._recurse)
-            if not packed.fds:
+            if self._copy_tensor and not packed.fds:
                 self._packed = {one: p for one, p in self._packed.items() if self.is_open(one)}
                 self._packed[job] = packed
         return packed
@@ -76,7 +77,8 @@ class SentFunctions:
 
     def drop_ended(self, functions: MapFunctions) -> None:
         """Forget the functions of jobs that have no further tasks."""
-        self._by_job = {job: one for job, one in self._by_job.items() if functions.is_open(job)}
+        if self._by_job:
+            self._by_job = {job: one for job, one in self._by_job.items() if functions.is_open(job)}
 
     def use(self, job: int, number: int) -> SentFunction:
         """Return the function of a job for task ``number``; the oldest makes room for a new one."""

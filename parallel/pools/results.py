@@ -279,13 +279,16 @@ class IMapIterator:
             while self._wants_more():
                 self._read_one()
                 now = time.monotonic()
-                has_result = self._values or self._next_chunk() is not None
-                if now >= deadline or (has_result and now - began > _SLOW_INPUT_S):
+                if now >= deadline or (now - began > _SLOW_INPUT_S and self._has_result()):
                     break
         finally:
             self._reading.release()
             with self._changed:
                 self._changed.notify_all()
+
+    def _has_result(self) -> bool:
+        with self._changed:
+            return bool(self._values) or self._next_chunk() is not None
 
     def read_all(self) -> None:
         """Read the rest of the input; called by the pool."""

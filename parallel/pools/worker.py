@@ -252,7 +252,8 @@ class _WorkerEnd:
 
     def _task(self, message: bytes, fds: list[int]) -> Task:
         number, job, size, count, kind, slot, needed = TASK.unpack_from(message)
-        self._functions = {one: kept for one, kept in self._functions.items() if needed >> one & 1}
+        if self._functions:
+            self._functions = {at: one for at, one in self._functions.items() if needed >> at & 1}
         function_fds, fds = fds[:count], fds[count:]
         body = memoryview(message)[TASK.size + size :]
         if size and job != self._functions.get(slot, (None,))[0]:

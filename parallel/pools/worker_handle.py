@@ -122,10 +122,10 @@ class WorkerHandle:
             value: Any = items
         else:
             value = (func, args, kwargs)
-        sizes = len(function.data), len(function.fds)
-        needed = self._sent_functions.needed
-        header = protocol.TASK.pack(number, job, *sizes, kind, slot, needed)
         with contextlib.closing(function), contextlib.closing(self._pack(value)) as body:
+            sizes = len(function.data), len(function.fds)
+            needed = self._sent_functions.needed
+            header = protocol.TASK.pack(number, job, *sizes, kind, slot, needed)
             self._send(header + function.data + body.data, function.fds + body.fds)
         if not self.inflight:
             self.since = time.monotonic()

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -17,7 +18,12 @@ from torch import Tensor
 
 from ...transport.buffers import MARK, divider, take
 from ...transport.pickling import reduce_for_any_script
-from ...transport.remote_errors import format_error, remote_report, remote_traceback
+from ...transport.remote_errors import (
+    dump_checked,
+    format_error,
+    remote_report,
+    remote_traceback,
+)
 from ..errors import RpcException
 
 Message = tuple[bytes, list[Any]]
@@ -101,24 +107,29 @@ def pack_error(error: BaseException, peer: str) -> Message:
     # An error from a third process keeps its report.
     if report is None or not report.startswith(_RAISED_BY):
         report = f"{_RAISED_BY}{peer!r}:\n{format_error(error)}"
-    try:
-        # Raising anything other than an Exception would end the caller's process.
-        own = pack(error) if isinstance(error, Exception) else None
-    except TypeError:
-        own = None
+    own = None
+    # Raising anything other than an Exception would end the caller's process.
+    if isinstance(error, Exception):
+        own, reason = dump_checked(error, pack, partial(_load_for_check, error))
+        if own is None:
+            report = f"{report}\n(it could not be pickled: {reason})"
     return pack((type(error).__qualname__, report, own))
+
+
+def _load_for_check(error: Exception, message: Message) -> Any:
+    # Unpacking references here would release the values that they refer to.
+    return error if getattr(message[1], "undo", None) else unpack(message)
 
 
 def unpack_error(message: Message) -> Exception:
     """Return the exception to raise here, with the remote traceback as its cause."""
     name, report, own = unpack(message)
-    error = None
     if own is not None:
         try:
             error = unpack(own)
+            if isinstance(error, Exception):
+                error.__cause__ = remote_traceback(report)
+                return error
         except Exception as reason:
             report = f"{report}\n(this process could not recreate it: {reason!r})"
-    if not isinstance(error, Exception):
-        return RpcException(f"{name} {report}")
-    error.__cause__ = remote_traceback(report)
-    return error
+    return RpcException(f"{name} {report}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
-from ...registry import load_config
+from ...registry import Config, load_config
 from .command import (
     CHECKPOINT,
     DEVICE,
@@ -62,26 +63,38 @@ class _PredictCommand(Command):
     """A command that can read other data instead of the test data."""
 
     def source(self, options: Options) -> tuple[str, list[str]]:
-        """Return the config and its overrides, with `--data` as `data.test`."""
+        """Return the config and its overrides, with the section of ``--data`` as ``data.test``."""
         source, overrides = super().source(options)
-        if options.data in ("train", "val"):
-            overrides.append(f"data.test=${{data.{options.data}}}")
-        elif options.data not in (None, "test"):
-            overrides.append(f"data.test={_section_in(options.data)}")
-        elif load_config(source, overrides).select("data.test") is None:
-            what = "the config has no data.test; choose other data, such as --data val"
-            raise mistake(f"stepwrap predict: {what}")
-        return source, overrides
+        name = options.data or "test"
+        if name in ("train", "val", "test"):
+            section = _data_in(load_config(source, overrides)).get(name)
+            if section is None:
+                what = f"the config has no data.{name}; choose other data, such as --data val"
+                raise mistake(f"stepwrap predict: {what}")
+            if name == "test":
+                return source, overrides
+            if "type" not in section:
+                # A loader of build_loader: every sample once and in order.
+                section |= {"shuffle": False, "drop_last": False}
+        else:
+            section = _section_in(name)
+        return source, [f"data.test={json.dumps({'_delete_': True, **section})}", *overrides]
 
 
-def _section_in(path: str) -> str:
-    """Return the data section that a file is or has, as a value that replaces another section."""
-    section = load_config(path).to_dict()
-    if "data" in section:
-        section = section["data"].get("test", section["data"])
-    # load_config adds a name to every config, and a data section has none.
-    section.pop("name", None)
-    return json.dumps({"_delete_": True, **section})
+def _section_in(path: str) -> dict[str, Any]:
+    """Return the data section that a file is, or the section ``data.test`` that it has."""
+    config = load_config(path)
+    if "data" not in config:
+        # load_config adds a name to every config, and a data section has none.
+        return {key: value for key, value in config.to_dict().items() if key != "name"}
+    section: dict[str, Any] | None = _data_in(config).get("test")
+    if section is None:
+        raise mistake(f"stepwrap predict: --data: {path} has no data.test")
+    return section
+
+
+def _data_in(config: Config) -> dict[str, Any]:
+    return config.to_dict().get("data") or {}
 
 
 predict = _PredictCommand(
@@ -92,6 +105,7 @@ predict = _PredictCommand(
         click.Option(
             ["--out"],
             type=path_name,
+            required=True,
             metavar="FILE",
             help="the new file: .jsonl, .parquet or .npz",
         ),

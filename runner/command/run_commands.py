@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
-from ...loops.predictions.files import check_path
+from ...loops.predictions.files import check_path, remove_leftovers
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
@@ -101,8 +101,6 @@ def run_validate(options: Options) -> int:
 
 def run_predict(options: Options) -> int:
     """Write predictions for each sample of the test data, or of `--data`, to a file."""
-    if options.out is None:
-        raise mistake("stepwrap predict: --out is missing, such as --out predictions.jsonl")
     try:
         check_path(Path(options.out))
     except (ValueError, FileExistsError, ImportError) as error:
@@ -110,7 +108,11 @@ def run_predict(options: Options) -> int:
     config, run = _read_run(options)
     checkpoint = None if options.checkpoint in (None, True) else options.checkpoint
     job = Job("predict", config, run, checkpoint=checkpoint, debug=options.debug, out=options.out)
-    return _run(job)
+    try:
+        return _run(job)
+    finally:
+        # Of ranks that were killed.
+        remove_leftovers(Path(options.out))
 
 
 def run_check(options: Options) -> int:

@@ -14,7 +14,7 @@ import torch
 from pyarrow import parquet
 from ranks import RanksError, run_ranks
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from stepwrap.loops import HookList, LoopState, PredictionHook, TestLoop, build_loader
 from stepwrap.wrappers import BaseModel, SingleDevice, SupervisedModel
@@ -109,6 +109,7 @@ class Box:
         (lambda x: tuple(x[0]), {"prediction": [0.0, 1.0]}),
         (lambda x: x[0].bfloat16(), {"prediction": [0.0, 1.0]}),
         (lambda x: x[0].numpy(), {"prediction": [0.0, 1.0]}),
+        (lambda x: x[0].to(torch.float8_e4m3fn), {"prediction": [0.0, 1.0]}),
         (lambda x: [{"label": "a", "score": s.sum()} for s in x[0]], {"label": "a", "score": 1.0}),
         (lambda x: [Box(s, "b") for s in x[0]], {"corner": [0.0, 1.0], "label": "b"}),
         (lambda x: {"p": x[0], "loss": x[0].mean(), "hidden": (x[0], x[0])}, {"p": [0.0, 1.0]}),
@@ -184,20 +185,91 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-@pytest.mark.parametrize("option", ["shuffle", "drop_last"])
+@pytest.mark.parametrize("option", ["shuffle", "drop_last", "train"])
 def test_loaders_that_do_not_keep_the_order(option: str, tmp_path: Path) -> None:
     options: Any = {option: True}
     loader = build_loader(TensorDataset(INPUTS), batch_size=2, **options)
-    with pytest.raises(ValueError, match=f"the loader has {option}: set it to false"):
+    with pytest.raises(
+        ValueError, match=f"every sample once and in order, and the loader has {option}"
+    ):
         PredictionHook(tmp_path / "predictions.jsonl", loader)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"shuffle": True}, {"drop_last": True}, {"sampler": [4, 1]}, {"batch_sampler": [[0], [3]]}],
+)
+def test_own_loaders_that_do_not_keep_the_order(options: Any, tmp_path: Path) -> None:
+    loader: Any = DataLoader(TensorDataset(INPUTS), **options)
+    with pytest.raises(ValueError, match="every sample once and in order, and the loader has"):
+        PredictionHook(tmp_path / "predictions.jsonl", loader)
+    PredictionHook(tmp_path / "predictions.jsonl", DataLoader(TensorDataset(INPUTS)))
+
+
+def _rising(x: Any) -> list[Any]:
+    """Whole numbers first, then others."""
+    return [int(one) if one < 9 else float(one) + 0.5 for one in x[0][:, 0]]
+
+
+def test_arrays_of_numbers_that_become_fractions_keep_them(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.npz"
+    _predict(path, model=OutputModel(_rising))
+    with np.load(path, allow_pickle=False) as arrays:
+        expected = [*range(0, 9, 2), *(one + 0.5 for one in range(10, 22, 2))]
+        assert arrays["prediction"].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "later", [lambda: {"q": 2.5}, lambda: {"q": 1, "r": 2}, lambda: {"q": "text"}]
+)
+def test_parquet_with_other_columns_later_is_an_error(later: Any, tmp_path: Path) -> None:
+    def outputs(x: Any) -> list[Any]:
+        return [{"q": 1} if one < 1024 else later() for one in x[0][:, 0]]
+
+    dataset = TensorDataset(torch.arange(1030.0)[:, None])
+    path = tmp_path / "predictions.parquet"
+    with pytest.raises(ValueError, match=r"samples 1024 to 1029 do not fit into columns"):
+        _predict(path, model=OutputModel(outputs), dataset=dataset, batch_size=100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_fields_that_are_not_numeric_are_left_out_of_arrays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "predictions.npz"
+    texts = np.array(["ab", "abcdef"])
+    _predict(path, model=OutputModel(lambda x: [{"a": s, "t": texts[1]} for s in x[0]]))
+    assert "leaves out fields that are not numeric: t" in caplog.text
+    with np.load(path, allow_pickle=False) as arrays:
+        assert set(arrays) == {"index", "a"}
+
+
+def test_a_stopped_evaluation_writes_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    loader = build_loader(TensorDataset(INPUTS), batch_size=2)
+    hook = PredictionHook(path, loader)
+    state = LoopState(SingleDevice(OutputModel(lambda x: x[0])))
+    state.stop_reason = "asked"
+    hook.on_eval_start(state)
+    hook.on_eval_batch_end(state, [INPUTS[:2]], INPUTS[:2])
+    hook.on_eval_end(state, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("suffix", "outputs", "error", "message"),
     [
+        (".jsonl", lambda x: {"index": x[0][:, 0]}, ValueError, "test_step returns a field of"),
+        (".jsonl", lambda x: x[0].to(torch.complex64), TypeError, "got complex numbers"),
+        (".npz", lambda x: ["a"] * len(x[0]), ValueError, "no field of the predictions is num"),
         (".jsonl", lambda x: x[0].mean(), TypeError, "each of the 2 samples of a batch, got float"),
         (".jsonl", lambda x: {"loss": 0.5}, TypeError, "each of the 2 samples"),
-        (".jsonl", lambda x: [object()] * len(x[0]), TypeError, "made of numbers, .* got object"),
+        (
+            ".jsonl",
+            lambda x: [object()] * len(x[0]),
+            TypeError,
+            "made of real numbers, .* got object",
+        ),
         (".npz", lambda x: [s[: 1 + int(s[0] > 9)] for s in x[0]], ValueError, "same fields and"),
     ],
 )

@@ -12,6 +12,10 @@ def total(tensor):
     return float(tensor.sum())
 
 
+def plus_first(tensor, number):
+    return int(tensor[0]) + number
+
+
 def make(size):
     return torch.arange(size, dtype=torch.float32)
 

@@ -3,12 +3,16 @@
 import contextlib
 import os
 import signal
+import sys
+from functools import partial
 
+import pool_tensor_work as tensor_work
 import pool_work as work
 import pytest
+import torch
 from pool_checks import nothing_left
 
-from stepwrap.parallel import Pool, WorkerDiedError
+from stepwrap.parallel import Pool, ThreadPool, WorkerDiedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -65,6 +69,33 @@ def test_forked_workers_have_nothing_of_workers_before_them_open():
         while len(counts) < 3:
             counts.update(pool.map(work.open_memory_files, range(12), 1))
         assert set(counts.values()) == {1}
+
+
+def test_tensors_by_file_name_in_the_function_of_a_map():
+    """torch counts each pickle of such a tensor, and removes its file after as many receivers."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        tensor = torch.full((3,), 5).share_memory_()
+        options = {"is_copy_tensor": False, "share_method": "cpu", "start_method": "fork"}
+        with Pool(3, **options) as pool:
+            for _ in range(3):
+                found = pool.map(partial(tensor_work.plus_first, tensor), range(30), chunksize=1)
+                assert found == list(range(5, 35))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
+
+def test_unordered_results_arrive_while_input_is_read():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPool(3) as pool:
+            for _ in range(3):
+                found = pool.imap_unordered(abs, range(10000), chunksize=1, lookahead=2000)
+                assert sorted(found) == list(range(10000))
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_child_of_a_task_is_no_worker():

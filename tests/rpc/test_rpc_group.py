@@ -1,5 +1,6 @@
 """Groups of named processes: calls, values, services, meetings, errors."""
 
+import os
 import pickle
 import threading
 import time
@@ -22,7 +23,48 @@ class OwnError(Exception):
         self.code = code
 
 
+class PrefixedError(Exception):
+    """Adds to its text, so that it cannot be created again from its own args."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no {name}")
+
+
+class KeywordError(Exception):
+    """Has an ``__init__`` that takes no positional arguments."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class FrozenError(Exception):
+    """Refuses every attribute."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError("immutable")
+
+
+class OnlyHere:
+    """Can be unpickled in the process that has pickled it."""
+
+    def __reduce__(self) -> Any:
+        return _only_in, (os.getpid(),)
+
+
+def _only_in(pid: int) -> OnlyHere:
+    if os.getpid() != pid:
+        raise RuntimeError("not in this process")
+    return OnlyHere()
+
+
 def fail(kind: str) -> None:
+    if kind == "prefixed":
+        raise PrefixedError("x")
+    if kind == "keyword":
+        raise KeywordError(code=4)
+    if kind == "frozen":
+        raise FrozenError("cold")
     if kind == "own":
         raise OwnError(7, "mine")
     if kind == "key":
@@ -31,8 +73,10 @@ def fail(kind: str) -> None:
         raise FileNotFoundError(2, "no such thing", "a.txt")
     if kind == "exit":
         raise SystemExit(3)
+    if kind == "own reduce":
+        raise type("Odd", (Exception,), {"__reduce__": lambda self: (fail, ("own",))})("odd")
     if kind == "cannot be rebuilt":
-        raise type("Hidden", (Exception,), {"__reduce__": lambda self: (fail, ("own",))})("secret")
+        raise type("Hidden", (Exception,), {})("secret", OnlyHere())
     raise type("Hidden", (Exception,), {})(threading.Lock())
 
 
@@ -108,6 +152,16 @@ def test_remote_errors_keep_their_type_and_bring_their_traceback(
         with pytest.raises(FileNotFoundError) as file:
             call("file")
         assert (file.value.errno, file.value.filename) == (2, "a.txt")
+        with pytest.raises(PrefixedError, match="^no x$"):
+            call("prefixed")
+        with pytest.raises(KeywordError, match="^code 4$") as keyword:
+            call("keyword")
+        assert keyword.value.code == 4
+        with pytest.raises(RpcException, match="FrozenError raised by 'w1'"):
+            call("frozen")
+        with pytest.raises(Exception, match="^odd$") as odd:
+            call("own reduce")
+        assert type(odd.value).__name__ == "Odd"
         for kind in ("cannot be rebuilt", "cannot be pickled"):
             with pytest.raises(RpcException, match="Hidden raised by 'w1'"):
                 call(kind)

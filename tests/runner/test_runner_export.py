@@ -91,6 +91,12 @@ def test_named_inputs_and_several_outputs(kind: str, tmp_path: Path) -> None:
     assert export.difference < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pt2"])
+def test_a_batch_with_a_number_as_a_tensor(kind: str, tmp_path: Path) -> None:
+    export = export_model(_net(), tmp_path / f"model.{kind}", [torch.rand(4, 2), torch.tensor(2.0)])
+    assert export.difference == 0.0
+
+
 class ReadsValues(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

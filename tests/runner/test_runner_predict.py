@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from runner_parts import run_command
+from runner_parts import Command, run_command
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -61,8 +62,6 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
     (run / "more.yaml").write_text("dataset: {type: points.Points, size: 30}\nbatch_size: 7\n")
     for data, size in (("val", 20), ("train", 48), ("test", 21), ("more.yaml", 30)):
         words = ["--data", data, "--out", f"{data}.npz", "--checkpoint", "latest"]
-        if data == "train":
-            words.append("data.train.shuffle=false")
         assert main(["predict", "points.yaml", *words]) == 0
         out = capsys.readouterr().out
         assert f"predictions: {size} samples in {data}.npz" in out
@@ -72,10 +71,28 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
             np.testing.assert_allclose(arrays["preds"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("deadly", ["deadly=true", "deadly=false"])
+def test_a_rank_that_fails_leaves_nothing_behind(
+    deadly: str, start: Callable[..., Command], tmp_path: Path
+) -> None:
+    code, _, err = start("train", "points.yaml", "train.max_epochs=1").finish()
+    assert code == 0, err
+    before = sorted(tmp_path.iterdir())
+    bad = [f"data.test.dataset.{one}" for one in ("bad=19", "bad_rank=1", deadly)]
+    words = ("--nproc=3", "--out=p.jsonl", "data.test.batch_size=1")
+    code, _, err = start("predict", "runs/points", *words, *bad).finish()
+    assert code == 1
+    assert ("SIGKILL" if deadly == "deadly=true" else "sample 19 is broken") in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "stepwrap predict: --out is missing, such as --out predictions.jsonl"),
+        ([], "stepwrap predict: Missing option '--out'."),
+        (["--out", "p.npz", "--data", "other.yaml"], "--data: other.yaml has no data.test"),
+        (["--out", "p.npz", "--data", "empty.yaml"], "--data: empty.yaml has no data.test"),
         (
             ["--out", "p.npz", "data.test=null"],
             "no data.test; choose other data, such as --data val",
@@ -91,6 +108,8 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
 )
 def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) -> None:
     (run / "points.npz").touch()
+    (run / "empty.yaml").write_text("data:")
+    (run / "other.yaml").write_text("data: {val: {dataset: {type: points.Points}}}")
     assert main(["predict", "points.yaml", *words]) in (1, 2)
     assert message in capsys.readouterr().err
     assert not (run / "p.npz").exists()
@@ -98,9 +117,9 @@ def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) ->
 
 def test_data_that_is_shuffled_is_refused(run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml"]) == 0
-    words = ["--out", "p.npz", "--data", "train"]
+    words = ["--out", "p.npz", "data.test.shuffle=true"]
     assert main(["predict", "points.yaml", *words]) == 1
-    assert "every sample in order, and the loader has shuffle: set it" in capsys.readouterr().err
+    assert "every sample once and in order, and the loader has shuffle" in capsys.readouterr().err
 
 
 def test_objects(tmp_path: Path) -> None:

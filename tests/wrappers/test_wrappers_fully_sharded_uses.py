@@ -208,6 +208,9 @@ def test_ignored_parameters_stay_whole() -> None:
         model = _wrapped("Net", **option)
         train_on(model, own_batches(dist.get_rank(), torch.float64)[:1])
         assert not any(isinstance(one, DTensor) for one in model.module.net.head.parameters())
+    bare = supervised("Net", torch.float64)
+    model = StepFullyShardedDataParallel(bare, ignored_parameters=bare.net.head.parameters())
+    assert not any(isinstance(one, DTensor) for one in model.module.net.head.parameters())
     with pytest.raises(ValueError, match="name or path 'net.heat'; did you mean net.head"):
         _wrapped("Net", ignored_parameters=["net.heat"])
     logger.removeHandler(handler)

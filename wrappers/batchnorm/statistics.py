@@ -293,8 +293,8 @@ class _Joint(Function):
         stats = [options.stats.to(x.device) for x in inputs]
         triples = list(zip(gradients, inputs, stats, strict=True))
         sums = [gradient_sums(*triple) for triple in triples]
-        total = torch.stack([one.to(sums[0].device) for one in sums]).sum(0)
         if options.input_needs_grad:
+            total = torch.stack([one.to(sums[0].device) for one in sums]).sum(0)
             total = options.sum_ranks(total)
         needs_grad = ctx.needs_input_grad[2:]
         results: list[Tensor | None] = []

@@ -121,6 +121,7 @@ class CompiledStep:
             total, logs = getattr(wrapper.module, "parse_losses", parse_losses)(losses)
             stage = "update"
             if wrapper.detect_anomalous_params:
+                stage = "detection"
                 wrapper.update_and_detect(total, optim_wrapper)
             else:
                 optim_wrapper.update_params(total)

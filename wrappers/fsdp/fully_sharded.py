@@ -254,10 +254,12 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
 def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
     """Read the options; an error on one rank is raised on every rank."""
+    read: list[FsdpOptions] = []
 
     def check() -> dict[str, Any]:
         cls.check_options(given)
-        read_options(given)
+        # Once only, because options may be iterators.
+        read.append(read_options(given))
         check_model(module, detect)
         return {}
 
@@ -268,7 +270,7 @@ def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> F
     else:
         # Ranks outside of the group need not construct the wrapper.
         check()
-    return read_options(given)
+    return read[0]
 
 
 def _watch_leaves(wrapper: nn.Module, roots: Iterable[Root]) -> dict[str, nn.Parameter]:

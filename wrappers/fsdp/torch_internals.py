@@ -77,8 +77,12 @@ def whole_of(parameter: Any) -> Tensor | None:
 
 def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[bool]:
     """Return ``requires_grad`` of the whole parameters, or of shards that were never gathered."""
-    pairs = ((whole_of(one), flag) for one, flag in zip(parameters, shards, strict=True))
-    return [flag if one is None else one.requires_grad for one, flag in pairs]
+    try:
+        # Called in every forward. After the first one, all parameters have been gathered.
+        return [one._unsharded_param.requires_grad for one in parameters]
+    except AttributeError:
+        pairs = ((whole_of(one), flag) for one, flag in zip(parameters, shards, strict=True))
+        return [flag if one is None else one.requires_grad for one, flag in pairs]
 
 
 def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:

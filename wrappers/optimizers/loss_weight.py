@@ -108,7 +108,7 @@ def _first_count(data: Any) -> int | None:
 
 
 def _tokens(batch: Any) -> Tensor:
-    if hasattr(batch, "keys"):
+    if hasattr(batch, "keys") and not isinstance(batch, (tuple, list)):
         key = next((name for name in _TARGETS if name in batch), None)
         needed = "tokens needs an entry labels, targets or target with the targets"
         target = _entry(batch, key, needed)

@@ -331,7 +331,7 @@ class OptimWrapper(Accumulation):
             ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
         """
         check_closure(self, model)
-        if not hasattr(model, "average"):
+        if not callable(getattr(type(model), "average", None)):
             raise TypeError(
                 "update_by_closure needs the model wrapper, which averages the loss over the "
                 f"ranks, got {type(model).__name__}: give self, not self.module"

@@ -126,8 +126,11 @@ class WeightedWindow(CountWindow):
     def loss_factor(self) -> float | Tensor:
         if self.weight is None:
             raise RuntimeError(_ADVICE)
-        is_several = distributed.is_initialized() and distributed.get_world_size() > 1
-        if self._model is None and is_several:
+        if (
+            self._model is None
+            and distributed.is_initialized()
+            and distributed.get_world_size() > 1
+        ):
             raise RuntimeError(
                 "with loss_weight the optimizer wrapper must know which ranks average their "
                 "gradients: enter optim_wrapper.optim_context(self) of the model's wrapper for the "

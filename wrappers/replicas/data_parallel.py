@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..torch_functions import uncompiled
-from .replicate import refuse_compiled, replicate, run_callbacks, run_copies
+from .replicate import parts_of, refuse_compiled, replicate, run_callbacks, run_copies
 from .scatter_gather import Gather, Scatter, Scattered, dict_gather, scatter_batch, user_scattered
 from .session import ReplicationSession
 
@@ -35,11 +35,12 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
     the same time, and joins their outputs. Gradients are summed in the parameters of ``module``.
     Copies are discarded after the forward.
 
-    Several copies run in threads. They take over grad and inference mode, autocast, the default
-    device, hooks on saved tensors and context variables of the calling thread. ``torch.profiler``
-    sees them with ``profile_all_threads``. Several copies on the CPU are for testing, not for
-    speed, because autograd runs the backward of the CPU in one thread. ``torch.compile`` around
-    this wrapper leaves its forward uncompiled.
+    Several copies run in threads, but copy 0 of a small model runs in the calling thread. The
+    threads take over grad and inference mode, autocast, the default device, hooks on saved tensors
+    and context variables of the calling thread. ``torch.profiler`` sees them with
+    ``profile_all_threads``. Several copies on the CPU are for testing, not for speed, because
+    autograd runs the backward of the CPU in one thread. ``torch.compile`` around this wrapper
+    leaves its forward uncompiled.
 
     Args:
         module: the model, on the first device.
@@ -120,7 +121,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         return strategy(tuple(inputs), dict(kwargs or {}), _devices(device_ids), self.dim)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> Any:
-        """Call every copy, several in one thread each; returns the list of their outputs."""
+        """Call all copies at the same time; returns the list of their outputs."""
         # Removed here, because the first copy may be a module that outlives the forward.
         session = replicas[0].__dict__.pop(_SESSION, None) or self._session(replicas)
         devices = self._copy_devices()[: len(replicas)]
@@ -140,7 +141,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
                 f"{type(self).__name__} cannot be captured in a CUDA graph: its copies are new "
                 "modules and threads on every forward; capture the model itself, on one device"
             )
-        for tensor in chain(self.module.parameters(), self.module.buffers()):
+        for tensor in _tensors(self.module):
             if tensor.device != devices[0]:
                 raise RuntimeError(
                     "module must have its parameters and buffers on device "
@@ -166,7 +167,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
     def _copy_devices(self) -> list[torch.device]:
         if self.device_ids:
             return _devices(self.device_ids)
-        tensor = next(chain(self.module.parameters(), self.module.buffers()), None)
+        tensor = next(_tensors(self.module), None)
         if tensor is None or not tensor.is_cuda:
             return [_CPU]
         return _devices(range(torch.cuda.device_count()))
@@ -233,6 +234,8 @@ def _devices(given: Iterable[Any]) -> list[torch.device]:
 
 def _device(given: Any, setting: str) -> torch.device:
     """Return ``given`` (a number is a CUDA device) as a device that exists."""
+    if given == _CPU:
+        return _CPU
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
     if device.type == "cpu":
         return _CPU
@@ -256,3 +259,12 @@ def _callable(given: Any, setting: str) -> Any:
     if given is not None and not callable(given):
         raise TypeError(f"{setting} must be a function, got {type(given).__name__}")
     return given
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield parameters and buffers; those that occur twice are yielded twice."""
+    # Faster than `parameters()` and `buffers()`, which build the name of each tensor.
+    for part in parts_of(module):
+        for tensor in chain(part._parameters.values(), part._buffers.values()):
+            if tensor is not None:
+                yield tensor

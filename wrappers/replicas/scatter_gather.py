@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import gather as torch_gather
+from torch.nn.parallel import scatter as torch_scatter
 
 from ..steps.preprocess import move
 
@@ -93,6 +95,9 @@ def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> A
             raise ValueError(f"copies returned tensors of different dimensions: shapes {shapes}")
         if not parts[0].ndim:
             return torch.stack([part.to(device) for part in parts])
+        if device.type == "cuda" and all(part.is_cuda for part in parts):
+            gathered: Tensor = torch_gather(parts, device, dim)
+            return gathered
         return torch.cat([part.to(device) for part in parts], dim)
 
     return join(outputs, leaf)
@@ -190,6 +195,9 @@ def _tensors(data: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def _chunks(tensor: Tensor, devices: Sequence[torch.device], dim: int) -> list[Tensor]:
     if not tensor.ndim:
         return [tensor.to(device) for device in devices]
+    if all(device.type == "cuda" for device in devices):
+        # Copies to all devices at the same time, on streams in the background.
+        return list(torch_scatter(tensor, devices, dim))
     chunks = tensor.chunk(len(devices), dim)
     return [chunk.to(device) for chunk, device in zip(chunks, devices, strict=True)]
 

@@ -268,9 +268,20 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
+# Optimizers -> (the sizes of their parameter groups, the answer of `has_placed_parameters`).
+_placed: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
+
+
 def has_placed_parameters(optimizer: Optimizer) -> bool:
     """Whether a parameter of ``optimizer`` is a ``DTensor`` or localised."""
-    return any(map(is_dtensor_or_localised, parameters_of(optimizer)))
+    # Cached until a group changes its size, because checking every parameter in each update takes
+    # as long as clipping.
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    known, answer = _placed.get(optimizer, ((), False))
+    if known != sizes:
+        answer = any(map(is_dtensor_or_localised, parameters_of(optimizer)))
+        _placed[optimizer] = (sizes, answer)
+    return answer
 
 
 def _localised(tensor: Tensor) -> Layout | None:

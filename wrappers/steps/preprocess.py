@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,25 +14,32 @@ from ...registry import MODELS
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
     """Move tensors in nested ``data`` to ``device``, with the rules of ``cast_data`` below."""
+    if type(data) is list:
+        return _move_all(data, device, non_blocking)
     if isinstance(data, Tensor):
         if data.device == device:
             return data
         is_async = data.is_pinned() if non_blocking is None else non_blocking
         return data.to(device, non_blocking=is_async)
+    # Before the check for mappings, which is slow for the many numbers and names of a batch.
+    if data is None or isinstance(data, (str, bytes, bytearray, int, float)):
+        return data
     if isinstance(data, Mapping):
-        return dict(zip(data, move(list(data.values()), device, non_blocking), strict=True))
+        return dict(zip(data, _move_all(data.values(), device, non_blocking), strict=True))
     if callable(getattr(data, "to", None)):
         # Some of these methods take only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
-    is_atom = isinstance(data, (str, bytes, bytearray, range, memoryview))
-    if is_atom or not isinstance(data, Sequence):
+    if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):
         return data
+    return _rebuilt(data, _move_all(data, device, non_blocking))
+
+
+def _move_all(items: Iterable[Any], device: torch.device, non_blocking: bool | None) -> list[Any]:
     # Tensors on the device, which is the common case, cost no call.
-    moved = [
+    return [
         one if isinstance(one, Tensor) and one.device == device else move(one, device, non_blocking)
-        for one in data
+        for one in items
     ]
-    return _rebuilt(data, moved)
 
 
 def _rebuilt(data: Any, items: list[Any]) -> Any:

@@ -158,6 +158,8 @@ class Steps(ModelFeatures):
             total, logs = parse(losses)
             stage = "update"
             if self.detect_anomalous_params:
+                # It explains the errors of the update itself.
+                stage = "detection"
                 self.update_and_detect(total, optim_wrapper)
             else:
                 optim_wrapper.update_params(total)
