@@ -20,8 +20,16 @@ def place(**settings: Any) -> ModelAssigner:
 @pytest.mark.parametrize(
     ("settings", "kind", "text"),
     [
-        ({"model_connection": {(0, 2): 1}}, ValueError, r"no model 2; allowed are 0\.\.1"),
-        ({"model_connection": {(-1, 0): 1}}, ValueError, r"no model -1; allowed are 0\.\.1"),
+        (
+            {"model_connection": {(0, 2): 1}},
+            ValueError,
+            r"model 2 does not exist; allowed are 0\.\.1",
+        ),
+        (
+            {"model_connection": {(-1, 0): 1}},
+            ValueError,
+            r"model -1 does not exist; allowed are 0\.\.1",
+        ),
         ({"model_connection": {(0, 1): -1}}, ValueError, r"\(0, 1\)\] must be 0 or more.*got -1"),
         ({"model_connection": {(0, 1): "x"}}, TypeError, "must be a number, got 'x'"),
         ({"model_connection": {0: 1}}, TypeError, "0 must be a pair of models"),
