@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from ..error_notes import add_note, describe_samples, name_of
+from . import fork_server
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -32,6 +33,8 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if method == "spawn":
         # The tracker would otherwise start with the first worker and unblock the signals.
         resource_tracker.ensure_running()
+    elif method == "forkserver":
+        fork_server.preload_this_module()
     if not (isinstance(start, WorkerStart) and start.parent == os.getpid()):
         workers.worker_init_fn = WorkerStart(getattr(start, "user_start", start))
     # Block nothing for a fork server: it would pass the mask on to every process it starts later.

@@ -88,7 +88,7 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
 
 
 OWN_LOADER = "data.train={_delete_: true, type: points.plain_loader"
-# The signals do not wait until a worker of a fork server has started: these start once.
+# Workers of a fork server ignore signals only once they have started: these start once.
 FORK_SERVER = "multiprocessing_context: forkserver, persistent_workers: true"
 
 
@@ -113,8 +113,17 @@ def test_a_signal_to_every_process_of_a_job_saves(
     words = (f"--nproc={nproc}", loader, "train.max_epochs=500", "hooks.progress=false")
     command = start(*TRAIN, *words, "hooks.checkpoint.every_steps=1")
     command.wait_for(tmp_path / "run", 2)
-    # The youngest first: the workers of the loaders.
-    for process in sorted(command.left_over(), reverse=True):
+    ranks = [command.process.pid]
+    if nproc > 1:
+        ranks += [command.process_of(rank) for rank in range(nproc)]
+    helpers = set(command.left_over()) - set(ranks)
+    # The workers of the loaders and their fork servers first. A run without them ends within as
+    # many batches as they have prepared, 4.
+    for process in helpers:
+        os.kill(process, number)
+    saved = len(list((tmp_path / "run").glob("checkpoints/step_*")))
+    command.wait_for(tmp_path / "run", saved + 10)
+    for process in ranks:
         os.kill(process, number)
     code, out, err = command.finish()
     assert code == 128 + signal.SIGTERM, err
