@@ -53,6 +53,7 @@ from .errors import (
     user_frame,
 )
 from .imports import import_path
+from .json_schema import config_schema
 from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config
@@ -93,6 +94,7 @@ __all__ = [
     "check_config",
     "check_paramwise",
     "config_from_dict",
+    "config_schema",
     "count_registered_modules",
     "default_of",
     "did_you_mean",

@@ -202,7 +202,7 @@ def _described(node: ast.ClassDef | ast.FunctionDef, module: str) -> Registratio
     text = ast.get_docstring(node) or ""
     functions = [one for one in (node, *node.body) if isinstance(one, ast.FunctionDef)]
     makers = [one for one in functions if one is node or one.name == "__init__"]
-    meanings = _documented_arguments(text)
+    meanings = documented_items(text, "Args")
     arguments = tuple(
         (declaration, meanings.get(declaration.partition(":")[0], ""))
         for maker in makers
@@ -221,11 +221,12 @@ def _declarations(arguments: ast.arguments) -> Iterator[str]:
             yield ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
 
 
-def _documented_arguments(docstring: str) -> dict[str, str]:
-    """Return the text about each argument in the section ``Args:``."""
-    section = docstring.partition("\nArgs:\n")[2]
+def documented_items(docstring: str, section: str) -> dict[str, str]:
+    """Return the text about each name in a section of a docstring, such as "Args"."""
     items = re.findall(
-        r"^    (\w+): (.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE
+        r"^    ([\w, ]+): (.*(?:\n     .*)*)",
+        docstring.partition(f"\n{section}:\n")[2].partition("\n\n")[0],
+        re.MULTILINE,
     )
     return {name: " ".join(text.split()) for name, text in items}
 

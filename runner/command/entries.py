@@ -165,6 +165,14 @@ show = Command(
     (flag("origin", "show which line or override set each value"),),
     usage=f"{RUN} [--origin]",
 )
+schema = Command(
+    "schema",
+    f"{_PRINTS}:run_schema",
+    "print a JSON schema of configs, with which editors complete and check them",
+    usage="",
+    least=0,
+    most=0,
+)
 list_registries = Command(
     "list",
     f"{_PRINTS}:run_list",

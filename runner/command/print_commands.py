@@ -1,4 +1,4 @@
-"""The commands that do not build a run: show, list, plot, convert, version."""
+"""The commands that do not build a run: show, list, schema, plot, convert, version."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ...registry import (
     ConfigError,
     Problem,
     Registration,
+    config_schema,
     format_config,
     list_registrations,
     load_config,
@@ -39,6 +40,12 @@ def run_show(options: Options) -> int:
     """Print the resolved config as YAML that can be run."""
     config = load_config(options.words[0], options.words[1:])
     print(format_config(config, origins=options.origin), end="")
+    return 0
+
+
+def run_schema(options: Options) -> int:
+    """Print the JSON schema of run configs."""
+    print(json.dumps(config_schema(), indent=1))
     return 0
 
 

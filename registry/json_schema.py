@@ -1,0 +1,172 @@
+"""A JSON schema of run configs, with which editors complete and check YAML files."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+from .arguments import options_of
+from .checks.schema import HOOK_TYPES, ParamwiseSection, RunSections, SchedulerSection
+from .scan import Registration, documented_items, list_registrations
+from .text.values import BASE, DELETE
+
+Schema: TypeAlias = dict[str, Any]
+
+_TYPES: dict[Any, str] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+    type(None): "null",
+}
+_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+# The registry of each section that names one component.
+_REGISTRIES = {
+    "model": "MODELS",
+    "wrapper": "MODEL_WRAPPERS",
+    "train": "LOOPS",
+    "val": "LOOPS",
+    "test": "LOOPS",
+    "optimizer": "OPTIMIZERS",
+    "optim_wrapper": "OPTIM_WRAPPERS",
+}
+
+
+def config_schema() -> Schema:
+    """Return the JSON schema (draft 2020-12) of run configs.
+
+    It allows what a file may hold: sections without their required settings, since ``_base_`` or
+    another file may set these, and ``${...}`` in place of a value. A ``type`` may be any text,
+    because configs can name import paths; the registered names are suggestions. Nothing is
+    imported to describe our own classes.
+    """
+    registered = list_registrations()
+    components = {
+        name: _component(entries)
+        for name, entries in registered.items()
+        if name in {*_REGISTRIES.values(), "HOOKS", "METRICS", "PARAM_SCHEDULERS"}
+    }
+    schema = _section(RunSections)
+    settings = schema["properties"]
+    for key, registry in _REGISTRIES.items():
+        settings[key] |= _component_ref(registry)
+    settings["metrics"] |= {"additionalProperties": _component_ref("METRICS")}
+    settings["hooks"] |= _hooks(registered["HOOKS"])
+    settings["schedulers"] = _schedulers()
+    components["OPTIMIZERS"]["properties"]["paramwise"] = _section(ParamwiseSection)
+    files = {"type": ["string", "array"], "description": "The files that this one extends."}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "stepwrap run config",
+        **schema,
+        "properties": {BASE: files, **settings},
+        "$defs": {
+            "interpolation": {"type": "string", "pattern": r"\$\{"},
+            **components,
+        },
+    }
+
+
+def _section(section: type) -> Schema:
+    """Return the schema of a dataclass of settings."""
+    hints = get_type_hints(section)
+    meanings = documented_items(inspect.getdoc(section) or "", "Attributes")
+    settings = {one.name: _setting(one, hints[one.name]) for one in fields(section)}
+    for name, text in meanings.items():
+        for one in name.split(", "):
+            settings[one]["description"] = text
+    settings[DELETE] = {"const": True, "description": "Replace the section of the base file."}
+    return {"type": "object", "properties": settings, "additionalProperties": False}
+
+
+def _setting(setting: Field[Any], hint: Any) -> Schema:
+    """Return the schema of a field, which a YAML file may set to ``${...}`` as well."""
+    hints = options_of(hint)
+    section = next((one for one in hints if is_dataclass(one)), None)
+    if isinstance(section, type):
+        # A component has a type; without one, unknown settings are mistakes.
+        is_section: Schema = {"type": "object"}
+        if dict[str, Any] in hints:
+            is_section["not"] = {"required": ["type"]}
+        kinds = {_TYPES[get_origin(one) or one] for one in hints if one is not section}
+        return {
+            "type": sorted(kinds | {"object", "null", "string"}),
+            "if": is_section,
+            "then": _section(section),
+        }
+    options = [_value(option, setting.metadata) for option in hints]
+    if str not in hints:
+        options.append(_INTERPOLATION)
+    found: Schema = {"anyOf": options} if len(options) > 1 else options[0]
+    return found if setting.default is MISSING else {**found, "default": setting.default}
+
+
+def _value(hint: Any, metadata: Mapping[str, Any]) -> Schema:
+    """Return the schema of one alternative of an annotation."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _section(hint)
+    if get_origin(hint) is Literal:
+        return {"enum": list(get_args(hint))}
+    found: Schema = {"type": _TYPES[get_origin(hint) or hint]}
+    if get_origin(hint) is list:
+        found["items"] = _value(get_args(hint)[0], {})
+    if hint in (int, float) and "minimum" in metadata:
+        found["minimum"] = metadata["minimum"]
+    return found
+
+
+def _component(entries: list[Registration]) -> Schema:
+    """Return the schema of a dict with a ``type``: the names, and the arguments of our classes."""
+    names = sorted({name for entry in entries for name in (entry.name, *entry.aliases)})
+    return {
+        "properties": {"type": {"anyOf": [{"enum": names}, {"type": "string"}]}},
+        "allOf": [
+            {
+                "if": {
+                    "properties": {"type": {"enum": [entry.name, *entry.aliases]}},
+                    "required": ["type"],
+                },
+                "then": {"description": entry.summary, "properties": _arguments(entry)},
+            }
+            for entry in entries
+            if entry.arguments
+        ],
+    }
+
+
+def _arguments(entry: Registration) -> Schema:
+    """Return descriptions of the arguments; their annotations may be too narrow for a schema."""
+    return {
+        declaration.partition(":")[0]: {"description": f"{declaration}. {meaning}".rstrip()}
+        for declaration, meaning in entry.arguments
+    }
+
+
+def _component_ref(registry: str) -> Schema:
+    return {"$ref": f"#/$defs/{registry}"}
+
+
+def _hooks(entries: list[Registration]) -> Schema:
+    """Return the schema of the hooks by name: the known ones need no ``type``."""
+    known = {entry.name: entry for entry in entries}
+    settings: Schema = {}
+    for name, kind in HOOK_TYPES.items():
+        arguments = {"type": "object", "properties": _arguments(known[kind])}
+        settings[name] = {
+            "description": known[kind].summary,
+            "anyOf": [{"type": ["boolean", "null"]}, arguments, _INTERPOLATION],
+        }
+    others = {"type": ["boolean", "null", "object"], **_component_ref("HOOKS")}
+    return {"type": "object", "properties": settings, "additionalProperties": others}
+
+
+def _schedulers() -> Schema:
+    """Return the schema of one scheduler or a list: its own arguments and ours."""
+    ours = {k: v for k, v in _section(SchedulerSection)["properties"].items() if k != "scheduler"}
+    one = {**_component_ref("PARAM_SCHEDULERS"), "properties": ours}
+    is_list = {"if": {"type": "array"}, "then": {"items": one}, "else": one}
+    return {"type": ["array", "object", "null", "string"], **is_list}

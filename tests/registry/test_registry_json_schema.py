@@ -1,0 +1,91 @@
+"""The JSON schema of configs: it accepts the project's own configs and rejects mistakes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from stepwrap.registry import config_schema, list_registrations
+from stepwrap.runner.command.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")]
+VALID = jsonschema.Draft202012Validator(config_schema())
+
+
+def mistakes(text: str) -> list[tuple[str, str]]:
+    """Return the key path and the message of each mistake."""
+    found = VALID.iter_errors(yaml.safe_load(text))
+    return [(".".join(map(str, one.path)), one.message) for one in found]
+
+
+def test_the_command_prints_a_valid_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == config_schema()
+    jsonschema.Draft202012Validator.check_schema(printed)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_shipped_configs_are_valid(file: Path) -> None:
+    assert mistakes(file.read_text()) == []
+
+
+def test_configs_in_the_documentation_are_valid() -> None:
+    blocks = []
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        found = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        blocks += [
+            block for block in found if re.search(r"^(model|data|hooks):", block, re.MULTILINE)
+        ]
+    assert len(blocks) > 5
+    assert [(block, wrong) for block in blocks if (wrong := mistakes(block))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("optimiser: {type: SGD}", "", "'optimiser' was unexpected"),
+        ("data: {train: {batch_sise: 3}}", "data.train", "'batch_sise' was unexpected"),
+        ("data: {train: {batch_size: 0}}", "data.train.batch_size", "0 is not valid"),
+        ("launch: {nproc: many}", "launch.nproc", "'many' is not valid"),
+        ("hooks: {early_stop: 3}", "hooks.early_stop", "3 is not valid"),
+        ("hooks: {mine: 3}", "hooks.mine", "3 is not of type"),
+        ("schedulers: [{type: StepLR, by: epok}]", "schedulers.0.by", "'epok' is not valid"),
+        ("optimizer: {type: SGD, paramwise: {bias: 1}}", "optimizer.paramwise", "'bias' was"),
+        ("model: 3", "model", "3 is not valid"),
+    ],
+)
+def test_mistakes_are_found(text: str, key: str, words: str) -> None:
+    [(found, message)] = mistakes(text)
+    assert found == key
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "_base_: base.yaml\ndata: {train: {_delete_: true, type: my.loader, anything: 1}}",
+        "data: {train: {batch_size: '${size}'}}\nlaunch: ${launcher}",
+        "hooks: {progress: false, ema: {decay: 0.9}, mine: {type: my.Hook, x: 1}}",
+        "schedulers: {type: StepLR, step_size: 3, by: step}\ntrain: null",
+        "ledger: true",
+        "optimizer: {a: {type: SGD, lr: 0.1}, b: {type: Adam}}",
+    ],
+)
+def test_parts_of_configs_are_accepted(text: str) -> None:
+    assert mistakes(text) == []
+
+
+def test_editors_are_offered_names_and_descriptions() -> None:
+    schema: dict[str, Any] = config_schema()
+    names = schema["$defs"]["OPTIMIZERS"]["properties"]["type"]["anyOf"][0]["enum"]
+    assert {one.name for one in list_registrations("OPTIMIZERS")["OPTIMIZERS"]} <= {*names}
+    arguments = schema["properties"]["hooks"]["properties"]["early_stop"]["anyOf"][1]["properties"]
+    assert arguments["patience"]["description"].startswith("patience: int. The number of")
+    batch_size = schema["properties"]["data"]["then"]["properties"]["train"]["then"]
+    assert "per batch and rank" in batch_size["properties"]["batch_size"]["description"]
