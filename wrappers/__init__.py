@@ -1,5 +1,5 @@
-"""Model wrappers and optimizer wrappers for any kind of parallelism. Imports registry and
-collectives. Start with wrapping.py, then steps/step.py.
+"""Model wrappers and optimizer wrappers for any kind of parallelism. Imports registry, collectives
+and parallel. Start with wrapping.py, then steps/step.py.
 """
 
 from importlib import import_module

@@ -33,9 +33,9 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
     Args:
         spec: a class or its name (subclasses match too), the path of a module, an ``fnmatch``
             pattern for paths, or a list of these. Of the matches of a pattern only the outermost
-            are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping:
-            ``classes`` is such a list. ``min_params`` adds the smallest modules that have at least
-            this many parameters which no module chosen before contains.
+            are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping with
+            ``classes``, such a list, and ``min_params``, which adds the smallest modules with at
+            least this many parameters outside of the modules that ``classes`` names.
 
     Raises:
         ValueError: a name matches nothing, or a container without a ``forward``.
@@ -48,7 +48,7 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
         if not _can_run(modules[path]):
             raise ValueError(
                 f"{path!r} is a {type(modules[path]).__name__}, and a block must have a forward; "
-                f"its children are {path}.*"
+                f"name its children instead: {path}.*"
             )
     if min_params is not None:
         chosen.update(_by_size(modules, chosen, min_params))
@@ -133,7 +133,7 @@ def _can_run(module: nn.Module) -> bool:
 def find_parameters(
     model: nn.Module, patterns: str | Iterable[str], setting: str
 ) -> dict[str, nn.Parameter]:
-    """Return parameters by name whose names, or modules' paths, match ``patterns``.
+    """Return, by name, the parameters that match ``patterns`` by name or by their module's path.
 
     Raises:
         ValueError: a pattern matches nothing; the message begins with ``setting``.
@@ -177,7 +177,7 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
 
 
 def find_compiled(model: nn.Module, spec: CompileSpec) -> dict[str, nn.Module]:
-    """Return the modules to compile by path; arguments and errors as for ``compile_model``."""
+    """Return the modules to compile, by path; arguments and errors as for ``compile_model``."""
     options = read_compile(spec)
     if options is None or "step" in options:
         return {}
@@ -257,7 +257,7 @@ def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Modu
 
 
 def find_checkpointed(model: nn.Module, spec: CheckpointingSpec) -> dict[str, nn.Module]:
-    """Return blocks by path; arguments and errors as for ``checkpoint_activations``."""
+    """Return the chosen blocks, by path; arguments and errors as for ``checkpoint_activations``."""
     found = find_blocks(model, read_checkpointing(spec)[0])
     for path, block in found.items():
         if "forward" in vars(block):
@@ -307,7 +307,7 @@ def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
         run = functools.partial(kind.forward, self)
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        # Bound here, because a keyword of the block may have the name of an option of torch.
+        # Bound here, because a keyword of the block may have the same name as one of checkpoint().
         call = functools.partial(run, **kwargs)
         norms = [one for one in self.modules() if isinstance(one, _NormBase)]
         norms = [one for one in norms if one.training and one.track_running_stats]
@@ -348,7 +348,7 @@ def _with_fixed_statistics(
 
 @contextmanager
 def _fixed(norms: Iterable[_NormBase]) -> Iterator[None]:
-    """Do not update running statistics, but save the same tensors for the backward."""
+    """Run layers without updating running statistics; they save the same tensors for backward."""
     before = [(one, one.momentum, one._buffers.get("num_batches_tracked")) for one in norms]
     try:
         for one, _, _ in before:

@@ -37,7 +37,7 @@ class ModelFeatures:
         return False
 
     def average(self, value: Tensor) -> Tensor:
-        """Return the mean of a detached ``value`` over the ranks that average their gradients."""
+        """Return the mean of a detached ``value`` over the data ranks, which must all call this."""
         return value
 
     def sync_buffers(self) -> None:
@@ -67,7 +67,8 @@ class OptimFeatures:
         max_counts: total number of micro-batches of the training; -1 if unknown.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
-        batch_counts: whether the next micro-batch is real, not padding for other ranks.
+        batch_counts: whether the next micro-batch is real. A batch that only serves the
+            communication with other ranks has weight 0.
         window_weight: weight of the micro-batches whose gradients this rank holds.
         guard: allows or prevents each update.
         grad_norm: total norm of the gradients before clipping.

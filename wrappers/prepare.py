@@ -47,7 +47,7 @@ class Preparation:
 
 
 def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
-    """Return the problems of a preparation with any model, as pairs of key path and text."""
+    """Return problems that do not depend on the model, as pairs of key path and text."""
     checks: dict[str, Callable[[], object]] = {
         "compile": partial(read_compile, preparation.compile)
     }
@@ -132,7 +132,7 @@ def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[s
 
 
 def split_parameters(model: nn.Module, preparation: Preparation) -> list[nn.Parameter]:
-    """Return the parameters of the modules in the plan, which is not checked here."""
+    """Return the parameters of the modules in the plan, without checking the plan."""
     if not preparation.tensor_parallel:
         return []
     from .sharding.tensor_parallel import planned_layers
@@ -153,13 +153,13 @@ def prepare_model(
         localise: as for ``parallelize``.
 
     Raises:
-        ValueError: there is a plan without a tensor axis, or an axis without a plan; or as
-            ``parallelize``.
+        ValueError: there is a plan without a tensor axis or an axis without a plan, or
+            ``parallelize`` raises it.
     """
     freeze_parameters(model, preparation.freeze)
     plan = preparation.tensor_parallel
     if plan is None and mesh is not None and mesh.tensor_size > 1:
-        raise ValueError("the mesh has a tensor axis, and no tensor_parallel plan uses it")
+        raise ValueError("the mesh has a tensor axis, but no tensor_parallel plan uses it")
     if plan is not None:
         if mesh is None:
             raise ValueError("tensor_parallel needs a mesh with a tensor axis")

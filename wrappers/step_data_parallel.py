@@ -27,10 +27,10 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     For one process and a batch that is split over several devices. In a training step
     (``mode="loss"``) losses without dimensions are averaged, and each copy has the weight of its
     part of the batch (the size of the first tensor among its inputs). A mean over samples is then
-    the mean over the whole batch. A sum over samples is too small, and a weighted mean (ignored
-    labels, class weights) is different: return one loss per sample instead, or set a
-    ``loss_weight`` in the optimizer wrapper. Losses with dimensions are concatenated, and so are
-    lists in ``mode="predict"``.
+    the mean over the whole batch. Sums over samples and weighted means (ignored labels, class
+    weights) would come out wrong: return one loss per sample instead, or set a ``loss_weight`` in
+    the optimizer wrapper. Losses with dimensions are concatenated, and so are lists in
+    ``mode="predict"``.
 
     ``val_step`` and ``test_step`` evaluate on the first device, without copies. For another
     optimization step override ``train_step(data, optim_wrapper)`` in a subclass;
@@ -40,7 +40,8 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         module: the model, on the first of the devices.
         device_ids, dim: as in ``ReplicationCallbackDataParallel``.
         output_device: the device of the outputs and losses; default: the first device.
-        detect_anomalous_params: log the parameters that the loss does not reach, on every step.
+        detect_anomalous_params: after every step look for parameters that the loss does not reach,
+            and log each set of them once.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of the whole
             batch, by ``convert_sync_batchnorm``; or a mapping with its ``precision``.
         options: ``scatter`` (every copy also gets ``mode``), ``gather`` (not used for losses and
@@ -49,6 +50,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     Raises:
         TypeError: the model has its own ``train_step``, a part of it is compiled, or an option is
             unknown.
+        ValueError: a device does not exist, or an option has an unknown name as its value.
         RuntimeError: there are several ranks, because their gradients would not be averaged.
     """
 

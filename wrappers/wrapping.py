@@ -80,7 +80,7 @@ def wrap_model(
             SingleDevice takes the place of StepDistributedDataParallel and
             SeparateDistributedDataParallel.
         model: the model; a wrapped one is returned unchanged.
-        device: the device for the model, also for one on the meta device; default: no move.
+        device: where to move the model, or to materialise a meta model; default: no move.
         mesh: the layout of the ranks; default: all see different batches.
         prepare: the preparation of the model.
         train_step: a function to use as training step; see ``with_train_step``.
@@ -136,8 +136,9 @@ def compile_step(
 ) -> nn.Module:
     """Compile the whole training step of ``wrapper``, from forward to update; return ``wrapper``.
 
-    Compilation starts at the fourth update. Steps that cannot be compiled run as usual, and a
-    warning gives the reason; docs/performance.md lists all reasons.
+    Every rank must call this, with the same arguments. Compilation starts at the fourth update.
+    Steps that cannot be compiled run as usual, and a warning gives the reason; docs/performance.md
+    lists all reasons.
 
     Args:
         wrapper: a SingleDevice or StepDistributedDataParallel; steps of other wrappers run as
@@ -253,7 +254,7 @@ def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
         )
     if not hasattr(model, "train_step"):
         raise TypeError(
-            f"{type(model).__name__} has no train_step: give the bare model, to be wrapped here"
+            f"{type(model).__name__} has no train_step: give the bare model to wrap_model"
         )
     return model
 
@@ -300,18 +301,18 @@ def auto(
     """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log the reason.
 
     Every rank must call this. One data rank uses ``single``. Several use ``ddp`` if a whole copy
-    fits into the memory of each rank, otherwise ``fsdp``. With w bytes of weights and buffers, of
-    which g belong to trained parameters, and s optimizer states per parameter, a copy under ddp
-    needs::
+    fits into the memory of each rank, otherwise ``fsdp``. Parameters on the meta device, or a shard
+    axis, use ``fsdp``. With w bytes of weights and buffers, of which g belong to trained
+    parameters, and s optimizer states per parameter, a copy under ddp needs::
 
         w + 2 g + s g       gradients, ddp's buckets for sending them, optimizer state
 
-    A rank of n under fsdp needs (w + g + s g) / n, and memory for the blocks that are gathered.
+    Under fsdp each of n ranks needs (w + g + s g) / n, and memory for the gathered blocks.
 
     Args:
-        memory_gib: memory that each rank may use for that, in 2**30 bytes. Default: 70% of the
-            smallest memory of a rank, which is the free memory of its CUDA device or its share of
-            the machine's.
+        memory_gib: memory that each rank may use for this, in 2**30 bytes. Default: 70% of the
+            free memory of the rank that has the least, on its CUDA device or as its share of the
+            machine.
         optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with
             momentum.
         single, ddp, fsdp: options of each wrapper, used if it is chosen.

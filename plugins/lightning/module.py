@@ -203,7 +203,7 @@ class StepLightningModule(LightningModule):
             if one.metric not in logged:
                 raise ValueError(
                     f"a schedule watches metric={one.metric!r}, which was not logged; logged "
-                    f"were {', '.join(sorted(logged)) or 'none'}"
+                    f"values: {', '.join(sorted(logged)) or 'none'}"
                 )
             value = logged[one.metric].clone()
             one.step(self.trainer.strategy.reduce(value, reduce_op="mean"))
@@ -255,13 +255,13 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
 
 
 def _check_trainer_settings(trainer: Trainer) -> None:
-    """Raise for settings that the optimizer wrapper controls, and for strategies of others."""
-    # Our strategy is known by an attribute, because its module imports this one.
+    """Raise ValueError for settings of the optimizer wrapper, RuntimeError for other strategies."""
+    # Our strategy is recognised by an attribute, because its module imports this one.
     wraps = hasattr(trainer.strategy, "wrapper_options")
     if isinstance(trainer.strategy, ParallelStrategy) and not wraps:
         raise RuntimeError(
             f"{type(trainer.strategy).__name__} does not wrap the model of a StepLightningModule, "
-            'so its ranks would drift apart: use strategy="stepwrap" or StepStrategy(...)'
+            'so weights would differ between ranks: use strategy="stepwrap" or StepStrategy(...)'
         )
     replacements = {
         "accumulate_grad_batches": (trainer.accumulate_grad_batches, 1, "accumulative_counts"),
@@ -395,7 +395,7 @@ def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]
 
 
 def _step_state_of(wrapped: Any) -> dict[str, Any] | None:
-    """Return the state that a custom step keeps between batches; None, on all ranks, if none."""
+    """Return the state that a custom step keeps between batches; None without ``step_state``."""
     return wrapped.step_state() if _has_step_state(wrapped) else None
 
 

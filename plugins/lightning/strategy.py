@@ -58,7 +58,7 @@ class StepStrategy(FullStateStrategy):
 
     Raises:
         KeyError: the wrapper does not exist.
-        TypeError: an option does not exist.
+        TypeError: an option does not exist, or ``wrapper`` is not a model wrapper.
         ValueError: an option has an invalid value.
     """
 
@@ -216,6 +216,7 @@ class StepFabricStrategy(FabricDDPStrategy):
         TypeError: an option does not exist, the wrapper is not a subclass of
             DistributedDataParallel, which ``fabric.no_backward_sync`` requires, or it has a custom
             ``train_step``.
+        ValueError: an option has an invalid value.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class StepFabricStrategy(FabricDDPStrategy):
         """Wrap ``module``; every rank must call this."""
         with _side_stream(self.root_device):
             wrapped: Any = wrap_model(self.wrapper, module, **self.wrapper_options)
-        # `fabric.backward(loss)` without a model means the last one.
+        # `fabric.backward(loss)` without a model uses the model that was set up last.
         self._detecting = wrapped
         return wrapped
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 # Lightning is published as `pytorch_lightning` with `lightning_fabric`, and as `lightning`. The
-# classes of one tree do not work with those in the other.
+# classes of one tree do not work with the classes of the other.
 _TREES = {
     "pytorch_lightning": "lightning_fabric",
     "lightning.pytorch": "lightning.fabric",

@@ -196,7 +196,7 @@ def test_schedules_are_checked() -> None:
         ({"type": "StepLR", "by": "batch"}, "step"),
         (_plateau, "needs metric"),
         ({"type": "StepLR", "step_size": 1, "metric": "val_loss"}, "is for ReduceLROnPlateau"),
-        ({"type": "ReduceLROnPlateau", "metric": "los"}, "not logged; logged were loss"),
+        ({"type": "ReduceLROnPlateau", "metric": "los"}, "not logged; logged values: loss"),
     )
     for given, text in cases:
         module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[given])

@@ -85,7 +85,7 @@ def test_blocks_are_found_by_class_path_pattern_and_size(spec: object, paths: li
         (nn.Conv2d, ValueError, "no module of the model has the class or path 'Conv2d'"),
         ("zzzzzz", ValueError, "its classes: Net, Embedding, ModuleList, Block"),
         ("", ValueError, "class or path ''"),
-        ("blocks", ValueError, r"'blocks' is a ModuleList, .*its children are blocks\.\*"),
+        ("blocks", ValueError, r"'blocks' is a ModuleList, .*its children instead: blocks\.\*"),
         ({"min_params": 1e6}, ValueError, r"min_params=1e\+06 parameters; the largest has \d+"),
         ({"min_params": "many"}, TypeError, "positive number of parameters, got 'many'"),
         ({"min_params": True}, TypeError, "got True"),

@@ -153,8 +153,8 @@ def patch_sync_batchnorm() -> Iterator[None]:
 def _check_arguments(implementation: str, precision: str | None) -> None:
     if implementation not in get_args(Implementation):
         raise ValueError(
-            f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} for '
-            "implementation; pass a process_group by keyword"
+            f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} as '
+            "implementation; if this is a process group, pass it as process_group=..."
         )
     if precision is not None:
         if implementation == "torch":
@@ -180,7 +180,7 @@ def _target_class(
 
 
 def _can_change_class(path: str, layer: _BatchNorm, current: str, *, is_known: bool = True) -> bool:
-    """Whether another class would keep the behaviour of ``layer``; warns if not."""
+    """Return whether ``layer`` would behave the same with another class; warn if not."""
     overrides = type(layer).forward not in _FORWARDS or "forward" in layer.__dict__
     if is_known and not overrides and not is_parametrized(layer):
         return True
@@ -190,7 +190,7 @@ def _can_change_class(path: str, layer: _BatchNorm, current: str, *, is_known: b
 
 
 def _plain_class(layer: _BatchNorm) -> type[_BatchNorm]:
-    """Return the class without synchronisation for a layer that was created with it."""
+    """Return the unsynchronised class for a layer that was created synchronised."""
     return next((plain for plain, kind in _PAIRS if isinstance(layer, kind)), BatchNormXd)
 
 
@@ -218,7 +218,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _find_wrapper(module: nn.Module) -> DistributedDataParallel | None:
-    """Find the wrapper that contains ``module`` among all objects of the process (0.1 s)."""
+    """Find the wrapper that contains ``module`` among all objects of the process, in 0.1 s."""
     # Discarded wrappers are in reference cycles, and would be found until they are collected.
     gc.collect()
     for one in gc.get_objects():

@@ -3,9 +3,9 @@
 Statistics are counts, means and sums of squared deviations, which merge without cancellation
 (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64. Tensors of the
 size of the input are computed in the precision of the layer, or in the precision of the input if
-that is higher, and are rounded once, at the end. First a mean in this precision is subtracted from
-every value, which is nearly exact if the mean is large; the rounding error of the mean is added to
-the vectors. If all means are near zero, kernels of torch do the same on the CPU in one pass.
+that is higher, and are rounded once, at the end. First the mean, rounded to this precision, is
+subtracted from every value. This is nearly exact if the mean is large; fp64 vectors correct its
+rounding error. If all means are near zero, torch's CPU kernels do all of this in one pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Precision: TypeAlias = Literal["fp32", "fp64"]
 
 # Number of elements per block; two blocks in fp64 must fit into a core's cache.
 _BLOCK = 2**17
-# In standard deviations: with smaller means, x * scale - mean * scale loses no digits.
+# The largest mean, in standard deviations, with which x * scale - mean * scale loses no digits.
 _CENTRED = 2.0
 
 
@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
 
     Attributes:
         var: the biased variance.
-        inv_std: the factor of the deviations.
+        inv_std: multiplies the deviations from the mean; formula in ``statistics``.
         slope: 0 if ``inv_std`` does not depend on the variance, otherwise 1; None if all are 1.
         is_centred: whether all means are near zero and need not be subtracted first.
         precision: the minimum precision of tensors of the size of the input.

@@ -406,7 +406,9 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
         factory: ``device``, ``dtype`` and other options of torch's class.
 
     Raises:
-        ValueError: the input has a wrong number of dimensions, or one value per channel.
+        ValueError: an argument is unknown, the input has a wrong number of dimensions, the whole
+            batch has fewer than two values per channel, or ``num_features`` differs between ranks.
+        TypeError: the input is not floating point.
         AssertionError: the input has a wrong number of channels.
         CollectiveError: a rank failed; raised on every rank, with the rank and the reason.
         ReplicationError: a replica does not call the layer.

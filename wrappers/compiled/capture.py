@@ -44,7 +44,7 @@ class Captured(NamedTuple):
         logs: indices of the outputs to log, by name.
         constants: logged values that are not tensors.
         guards: returns whether the graph is valid for ``{"model": ..., "batch": ...}``.
-        is_alive: returns whether the guards still work.
+        is_alive: returns False once Dynamo has dropped the graph with its guards.
         fetch: returns the parameters and buffers that a forward would read now. The guards do not
             check the identity of tensors.
     """

@@ -23,7 +23,7 @@ class CudaGraph:
             except for the last ``given`` inputs: these are copied to fixed tensors before each
             launch.
         given: number of inputs at the end of ``inputs`` that differ from call to call.
-        changed: number of the given inputs, from the first, that are copied back after a launch.
+        changed: how many of these, from the first of them, are copied back after a launch.
 
     Raises:
         NotCompilableError: the program does something that a graph cannot contain, such as waiting
@@ -57,7 +57,7 @@ class CudaGraph:
 
 
 def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
-    """Run a program twice on copies, because a graph cannot load and tune kernels.
+    """Run a program twice on copies: kernels cannot be loaded or tuned during a capture.
 
     Raises:
         NotCompilableError: the program fails, or waits for the GPU, which a capture does not allow.

@@ -30,8 +30,8 @@ class Compiler:
 
     Args:
         backend: "inductor", or "eager" to run the graph without a compiler.
-        announce: called with an estimate of the time in seconds, before a graph is compiled that is
-            not in the cache.
+        announce: called with the estimated time in seconds before compiling a graph that is not in
+            the cache.
     """
 
     def __init__(self, backend: str, announce: Callable[[float], None]) -> None:
@@ -138,7 +138,7 @@ def _cache() -> Path:
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(
-            f"the cache of programs must be writable for this user only, and others can write to "
+            f"the cache of programs must be writable for this user only, but others can write to "
             f"{folder}: set TORCHINDUCTOR_CACHE_DIR to a private folder"
         )
     return folder

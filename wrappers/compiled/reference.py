@@ -20,9 +20,9 @@ from .trace import GradientPlan, StepTensors, join_gradients, split_joined
 # By kind (weights, state, logs, ...) and name.
 Values = Mapping[str, Mapping[str, Tensor]]
 
-# Difference, relative to the change by a step, up to which no exact step is computed.
+# Allowed difference from an eager step, relative to the change that the step makes.
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
-# A program may differ from the exact step this many times as much as eager steps.
+# A program may differ from the exact step by this many times the difference of eager steps.
 _FACTOR = 4.0
 # Number of eager steps with weights changed by one rounding error, to measure its effect.
 _NUDGES = 3
@@ -131,10 +131,10 @@ def largest_difference(
     """Return the name of the tensor that differs most from an eager step; None if all agree.
 
     First the program is compared with an eager step. Kinds of values that differ by more than
-    rounding errors are compared again with an eager step in double precision. There the program may
-    be ``_FACTOR`` times as far from that step as the farthest of several eager steps: the usual
-    one, and ``_NUDGES`` with weights changed by one rounding error. The tolerances of ``_is_close``
-    are added.
+    rounding errors are compared again with an eager step in double precision. The allowed distance
+    from it is ``_FACTOR`` times the largest distance of several eager steps, plus the tolerances of
+    ``_is_close``. These steps are the usual one, and ``_NUDGES`` with weights changed by one
+    rounding error.
 
     Args:
         made: the values that the program has computed.

@@ -64,7 +64,7 @@ class CompiledStep:
         backend: "inductor", or "eager" to run the same graph without a compiler for debugging.
 
     Attributes:
-        programs: the compiled variants of the step, the one used last first. Each has one program
+        programs: the compiled variants of the step, most recently used first. Each has one program
             or two.
     """
 
@@ -82,11 +82,11 @@ class CompiledStep:
         self._allow_custom, self._backend = custom_optimizer, backend
         self.programs: list[StepVariant] = []
         self._optim_wrapper: Any = None
-        # Every step runs as usual.
+        # If True, every step runs as usual.
         self._is_off = False
         self._logged: set[str] = set()
         self._attempts, self._num_optim_wrappers = 3, 0
-        # No more variants are compiled, but existing ones still run.
+        # If True, no more variants are compiled, but existing ones still run.
         self._compiles_no_more = False
         self._clock = _Clock()
         # The model is checked once per block of steps; this many steps are left in the block.
@@ -151,7 +151,7 @@ class CompiledStep:
             return False
         if optim_wrapper.gates and (others := [*filter(_decides, optim_wrapper.gates)]):
             kind = type(getattr(others[-1], "guard", others[-1])).__name__
-            self._log_once(f"{kind} looks at the gradients before each update")
+            self._log_once(f"{kind} reads the gradients before each update")
             return False
         return True
 
@@ -346,9 +346,9 @@ def _obstacles(wrapper: Any, optim_wrapper: Any, allow_custom: bool) -> Iterator
     if not isinstance(wrapper, (SingleDevice, StepDistributedDataParallel)):
         yield f"{type(wrapper).__name__} is not supported; only single and ddp are compiled"
     if has_custom_step(wrapper) or type(wrapper).forward not in _FORWARDS:
-        yield "the step or the forward of the wrapper is not the usual one"
+        yield "the wrapper has a custom train_step or forward"
     if wrapper.detect_anomalous_params:
-        yield "detect_anomalous_params looks at each gradient"
+        yield "detect_anomalous_params checks each gradient"
     if type(optim_wrapper) not in (OptimWrapper, AmpOptimWrapper):
         yield f"{name} is not an OptimWrapper or AmpOptimWrapper"
         return

@@ -19,8 +19,8 @@ from .errors import NotCompilableError, NotReadyError, first_line
 
 # Larger gradients are reduced alone, because joining them would take a copy.
 _LARGE_BYTES = 2**22
-# Joined gradients are cut at about 16 MiB, well below 32 MiB, from which memory would be mapped
-# again in every step.
+# Joined gradients have at most about 16 MiB: from 32 MiB on, the allocator would map new memory in
+# every step.
 _MOST_BYTES = 2**24
 
 
@@ -94,7 +94,7 @@ class StepTensors:
         ]
 
     def twin(self, parameters: Sequence[Tensor], rates: Iterable[Tensor]) -> Any:
-        """Return the optimizer over other tensors, with learning rates as tensors and no state."""
+        """Return a copy of the optimizer for other tensors, with rates as tensors and no state."""
         made: Any = object.__new__(type(self.optimizer))
         # Leaves out the counter that schedulers put around ``step``.
         vars(made).update({k: v for k, v in vars(self.optimizer).items() if k != "step"})

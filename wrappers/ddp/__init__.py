@@ -1,3 +1,3 @@
 """One replica per process, whose gradients are averaged all at once or child by child. Imports
-steps, sharding and batchnorm. Start with distributed.py.
+steps and batchnorm. Start with distributed.py.
 """

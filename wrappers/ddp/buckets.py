@@ -42,10 +42,10 @@ class FixedBuckets(DistributedDataParallel):
         is_known = _has_names()
         self._is_static = is_known and bool(options.pop("static_graph", False))
         if self._is_static:
-            # The recorded graph shows unused parameters.
+            # Not needed, because the recorded graph shows which parameters are unused.
             options["find_unused_parameters"] = False
-        # While torch records the graph, it shows a hook only the parameters of the first bucket.
-        # Hooks that average do not use them.
+        # While torch records the graph, a hook sees only the parameters of the first bucket, so
+        # torch's order is kept for hooks that may read them. Hooks that average do not.
         may_inspect = self._is_static and self._hook is not None and not self._hook.averages
         rebuilds = not options.get("find_unused_parameters", False)
         self._is_reversed = is_known and rebuilds and not may_inspect
@@ -73,7 +73,7 @@ class FixedBuckets(DistributedDataParallel):
     def _prepare_reducer(self) -> None:
         # torch makes no reducer if `delay_all_reduce_named_params` has all parameters.
         if self._is_reversed and hasattr(self, "reducer"):
-            # Reports that gradients came in this order, by which torch then rebuilds the buckets.
+            # Records this as the order of the gradients, in which torch then rebuilds the buckets.
             self.reducer._push_all_rebuilt_params()
         self._waits_for_sync = self._is_static
         if self._is_static:
@@ -88,7 +88,7 @@ class FixedBuckets(DistributedDataParallel):
         """
         if self._waits_for_sync and self.require_backward_grad_sync and torch.is_grad_enabled():
             self._waits_for_sync = False
-            # torch ignores a second call.
+            # torch ignores the call if the attribute is set.
             self.static_graph = False
             self._set_static_graph()  # type: ignore[no-untyped-call]
 

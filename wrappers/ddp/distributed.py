@@ -66,16 +66,17 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     override ``train_step(data, optim_wrapper)`` in a subclass. It must compute its losses with
     ``self(...)``, because ``self.module(...)`` does not average the gradients. As in torch's class,
     a second backward of one forward (``retain_graph``) does not average them either: sum the
-    losses. Such a step raises RuntimeError in its first backwards. docs/extending.md has an
-    example.
+    losses. Both mistakes raise RuntimeError in the first backwards of a run. docs/extending.md has
+    an example.
 
     Args:
         module: the model, on the device that it is trained on.
-        detect_anomalous_params: log the parameters that the loss does not reach, on every step;
-            for debugging only, because it takes some microseconds per parameter and step.
+        detect_anomalous_params: after every step look for parameters that the loss does not reach,
+            and log each set of them once; for debugging only, because it takes some microseconds
+            per parameter and step.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
-            by ``convert_sync_batchnorm``; or a mapping with its ``precision``. Has no effect
-            without a process group.
+            by ``convert_sync_batchnorm``; or a mapping with its ``precision``. ``wrap_model``
+            ignores it without a process group.
         comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
             ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
             a custom hook; see ``read_comm_hook``.
@@ -174,8 +175,11 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             enable: False if the numbers of batches are known to be equal.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has
                 no further batches.
+
+        Raises:
+            ValueError: gradients are weighted by ``loss_weight``.
         """
-        # torch changes the warning filters at the end, and does not reset the state of the wrapper.
+        # torch changes the warning filters and the state of the wrapper, and does not reset them.
         with warnings.catch_warnings():
             try:
                 self._is_joined = enable
@@ -261,8 +265,8 @@ def _explain_unused(error: BaseException, names: Mapping[int, str], failure: str
     text = str(error)
     if "Your training graph has changed in this iteration" in text:
         raise RuntimeError(
-            "under static_graph every step must use the same parameters, but a parameter got a "
-            "gradient that had none in the first step. Either leave static_graph out and set "
+            "under static_graph every step must use the same parameters, but one that "
+            "had no gradient in the first step has one now. Either leave static_graph out and set "
             "find_unused_parameters: true, or remove or freeze the parameters that only some steps "
             "use"
         ) from error

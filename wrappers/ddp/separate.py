@@ -41,14 +41,15 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     Args:
         module: the model.
-        broadcast_buffers: broadcast the first rank's buffers at each forward of a child.
+        broadcast_buffers: broadcast the first rank's buffers at each forward with gradients.
         find_unused_parameters: for children whose forward uses only some parameters.
         sync_batchnorm: as in ``StepDistributedDataParallel``.
         ddp_kwargs: other options of ``StepDistributedDataParallel``, for each child.
 
     Raises:
+        TypeError: an option is unknown.
         ValueError: the process group is missing, a trained parameter belongs to no child, or no
-            child has trained parameters. The model is not changed.
+            child has trained parameters. No child is replaced.
     """
 
     averages_ranks = True
@@ -145,7 +146,7 @@ class _Child(StepDistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
-        # Without gradients, because an evaluation must not wait for the buffers of other ranks.
+        # An evaluation must not wait for other ranks, as DDP's forward does to share buffers.
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

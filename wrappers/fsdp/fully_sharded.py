@@ -97,7 +97,8 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             all blocks are kept.
         sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks;
             or a mapping with the ``precision`` of ``convert_sync_batchnorm``.
-        detect_anomalous_params: log the parameters that the loss does not reach, on every step.
+        detect_anomalous_params: after every step look for parameters that the loss does not reach,
+            and log each set of them once.
         fsdp_kwargs: ``prefetch``: how many blocks are gathered ahead, a number or a mapping of
             ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
             parameters on the meta device, instead of its ``reset_parameters``. Also the options
@@ -183,7 +184,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def _freed(self, *, keep: bool = False) -> Iterator[None]:
-        """Free parameters that the forwards inside gather; with ``keep``, the backward does."""
+        """Free what the forwards inside have gathered; with ``keep`` the backward frees it."""
         try:
             yield
         except BaseException:

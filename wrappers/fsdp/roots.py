@@ -48,7 +48,7 @@ class Root:
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._params = [one for group in self._groups for one in group.fsdp_params]
         self._known = _shard_flags(self._params)
-        # Whether `no_sync` is active, and the last setting of the module.
+        # Whether `no_sync` is active, and whether the module has been set to skip the reduction.
         self._skips_sync = self._module_skips_sync = False
         self._gathered_once = False
         # How many `in_use` contexts and forwards are active.
@@ -82,7 +82,7 @@ class Root:
             self._depth = depth
 
     def free(self) -> None:
-        """Free all gathered parameters, as no backward does after a forward without gradients."""
+        """Free all gathered parameters; without gradients, no backward does this."""
         for unit in self.units:
             unit.reshard()
 
@@ -92,7 +92,7 @@ class Root:
             self.free()
 
     def reset_depth(self) -> None:
-        """Assume that no forward is running; an interrupt can prevent the hooks after it."""
+        """Assume that no forward is running; an interrupt can skip the hook that counts down."""
         self._depth = 0
 
     def recover(self) -> None:

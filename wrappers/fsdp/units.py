@@ -34,8 +34,8 @@ def check_model(module: nn.Module, detect: bool) -> None:
         )
     if detect and calls_children(module):
         raise ValueError(
-            f"detect_anomalous_params needs the wrapper's own train_step, but "
-            f"{type(module).__name__} has a custom one"
+            f"detect_anomalous_params needs the wrapper's own train_step, but the step of "
+            f"{type(module).__name__} runs instead"
         )
 
 

@@ -59,7 +59,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     Raises:
         TypeError: ``loss_scale`` has another type, or contains an unknown argument.
-        ValueError: ``dtype`` is not one of these.
+        ValueError: ``dtype`` is not one of these. Also the errors of ``OptimWrapper``.
     """
 
     config_plain = ("clip_grad", "loss_scale")

@@ -80,8 +80,8 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
         )
     if any(one.grad is not None for one in parameters):
         return True
-    # No error while all parameters are frozen, as they may be trained later, or before this
-    # optimizer wrapper has run a backward.
+    # All parameters may be frozen now and trained later, and this optimizer wrapper may not have
+    # run a backward yet: neither is an error.
     if has_run and any(one.requires_grad for one in parameters):
         raise RuntimeError(
             f"no parameter of {name} has a gradient at its first update: either the loss depends "
@@ -152,7 +152,7 @@ def _differing(
     """Return which gradients differ between the ranks, and whether all are finite; collective.
 
     Args:
-        tolerance: allowed difference relative to the gradient, as kernels sum in any order.
+        tolerance: allowed difference relative to the gradient; kernels may sum in any order.
         noise: size of pure rounding errors relative to the largest gradient.
     """
     # The row of zeros avoids an empty message.

@@ -18,14 +18,15 @@ _INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a functi
 
 
 class LossWeight:
-    """A measure of a batch: the number of items over which its losses are means.
+    """The weight of a batch: the number of items that its mean loss averages.
 
     Args:
-        setting: "samples": the first dimension of the first tensor. "tokens": the number of targets
-            that are not -100, torch's ``ignore_index``; the targets are the entry "labels",
-            "targets" or "target", or the second entry. ``{"key": name_or_index}``: the sum of that
-            entry, such as a mask. A function of the preprocessed batch, or its import path, that
-            returns a number or a 0-d tensor.
+        setting: "samples": the first dimension of the first tensor, or the length of a list before
+            it. "tokens": the number of targets that are not -100, torch's ``ignore_index``; the
+            targets are the entry "labels", "targets" or "target" of a mapping, or the second entry
+            of a sequence. ``{"key": name_or_index}``: the sum of that entry, such as a mask. A
+            function of the preprocessed batch, or its import path, that returns a number or a 0-d
+            tensor.
 
     Raises:
         TypeError, ValueError: the setting has another form.

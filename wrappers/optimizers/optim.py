@@ -129,7 +129,7 @@ class Accumulation(OptimFeatures):
         """Set the start of a pass over the data and, if it is known, its length.
 
         With ``loss_weight`` windows begin and end with the pass, so the last one may be shorter.
-        Otherwise windows continue in the next pass, and this changes nothing. Call it again when
+        Otherwise windows continue in the next pass, and the call has no effect. Call it again when
         the length becomes known.
 
         Args:
@@ -310,7 +310,10 @@ class OptimWrapper(Accumulation):
         step_kwargs: Mapping[str, Any] | None = None,
         zero_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run backward; at the end of a window update and clear the gradients."""
+        """Run backward; at the end of a window update and clear the gradients.
+
+        Every rank must call this.
+        """
         self.backward(self.scale_loss(loss))
         if self.should_update():
             self.step(**(step_kwargs or {}))
@@ -328,7 +331,8 @@ class OptimWrapper(Accumulation):
 
         Raises:
             TypeError: ``model`` is not a model wrapper.
-            ValueError: with accumulation, clipping, a loss scale or ranks of unequal lengths.
+            ValueError: there is accumulation, ``loss_weight``, clipping, a loss scale (float16) or
+                ``uneven_inputs``.
         """
         check_closure(self, model)
         if not callable(getattr(type(model), "average", None)):
@@ -360,11 +364,11 @@ class OptimWrapper(Accumulation):
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
-        """Clip the gradients, if configured, and update the parameters.
+        """Clip the gradients, if configured, and update the parameters; every rank must call this.
 
         Raises:
-            RuntimeError: no parameter has a gradient at the first update, the model has other
-                parameters, or the first gradients differ between ranks.
+            RuntimeError: at the first update no parameter has a gradient, for example because
+                wrapping replaced the model's parameters, or gradients differ between ranks.
             ValueError: the optimizer needs a closure.
         """
         # A copy, because the check of the first update removes itself from the list.
@@ -447,7 +451,7 @@ class OptimWrapper(Accumulation):
 
         It may come from another kind of parallelism. In place of this rank's part of a tensor it
         may contain the whole tensor, or an object with ``shape`` and ``[slices]`` that returns
-        tensors.
+        tensors. If it contains ``DTensor``s, every rank must call this.
 
         Raises:
             ValueError: the state belongs to another kind of optimizer, or to other parameters.

@@ -69,7 +69,7 @@ def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tenso
 
 
 def listed_params(params: Iterable[Any]) -> list[Any]:
-    """Return parameters, pairs or groups, as torch takes them, with lists for iterators."""
+    """Return parameters, pairs or groups, as torch takes them; iterators become lists."""
     items = list(params)
     for at, item in enumerate(items):
         if isinstance(item, dict):

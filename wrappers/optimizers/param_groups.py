@@ -33,10 +33,10 @@ _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# By kind of parameter, the options that mmengine's code tries for the weight decay; the first that
-# is set decides. (mmengine's docstring excludes these two kinds from `bias_decay_mult`.) Kinds
-# that are not listed here, and all kinds without `as_mmengine`, use only the option of their first
-# word: `norm_decay_mult` for "norm bias".
+# The first words of the options from which mmengine's code takes the weight decay of two kinds of
+# parameters: the first option that is set is used. (mmengine's docstring excludes both kinds from
+# `bias_decay_mult`.) Other kinds, and all kinds without `as_mmengine`, use the option of the kind's
+# first word: `norm_decay_mult` for "norm bias".
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 
@@ -153,14 +153,14 @@ def _check_exactly_one(
     trained = [one for one in named if one.parameter.requires_grad]
     orphans = [one.name for one in trained if not owners[one.parameter]]
     if orphans:
-        raise ValueError(f"no optimizer has {_listed(orphans)}; every parameter needs one")
+        raise ValueError(f"no optimizer has {_listed(orphans)}; every trained parameter needs one")
     for one in trained:
         several = owners[one.parameter]
         if len(several) > 1:
             same = [other.name for other in trained if owners[other.parameter] == several]
             raise ValueError(
-                f"{' and '.join(several)} both have {_listed(same)}; every parameter needs one "
-                "optimizer"
+                f"{' and '.join(several)} both have {_listed(same)}; every parameter must have "
+                "exactly one optimizer"
             )
 
 
@@ -174,11 +174,11 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Group the model's parameters by their options; return as few groups as possible.
 
-    A custom key matches a parameter if it is part of the full name or, if it contains `*`, `?` or
-    `[`, if it matches the full name (fnmatch). Only the longest matching key is used. Without one,
-    the kind of parameter decides: biases outside norm layers (`bias_lr_mult`; `bias_decay_mult`
-    excludes depthwise convolutions too), norm layers, depthwise convolutions, and other parameters
-    with one dimension (`flat_decay_mult`). Logs show the `name` of a group.
+    A custom key with `*`, `?` or `[` matches full names (fnmatch); any other key matches the full
+    names that contain it. Only the longest matching key is used. If none matches, the kind of
+    parameter decides: biases outside norm layers (`bias_lr_mult`; `bias_decay_mult` excludes
+    depthwise convolutions too), norm layers, depthwise convolutions, and other parameters with one
+    dimension (`flat_decay_mult`). Logs show the `name` of a group.
 
     Args:
         model: a model, wrapped or not, or some of its parameters, from `named_parameters`.

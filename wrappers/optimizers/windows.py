@@ -156,7 +156,7 @@ class WeightedWindow(CountWindow):
         self.weight = self._sent = None
 
     def begin_backward(self, ends_window: bool) -> None:
-        """Count the micro-batch; in the last one, start adding up the weights of the ranks."""
+        """Add the micro-batch's weight; in the last one, start adding up the ranks' weights."""
         self.add_weight()
         if ends_window and self.ranks > 1:
             self.start_reduction()

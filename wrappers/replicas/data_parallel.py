@@ -58,8 +58,9 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
             them; a slow forward that no copy waits for has no limit.
 
     Raises:
-        ValueError: ``device_ids`` is empty, or a CUDA device does not exist.
-        TypeError: a part of the module is compiled.
+        ValueError: ``device_ids`` is empty, a device is neither CUDA nor CPU or does not exist, or
+            ``scatter`` or ``gather`` is an unknown name.
+        TypeError: a part of the module is compiled, or ``scatter`` or ``gather`` is not callable.
     """
 
     dim: int = 0

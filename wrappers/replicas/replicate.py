@@ -328,10 +328,10 @@ def run_copies(
 def _is_first_in_thread(master: nn.Module, devices: Sequence[torch.device]) -> bool:
     """Whether copy 0 gets a thread too, so that the copies take turns in the backward.
 
-    Autograd has one thread for each device, which runs nodes by numbers that each thread of the
-    forward counts from its start. The calling thread has counted far ahead, so a copy in it would
-    run its whole backward first, and its gradients would wait in memory for the ones that they are
-    added to. If the gradients do not fit into the caches, this costs more than the thread.
+    Autograd has one thread per device, and runs the node with the highest number first. Each
+    thread numbers the nodes of its forward, and the calling thread has counted further than a new
+    one. A copy in it would run its whole backward first, and its gradients would stay in memory
+    until the others are added. Beyond the size of the caches, this costs more than a thread.
     """
     if not torch.is_grad_enabled() or len(set(devices)) == len(devices):
         return False

@@ -14,7 +14,7 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 class ReplicationError(RuntimeError):
-    """Copies of a module could not meet: one finished without arriving, or came too late."""
+    """Copies of a module could not meet: one finished, came too late or waits in another layer."""
 
 
 @dataclass(eq=False)
@@ -35,9 +35,9 @@ class _Round:
 class ReplicationSession:
     """The meetings of a fixed number of copies during one forward; created for each forward.
 
-    Every copy uses one thread at a time; the session starts no threads. A waiting copy is woken
-    by the last copy to arrive, by the end or the error of a copy that it waits for, when all
-    copies wait in different layers, or by the timeout.
+    Every copy uses one thread at a time; the session starts no threads. A waiting copy wakes up
+    when the last copy arrives, when a copy that it waits for ends or fails, when all copies wait in
+    different layers, or at the timeout.
 
     A pickle or deep copy is a new session of the same size.
 

@@ -119,12 +119,12 @@ class SyncMaster:
         if self._has_run and self._session.pending:
             # AssertionError as in the documented interface of earlier implementations.
             raise AssertionError("Queue is not clean before next initialization.")
-        # Without a run, a forward in eval mode has left slaves that are gone or get replaced.
+        # Slaves without a run of the master are left from eval mode: they are gone, or replaced.
         if self._has_run or not self._slaves or identifier in self._slaves:
             self._start_replication()
         meet = partial(self._session.rendezvous, _LAYER, len(self._order), combine=self._combine)
         pipe = self._slaves[identifier] = SlavePipe(identifier, meet)
-        # Slaves that wait already wait for this one too, because the master has not arrived.
+        # Slaves that are waiting now wait for this one as well: the master has not arrived.
         self._order.append(identifier)
         self._session.num_copies += 1
         return pipe

@@ -116,7 +116,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def as_global(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the part ``tensor`` as a ``DTensor`` with the layout of ``like``, unless it is plain.
+    """Return the part ``tensor`` as a ``DTensor`` laid out like ``like``, unless ``like`` is plain.
 
     Raises:
         ValueError: the part of ``like`` has another shape.
@@ -133,7 +133,7 @@ def as_global(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def as_dtensor(part: Tensor, layout: Layout) -> Tensor:
-    """Return ``part`` as the ``DTensor`` that ``layout`` describes, unless that is plain."""
+    """Return ``part`` as the ``DTensor`` that ``layout`` describes; unchanged without a mesh."""
     if layout.mesh is None:
         return part
     # Imported here, because the import is slow.
@@ -229,7 +229,7 @@ def total_norm(
 
 
 # Models with split layers -> (the tensor group, whether every rank of the run is in such a group).
-# The ranks of a group must train parameters that each of them holds whole in the same way.
+# Parameters that every rank of a group holds whole must get equal gradients on all of them.
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
 # The fsdp roots of this process. They hold gathered parameters and unreduced gradients, which the

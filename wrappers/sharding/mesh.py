@@ -44,8 +44,8 @@ class Mesh:
     Attributes:
         axes: the size of every axis, from the outermost to the innermost.
         device_mesh: torch's mesh with these axes; None without a process group.
-        data_group: the ranks at this rank's position in their tensor groups, one for each batch;
-            None for all ranks (no tensor axis, or one of size 1).
+        data_group: the ranks with the same position in their tensor groups as this rank, one per
+            batch; None for all ranks (no tensor axis, or one of size 1).
     """
 
     axes: dict[str, int]

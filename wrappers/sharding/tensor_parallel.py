@@ -1,4 +1,4 @@
-"""Split layers over a tensor group, each rank of which holds a part of every layer."""
+"""Split layers over a tensor group: each of its ranks holds a part of every split layer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parallelize(
     """Split layers of ``model`` over the tensor axis of ``mesh``, in place.
 
     Every rank must call this, with the same weights outside of the plan. The layers are split with
-    torch's ``parallelize_module``; losses, gradients and updates are the same as without. Dropout
+    torch's ``parallelize_module``; losses, gradients and updates stay the same. Dropout
     between split layers draws the same mask on all ranks. Only the ``forward`` of a split layer
     may use its parameters. docs/wrappers.md has an example of attention.
 
@@ -311,8 +311,8 @@ class _Waited(torch.autograd.Function):
 
 
 def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    # A following compiled block would return a gradient of a plain tensor, for which the backward
-    # of the layer fails.
+    # Otherwise a compiled block after this layer would return a plain tensor as the gradient, and
+    # the backward of this layer would fail.
     if type(output) is AsyncCollectiveTensor:
         output = _Waited.apply(output)  # type: ignore[no-untyped-call]
     refuse_double_backward(output, _DOUBLE)

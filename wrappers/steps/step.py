@@ -129,7 +129,7 @@ class Steps(ModelFeatures):
     steps use the defaults of ``BaseModel``.
 
     Attributes:
-        passed_on: parameters that ``**options`` accepts in addition to the bases' parameters.
+        passed_on: parameters that ``**options`` accepts beyond the signatures of the bases.
     """
 
     module: Any
@@ -185,11 +185,11 @@ class Steps(ModelFeatures):
             self.recheck_every(1)
 
     def val_step(self, data: Any) -> Any:
-        """Evaluate one batch by the model's ``val_step``; not collective."""
+        """Evaluate one batch by the model's ``val_step``; collective if ``collective_eval``."""
         return self._evaluate("val_step", data)
 
     def test_step(self, data: Any) -> Any:
-        """Evaluate one batch by the model's ``test_step``; not collective."""
+        """Evaluate one batch by the model's ``test_step``; collective if ``collective_eval``."""
         return self._evaluate("test_step", data)
 
     def sync_buffers(self) -> None:
@@ -314,8 +314,9 @@ class SingleDevice(Steps, nn.Module):
     ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
 
     Args:
-        detect_anomalous_params: log parameters that get no gradient, in every step. It takes some
-            microseconds per parameter and step, so use it for debugging only.
+        detect_anomalous_params: after every step look for parameters without a gradient, and log
+            each set of them once. It takes some microseconds per parameter and step, so use it for
+            debugging only.
 
     Raises:
         ValueError: ``detect_anomalous_params`` is set, and the model defines ``train_step``.
