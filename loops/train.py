@@ -246,6 +246,7 @@ class EpochTrainLoop(_TrainLoop):
 
     Raises:
         ValueError: The loader is empty, or an argument is not allowed.
+        AssertionError: ``max_epochs`` is not a whole number.
     """
 
     def __init__(  # noqa: PLR0913

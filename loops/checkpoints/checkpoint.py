@@ -81,6 +81,10 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     as ``incomplete_step_...`` (docs/checkpoints.md), with the counters of the start of the current
     accumulation window. Returns None on other ranks. Also returns None, and logs a warning, if the
     weights may be ahead of the counters or if the state is sharded.
+
+    Raises:
+        CheckpointError: Saving failed; the incomplete checkpoint is removed.
+        ValueError: ``reason`` is unknown.
     """
     if own_rank() != 0:
         return None

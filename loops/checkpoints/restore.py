@@ -40,7 +40,7 @@ class Checkpoint:
     meta: dict[str, Any]
 
     def read(self, name: str) -> Any:
-        """Return the content of a file, on the CPU, with whole tensors.
+        """Return the content of a file, on the CPU, with whole tensors; does not communicate.
 
         Raises:
             CheckpointError: The file does not exist or is damaged.
