@@ -42,8 +42,8 @@ def run_bisect(options: Options) -> int:
     if found is None:
         common = sorted({*a.steps} & {*b.steps})
         print(
-            f"no difference in the {len(common)} steps of both ledgers, {common[0]} the first, "
-            f"{common[-1]} the last"
+            f"no difference in the {len(common)} steps that both ledgers have, from {common[0]} "
+            f"to {common[-1]}"
         )
         return 0
     agreed = "" if found.agreed < 0 else f"agree up to step {found.agreed} and "
@@ -51,12 +51,12 @@ def run_bisect(options: Options) -> int:
     if not options.no_rerun and _is_vague(found, ledgers):
         with raising_stops(), tempfile.TemporaryDirectory(prefix="stepwrap_bisect_") as scratch:
             found = _narrow(found, folders, ledgers, Path(scratch))
-    print(f"the runs part at {found}")
+    print(f"the runs first differ at {found}")
     return DIFFERENT
 
 
 def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
-    """Return whether steps before the difference have no entry, or its entry has no parts."""
+    """Return whether steps just before the difference lack entries, or its entry lacks parts."""
     if found.agreed != found.step - 1:
         return True
     return found.stage in _BY_PARTS and not all(one.is_full(found.step) for one in ledgers)
@@ -65,7 +65,7 @@ def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
 def _narrow(
     found: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
 ) -> Difference:
-    """Return the difference in full ledgers of the interval, or ``found`` if they have none."""
+    """Repeat both runs with full ledgers; return their difference, or ``found`` without one."""
     full = []
     for number, (folder, ledger) in enumerate(zip(folders, ledgers, strict=True)):
         repeated = _repeat(folder, found, ledger.world_size(found.step), scratch / str(number))
@@ -75,9 +75,9 @@ def _narrow(
         other = first_difference(ledger, repeated)
         if other is not None:
             print(
-                f"{folder} did not repeat itself: the ledger of the repetition differs from the "
+                f"{folder} is not repeatable: the ledger of the repetition differs from the "
                 f"recorded one at {other}. Code, data or machine have changed since, or the run is "
-                "not deterministic (deterministic: true)"
+                "not deterministic (set deterministic: true)"
             )
             return found
         full.append(repeated)
@@ -113,7 +113,7 @@ def _repeat(folder: Path, found: Difference, nproc: int, run_dir: Path) -> Ledge
 
 
 def _train(job: Job, start: Path | None) -> None:
-    """Train on this rank, without the warnings about resuming without some hooks."""
+    """Train on this rank, without warnings about the hooks that a repetition turns off."""
     logging.disable(logging.WARNING)
     try:
         with prepared(job):

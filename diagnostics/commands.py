@@ -24,7 +24,7 @@ from ..runner.command.command import (
 
 
 class _ReplayCommand(Command):
-    """A command that reads the config from the folder of a run, which it does not change."""
+    """A command that reads the config of a run folder and does not change the folder."""
 
     def source(self, options: Options) -> tuple[str, list[str]]:
         folder, *overrides = options.words
@@ -52,7 +52,7 @@ replay = _ReplayCommand(
             ["--rank"],
             type=from_zero,
             metavar="R",
-            help="the rank to look into; default: 0, with --anomaly all",
+            help="the rank to examine; default: 0, or all ranks with --anomaly",
         ),
         flag("debugger", "stop before the training step and at an error in it"),
         flag("anomaly", "name the forward call whose gradient is NaN"),
@@ -70,7 +70,7 @@ bisect = Command(
     "bisect",
     f"{__package__}.bisect:run_bisect",
     "name the first step, rank and part at which two runs with ledgers differ",
-    (flag("no-rerun", "compare the ledgers as they are, repeat no steps"),),
+    (flag("no-rerun", "only compare the ledgers, do not train any steps"),),
     usage="RUN_A RUN_B [options]",
     least=2,
     most=2,

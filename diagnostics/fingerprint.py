@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors, computed on their device, of bytes and of random streams."""
+"""64-bit hashes of tensors (computed on their device), bytes and random streams."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..wrappers.sharding.layout import local_part
 _BLOCK = 1 << 23
 # The state of Python's generator: 624 words and a position.
 _WORDS = struct.Struct("<625I")
-# Odd, so that multiplying by them modulo 2**64 loses nothing: the multiplier of "rrmxmx" mixers
-# (https://mostlymangling.blogspot.com/2018/07/on-mixing-functions-in-fast-splittable.html) and
-# 2**64 divided by the golden ratio, as signed numbers.
+# Signed numbers: the multiplier of "rrmxmx" mixers
+# (https://mostlymangling.blogspot.com/2018/07/on-mixing-functions-in-fast-splittable.html), and
+# 2**64 divided by the golden ratio. Both are odd, so multiplying modulo 2**64 is invertible.
 _MULTIPLIER = 0xD6E8FEB86659FD93 - (1 << 64)
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @torch.no_grad()
 def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
-    """Return a hash of all bits of ``tensors`` in their order; of sharded ones this rank's parts.
+    """Return a hash of all bits of ``tensors`` in their order (this rank's parts if sharded).
 
     The hash is computed on the device of the first tensor: on an accelerator by ``hash_words``, as
     a 0-d int64 tensor without waiting; on the CPU by SHA-1, which is faster there, as a number.
@@ -46,8 +46,8 @@ def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
 def hash_words(parts: Sequence[Tensor]) -> Tensor:
     """Return a hash of uint8 vectors, by integer arithmetic on the device of the first.
 
-    Each 8 bytes are mixed with their position by an invertible function, and the results are
-    added. A change within 8 bytes is always detected, other changes except for 1 in 2**64.
+    Each word of 8 bytes is mixed with its position by an invertible function, and the results are
+    added. A change in a single word is always detected, any other with probability 1 - 2**-64.
     """
     device = parts[0].device
     sums: list[Tensor] = []
@@ -60,7 +60,7 @@ def hash_words(parts: Sequence[Tensor]) -> Tensor:
             sums.append(_sum_of_words(pieces, size))
             pieces, size = [], 0
     sums.append(_sum_of_words(pieces or [parts[0][:0]], size))
-    # The last word is padded with zeros, so that the length is added to the hash.
+    # Add the length, since the last word is padded with zeros.
     return _mixed(torch.stack(sums)).sum() + sum(map(len, parts))
 
 
@@ -105,7 +105,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _sum_of_words(pieces: list[Tensor], size: int) -> Tensor:
-    # A fresh tensor: it is computed on in place.
+    # A new tensor, since `_mixed` works in place.
     words = torch.cat([*pieces, pieces[0].new_zeros(-size % 8)]).view(torch.int64)
     return _mixed(words).sum()
 
@@ -124,7 +124,7 @@ def _keys(device: torch.device, bits: int) -> Tensor:
 
 def _mix_(words: Tensor) -> Tensor:
     """Mix words in place, such that each bit changes about half of the bits of its word."""
-    # Views of halves instead of shifts, which would need a mask, since torch keeps the sign.
+    # Views of halves, because torch's right shift keeps the sign and would need a mask.
     halves = words.view(torch.int32)
     low, high = (halves[0::2], halves[1::2])[:: 1 if sys.byteorder == "little" else -1]
     for _ in range(2):

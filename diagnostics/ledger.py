@@ -48,14 +48,14 @@ Entry = dict[Item, int]
 
 
 class LedgerWriter:
-    """Append the entries of a rank to its file, each by a single write, so that kills lose none.
+    """Append a rank's entries to its file; each is a single write, so a kill loses none of them.
 
     Args:
         path: The file; an existing file is continued, or overwritten if ``step`` is 0.
         full: Whether entries also have the members of each group.
         rank: The rank of this process.
         world_size: The number of ranks.
-        step: The updates done so far; later entries in the file no longer count.
+        step: The updates done so far; entries of later steps in the file no longer count.
         max_bytes: The maximum size of the file.
     """
 
@@ -172,8 +172,8 @@ class Ledger:
 
     Attributes:
         folder: The folder of its files.
-        steps: The updates of which every rank has an entry, ascending. The entry of the step at
-            which a run started, or was resumed, has the initial weights.
+        steps: The updates for which every rank has an entry, ascending. The entry of the step at
+            which a run started (0) or was resumed has the initial weights.
     """
 
     def __init__(self, folder: Path, files: Mapping[int, _RankFile]) -> None:
@@ -190,7 +190,7 @@ class Ledger:
         return self._files[0].full[step]
 
     def entry(self, step: int, rank: int = 0) -> Entry:
-        """Return the hashes of a rank's step in the order in which they were computed.
+        """Return the hashes of a rank's step, in the order of the table in docs/exactness.md.
 
         Raises:
             KeyError: ``step`` is not in ``steps``, or the rank did not exist.
@@ -225,7 +225,7 @@ class Difference:
     """The first difference between two runs.
 
     Attributes:
-        step: The number of the update; the first is 1. For initial weights, the updates before.
+        step: The number of the update, from 1; for initial weights, the number of updates before.
         rank: The lowest rank with the difference.
         stage, name: The first item that differs, see ``Item``.
         agreed: The last step before it in which the ledgers agree; -1 if there is none.
@@ -244,8 +244,8 @@ class Difference:
 def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None:
     """Return the first difference of two ledgers, in the steps after ``after`` that both have.
 
-    Within a step, items that were hashed earlier come first, on any rank. Only items that both
-    ledgers have are compared: if only one of them is full, the groups.
+    Within a step, items that come earlier in an entry are reported first, on any rank. Only items
+    that both ledgers have are compared: the groups, if only one ledger is full.
 
     Returns:
         The difference, or None if the ledgers agree.

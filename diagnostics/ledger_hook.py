@@ -68,7 +68,7 @@ class LedgerHook(Hook):
         self._until = until
         self._writer: LedgerWriter | None = None
         self._handles: list[RemovableHandle] = []
-        # By the id of the parameter.
+        # The names by the parameters' ids.
         self._names: dict[int, str] = {}
         self._entry: dict[Item, int | Tensor] = {}
         # Whether the running update will have an entry; a suffix for names from later batches.
@@ -172,7 +172,7 @@ class LedgerHook(Hook):
 
     def _write(self, step: int) -> None:
         assert self._writer is not None
-        # Log values of later batches are added after the gradients; put them first.
+        # Log values of the last batch are added after the gradients; put them first.
         items = sorted(self._entry, key=lambda item: item.stage in _OF_THE_WINDOW)
         hashes = fetch([torch.as_tensor(self._entry[item]) for item in items])
         self._writer.write(step, dict(zip(items, hashes, strict=True)))

@@ -148,7 +148,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
 
 
 def _recall(state: LoopState, latest: Path) -> None:
-    """Load into the spike guards the steps that the run has skipped, from its last checkpoint."""
+    """Load the steps that the run has skipped from its last checkpoint into the spike guards."""
     guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
     saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():

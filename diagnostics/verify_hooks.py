@@ -146,7 +146,7 @@ class TraceHook(Hook):
         return follow
 
     def _compare(self, frame: FrameType, line: int | None) -> None:
-        """Record changes since the last call, made by ``line``; None only updates the marks."""
+        """Record the changes that ``line`` has made; with None, only update the marks."""
         for where, values in _namespaces(frame):
             marks = {name: _mark(value) for name, value in values.items()}
             before, self._marks[where] = self._marks.get(where, marks), marks

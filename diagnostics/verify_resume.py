@@ -120,7 +120,7 @@ def _verify(runs: _Runs, options: Options, run: RunSections) -> int:
     killed = runs.train("killed", kill, until=kill_at)
     start = _last_checkpoint(killed)
     if found := first_difference(read_ledger(whole), read_ledger(killed)):
-        print(f"{_text_of(found)} before the kill: the run does not repeat itself", flush=True)
+        print(f"{_text_of(found)} before the kill: the run is not repeatable", flush=True)
         _print_causes(runs, found)
         return DIFFERENT
     shutil.copytree(killed, runs.folder / "resumed", ignore=shutil.ignore_patterns("samples"))
@@ -149,7 +149,7 @@ def _last_checkpoint(run: Path) -> Checkpoint:
 
 
 def _middle(end: Mapping[str, Any]) -> int:
-    """Return a step in the middle of an epoch in the middle of the run, but not the first two."""
+    """Return a step, at least the third, in the middle of an epoch in the middle of the run."""
     passes = max(1, end["epoch"] + (end["batch"] > 0))
     steps = end["step"] / passes
     return int(min(end["step"], passes // 2 * steps + max(_LOST + 1, steps / 2)))

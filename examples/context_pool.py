@@ -1,7 +1,7 @@
-"""A data pipeline: workers with a model each turn images into features for the trainer.
+"""A data pipeline: each worker turns images into features with its copy of a model.
 
 A small network is trained on one half of the digits and then frozen. Each worker of the pool gets
-a copy of it as its context. Batches of the other half go through the workers while the main process
+a copy of it as its context. The workers process batches of the other half while the main process
 trains a classifier on the features. At most `lookahead` batches are in flight, so the data may be
 larger than the memory.
 

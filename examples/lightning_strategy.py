@@ -1,4 +1,4 @@
-"""A custom step under Lightning's Trainer, and the Trainer's steps with our wrappers.
+"""Lightning's Trainer with `StepStrategy`: an ordinary LightningModule, and a custom step.
 
 Run it on two processes: python examples/lightning_strategy.py
 """
@@ -39,7 +39,7 @@ class DigitsModule(LightningModule):
 
 
 def own_step() -> StepLightningModule:
-    """Return the same network, trained by `MixupDDP.train_step`."""
+    """Return a module with the same network, for training by `MixupDDP.train_step`."""
     return StepLightningModule(
         SupervisedModel(SmallCNN(), torch.nn.CrossEntropyLoss()),
         optim_wrapper=lambda model: OptimWrapper(torch.optim.AdamW(model.parameters(), lr=3e-3)),

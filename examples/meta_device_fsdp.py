@@ -1,6 +1,6 @@
 """A model that is built on the meta device, sharded over two processes and trained.
 
-No process ever holds more than its shards and one full layer. Run it on two processes:
+No process ever holds all parameters at once. Run it on two processes:
 python examples/meta_device_fsdp.py
 """
 

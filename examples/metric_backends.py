@@ -1,4 +1,4 @@
-"""A torchmetrics metric that is synchronised over any back-end, including a custom one.
+"""Synchronise a torchmetrics metric over any back-end, including a custom one.
 
 python examples/metric_backends.py [torch | torch_cpu | counting ...]
 mpirun -n 2 python examples/metric_backends.py mpi4py

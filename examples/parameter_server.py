@@ -25,7 +25,7 @@ def main(epochs: int = 6) -> float | None:
 
 
 def serve(group: RpcGroup) -> float | None:
-    """Run a reducer; it averages 2 gradients and the primary 2 such averages, 4 per step."""
+    """Run a reducer: it averages 2 gradients, and the primary 2 such averages, so 4 for a step."""
     server = PushPullGradServerImpl(
         "digits",
         group,

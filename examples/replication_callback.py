@@ -13,7 +13,7 @@ from stepwrap.wrappers import OptimWrapper, StepDataParallel, SupervisedModel
 
 
 class Centred(nn.Module):
-    """Subtracts a running mean of the features that is computed over the whole batch."""
+    """Subtract a running mean of the features, computed over the batches of all replicas."""
 
     def __init__(self, features: int, momentum: float = 0.1) -> None:
         super().__init__()

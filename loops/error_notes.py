@@ -63,10 +63,9 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step_name:
 
 
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
-    """Return types and shapes in nested data as a line.
+    """Describe types and shapes of nested data in one line.
 
-    With ``ranges``, also the value ranges of integer tensors on the CPU, and plain numbers
-    themselves.
+    With ``ranges``, also show the value ranges of integer tensors on the CPU, and plain numbers.
     """
     try:
         return _described(data, ranges, depth)

@@ -38,11 +38,11 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Rounds:
-    """The batches of an evaluation on this rank, in the same number of rounds on every rank.
+    """The batches of an evaluation on this rank.
 
-    Without ``together`` they are simply the loader's batches. With it every round is a step of all
-    ranks: a rank that has run out gets its last batch again, which is not counted, and a rank
-    without any batch gets one of another rank. Before each step the ranks exchange whether they
+    Without ``together`` these are the loader's batches. With it, every rank makes the same number
+    of steps: a rank that has run out repeats its last batch, which is not counted, and a rank
+    without any gets a batch of another rank. Before each step the ranks exchange whether to
     continue: an exception of a loader, or a deferred one, ends the evaluation on all of them.
     """
 
@@ -158,8 +158,8 @@ class _EvalLoop:
         Raises:
             TypeError: The model lacks the step.
             ValueError: No rank has a batch, or a metric's input is missing.
-            RuntimeError: Every rank must call each step, and the loader, a metric or a hook of
-                another rank has raised an error, which the message names.
+            RuntimeError: The loader, a metric or a hook of another rank failed, if every rank
+                must call each step (``collective_eval``). The message names the error.
         """
         require_step(state.model, self.step_name)
         with (
@@ -247,7 +247,7 @@ class _EvalLoop:
     def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
         """Run all batches; return False if a request to stop has cut them short."""
         together = distributed_available() and model_features(state.model).collective_eval
-        # A stop that was requested before, such as in a stopped training, does not count here.
+        # A stop that was requested earlier, for example in a stopped training, does not count.
         polled = 0.0 if state.stop_reason else math.inf if together else self._last_polled_batch()
         step = getattr(state.model, self.step_name)
         optim = optim_features(state.optim_wrapper)
@@ -279,10 +279,9 @@ class _EvalLoop:
         return True
 
     def _last_polled_batch(self) -> float:
-        """Return how many batches the rank with the fewest has.
+        """Return the smallest number of batches of a rank: 0 if unknown, infinity on one process.
 
-        After that some ranks have finished, so the ranks can no longer poll together. Returns 0 if
-        the number is unknown, and infinity on one process.
+        After that batch some ranks have finished, so the ranks can no longer poll together.
         """
         if self._polled_batches is None:
             lengths = all_gather_object(length_of(self.dataloader))
@@ -294,7 +293,13 @@ class _EvalLoop:
 
 @LOOPS.register_module()
 class ValLoop(_EvalLoop):
-    """The validation loop: calls ``val_step`` on each batch, and counts each sample once."""
+    """The validation loop: calls ``val_step`` on each batch, and counts each sample once.
+
+    Args:
+        dataloader: This rank's batches; the number may differ between ranks.
+        metrics: Metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
+            order on every rank; docs/extending.md describes how they are updated.
+    """
 
     phase = Phase.VAL
     step_name = "val_step"
@@ -302,7 +307,7 @@ class ValLoop(_EvalLoop):
 
 @LOOPS.register_module()
 class TestLoop(_EvalLoop):
-    """The test loop: calls ``test_step`` on each batch, and counts each sample once."""
+    """The test loop: the same as ``ValLoop``, but with ``test_step``."""
 
     # Keeps pytest from collecting this class.
     __test__ = False

@@ -25,12 +25,13 @@ class Hook:
               on_batch_start, on_batch_end, [on_update, [collect_logs, on_log],
                 [evaluation], on_save_point]  for each batch
             on_epoch_end, [evaluation], on_save_point
-          on_train_end
+          [collect_logs, on_log], on_train_end
         on_run_end
 
-    and an evaluation is on_eval_start, on_eval_batch_start and on_eval_batch_end for each batch,
-    on_eval_end. In the iteration loop on_epoch_start and on_epoch_end surround the whole run. A
-    resumed run starts with on_train_start and on_epoch_start again.
+    Events in brackets occur when they are due. An evaluation is on_eval_start, on_eval_batch_start
+    and on_eval_batch_end for each batch, and on_eval_end. In the iteration loop, on_epoch_start and
+    on_epoch_end surround the whole run. A resumed run calls on_train_start and on_epoch_start
+    again.
 
     Other objects with methods of these names work as well; ``order`` is optional for them. A hook
     with ``state_dict`` and ``load_state_dict`` is saved in checkpoints.
@@ -43,7 +44,7 @@ class Hook:
         _check_events(cls, vars(cls))
 
     def ignores(self) -> Collection[str]:
-        """Return overridden events that should not be called in this run; called once."""
+        """Return overridden events to leave out; called whenever a ``HookList`` is built."""
         return ()
 
     def on_run_start(self, state: LoopState) -> None:
@@ -76,7 +77,7 @@ class Hook:
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         """Add this rank's scalars to ``scalars`` before they are averaged over the ranks.
 
-        Must not communicate; 0-d tensors may stay on the device.
+        Called on every rank at the same update; 0-d tensors may stay on the device.
         """
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:

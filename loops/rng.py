@@ -55,7 +55,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore the result of ``capture_rng``; streams that this process lacks are ignored."""
+    """Restore the streams of ``capture_rng``; ignore streams that this process does not have."""
     python = streams["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(streams["torch"])

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Cadence:
-    """An interval in updates, epochs or seconds of training; several may be given, None is never.
+    """Intervals in updates, epochs or seconds of training; any may be given, None turns one off.
 
     Call ``due_step`` after each update and ``due_epoch`` after each epoch, usually in
     ``on_save_point``. The result is the same on every rank.
@@ -65,8 +65,8 @@ class Cadence:
 class Budget(ABC):
     """The length of a training run in epochs or steps, and the validations in between.
 
-    The last unit is always followed by a validation. From each milestone of ``dynamic`` on, its
-    interval applies. A subclass defines the unit.
+    The last unit is always followed by a validation. Each interval of ``dynamic`` applies from its
+    milestone on. A subclass defines the unit.
     """
 
     unit: ClassVar[str]
@@ -103,7 +103,7 @@ class Budget(ABC):
         """
 
     def val_due(self, state: LoopState) -> bool:
-        """Return whether a validation is due; after a stop it is left to the resumed run."""
+        """Return whether a validation is due; after a stop, the resumed run runs it."""
         done = self.done(state)
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
         is_due = done >= self.begin and (done % interval == 0 or done == self.last)

@@ -1,4 +1,4 @@
-"""Stop a run in order after a signal, at the same update on every rank."""
+"""Stop a run after a signal, at the same update on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..collectives import comm_device, distributed_available, get_rank, get_worl
 from .state import LoopState, Phase
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
-# The approximate time between two exchanges of the ranks, which can only act on a signal then.
+# Approximate time between two exchanges; several ranks act on a signal only in an exchange.
 _PERIOD_S = 1.0
 # A single process polls this often; a signal makes the next poll due at once.
 _POLL_S = 0.1
@@ -27,14 +27,13 @@ _MAX_POLLS = 64
 class StopSignals:
     """A context that turns SIGTERM and SIGINT into an orderly stop.
 
-    The first signal is recorded; a second SIGINT raises KeyboardInterrupt. ``poll`` passes the
-    signal to the loop. One that arrives after the last poll is raised again at the exit, unless
-    there is an error. Once the stop has begun, further SIGTERMs are ignored, since both the
-    scheduler and the launcher may send one. If a launcher started the process (``RANK`` is set),
-    they are ignored until it ends.
+    The first signal is recorded, and ``poll`` passes it to the loop; a second SIGINT raises
+    KeyboardInterrupt. A signal after the last poll is raised again at the exit, unless there is an
+    error. Once the stop has begun, further SIGTERMs are ignored, since both the scheduler and the
+    launcher may send one; if a launcher started the process (``RANK`` is set), until it ends.
 
     A single process checks at every poll. Several ranks exchange about once a second, at a poll
-    that they chose in the exchange before: a signal to any of them stops all of them at the same
+    that they chose in the previous exchange, so a signal to any of them stops all at the same
     update. Every rank must therefore poll equally often in each phase.
     """
 

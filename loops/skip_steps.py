@@ -1,4 +1,4 @@
-"""Skip training steps: parse the setting, read their batches without training, undo changes."""
+"""Skip training steps: parse the setting, read batches without training, undo a step's changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rollback(BaseException):
 
 
 def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
-    """Return the steps given as numbers and as ranges such as "1200-1210"."""
+    """Return the steps given as numbers and as ranges such as "1200-1210"; may raise ValueError."""
     steps: set[int] = set()
     for entry in skip_steps if isinstance(skip_steps, Iterable) else [repr(skip_steps)]:
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", "" if isinstance(entry, bool) else str(entry))
@@ -54,8 +54,8 @@ def with_skipped_steps(
 ) -> tuple[Iterable[Any], Step]:
     """Return ``batches`` and ``train_step`` such that ``state.skip_steps`` are not trained.
 
-    Their batches are read, so that the other steps keep their batches, but the random streams do
-    not change.
+    The batches of skipped steps are read without changing the random streams, so that the other
+    steps keep theirs.
 
     Raises:
         ValueError: Several optimizers accumulate gradients, so that it is unknown which

@@ -18,7 +18,7 @@ from ..collectives import mean_scalars
 if TYPE_CHECKING:
     from ..wrappers import LossWeight
 
-# Takes the place of the update number for values restored from a checkpoint.
+# Used as the update number of values that were restored from a checkpoint.
 _RESTORED = -1
 _COUNTERS = ("epoch", "batch", "iteration", "step", "evaluated_at")
 # The update that a batch belongs to, and the logs of that batch.
@@ -26,7 +26,7 @@ _BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any]]"
 
 
 class WeightedLogs(dict[str, Any]):
-    """The logs of a batch with their weight in means, as ``loss_weight`` computes it.
+    """The logs of a batch, and the weight that ``loss_weight`` gives them in means.
 
     The weight is 0 if the batch does not count. Logs without a weight count equally.
     """
@@ -39,13 +39,13 @@ class WeightedLogs(dict[str, Any]):
 class LogBuffer:
     """A buffer for the logs of training steps that does not wait for the device.
 
-    ``append`` takes (update, logs). It is the list's method, since it is called for every batch.
+    ``append`` takes (update, logs). It is a list's method, to save a Python call for every batch.
     """
 
     def __init__(self) -> None:
         self._raw: list[_BatchLogs] = []
         self._sums: dict[str, tuple[Tensor, float | Tensor]] = {}
-        # By name, the first of the values in `_sums` that is not finite.
+        # For each name, update and text of the first value in `_sums` that is not finite.
         self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
 
@@ -76,16 +76,16 @@ class LogBuffer:
             self._raw.pop()
 
     def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
-        """Return update and text of the first non-finite value after an update, or None."""
+        """Return update and text of the first non-finite value after update ``after``, or None."""
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
         found += _not_finite(self._raw, after)
         texts = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
         return min(texts, key=lambda one: one[0], default=None)
 
     def state_dict(self, last: int | None = None) -> dict[str, Any]:
-        """Return the raw values, up to update ``last``.
+        """Return the folded sums, and the raw values up to update ``last`` (None: all).
 
-        Raw values and not sums, since adding two partial sums rounds differently.
+        The raw values are not summed, since adding two partial sums rounds differently.
         """
         raw = _by_name([one for one in self._raw if last is None or one[0] <= last]).items()
         return {
@@ -95,7 +95,7 @@ class LogBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore a state, on the device on which training steps create their logs."""
+        """Restore a state to ``device``, on which training steps create their logs."""
         self.clear()
         sums = state["sums"].items()
         self._sums = {name: (one.to(device), _on(n, device)) for name, (one, n) in sums}
@@ -108,7 +108,7 @@ class LogBuffer:
             self._raw.extend((_RESTORED, one) for one in logs)
 
     def sums(self) -> dict[str, tuple[Tensor, float | Tensor]]:
-        """Return by name the sum of the values since ``clear``, and their count or weight."""
+        """Return for each name the sum of its values since ``clear``, and their count or weight."""
         sums = dict(self._sums)
         for name, (values, weights) in _by_name(self._raw).items():
             new: tuple[Tensor, float | Tensor] = _sum(name, values), len(values)
@@ -152,7 +152,7 @@ def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[st
 
 
 def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict[str, float]:
-    """Return means over the ranks, ``weighted`` logs by weight; every rank must call this."""
+    """Return means over the ranks; ``weighted`` logs count by weight; every rank must call this."""
     sums = {} if weighted is None else weighted.sums()
     weights = {f"{name} weight": count for name, (_, count) in sums.items()}
     totals = {name: total for name, (total, _) in sums.items()}
@@ -201,7 +201,7 @@ def _not_finite(raw: Sequence[_BatchLogs], after: int) -> list[tuple[int, str, s
 
 
 def _sum(name: str, values: list[Any]) -> Tensor:
-    """Return the sum of logged values, which may be floats, or vectors that count as their mean."""
+    """Return the sum of logged values; a value with several elements counts as its mean."""
     try:
         stacked = torch.stack(values).detach()
     except (TypeError, RuntimeError):
@@ -292,8 +292,8 @@ class LoopState:
 
     The counters count finished batches, updates and epochs. They advance after the end event:
     in ``on_batch_end`` ``iteration`` is still this batch's index, and in ``on_epoch_end`` ``epoch``
-    is still this epoch's index. In ``on_update``, ``on_log``, the
-    evaluation events and ``on_save_point`` all of them are up to date.
+    is still this epoch's index. They are up to date in ``on_update``, ``on_log``, the evaluation
+    events and ``on_save_point``.
 
     Attributes:
         model: The model wrapper (``train_step``, ``val_step``, ``test_step``, ``module``).
@@ -390,12 +390,12 @@ class LoopState:
         self.stop_reason = self.stop_reason or reason
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, the clock and the last metrics."""
+        """Return the counters, the clock, the last metrics and the data layout."""
         counters = {name: getattr(self, name) for name in (*_COUNTERS, "recorded_at", "clock_s")}
         return {**counters, "metrics": dict(self.metrics), "data_layout": dict(self.data.layout)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counters of a checkpoint, which do not include a request to stop."""
+        """Restore the state of a checkpoint; a request to stop is not part of it."""
         for name in _COUNTERS:
             setattr(self, name, int(state[name]))
         # Older checkpoints lack this entry and the logs since the last record.

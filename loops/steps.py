@@ -36,8 +36,8 @@ def step_of(state: LoopState) -> Step:
 def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
     """Return a step that checks that each batch is counted as one micro-batch.
 
-    Otherwise the losses would not be divided by the number of the window's batches. An optimizer
-    of a group may count none.
+    Other counts would divide the losses by a wrong number. In a group of optimizers, one may count
+    none.
     """
 
     def counted_step(data: Any, optim_wrapper: Any) -> Any:
@@ -74,7 +74,7 @@ class StepBlocks(Hook):
     A block has at most ``steps`` steps. A record, a validation or the end of a pass ends it.
     """
 
-    # After all other hooks: the next check finds their changes.
+    # After all other hooks, so that the next check finds their changes.
     order = 100
 
     def __init__(self, state: LoopState, steps: int) -> None:

@@ -49,9 +49,9 @@ class _TrainLoop:
     # Set at the start of each session.
     _inputs: PassInputs
     _signals: StopSignals
-    # True unless a rollback requires another session; set in advance when a session starts.
+    # False at the start and after a rollback, when another session is required.
     _ended = False
-    # The step of this session's final record; until that is made, the step at which it began.
+    # The step of this session's final record; before that record, the step at which it started.
     _closed_at = 0
 
     def __init__(  # noqa: PLR0913
@@ -140,8 +140,8 @@ class _TrainLoop:
     def _record_rest(self, state: LoopState, hooks: HookList) -> None:
         """Emit the last record of the run, before a validation of the same step.
 
-        The counters decide whether one is due, since all ranks must agree. The logs are kept: a
-        run that is resumed here makes the record of the whole interval.
+        Only counters decide whether one is due, since all ranks must agree. The logs are kept, so
+        that a run resumed here records the whole interval.
         """
         if state.step not in (state.recorded_at, self._closed_at):
             self._closed_at = state.step
@@ -233,7 +233,7 @@ class EpochTrainLoop(_TrainLoop):
         val_loop: The validation loop; None for no validation.
         val_begin: The first epoch after which to validate.
         val_interval: Epochs between two validations. The last epoch is always followed by one.
-        dynamic_intervals: (epoch, val_interval) pairs: from that epoch on, another interval.
+        dynamic_intervals: Ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: Updates between two log records.
         sanity_val: Run one validation batch before training, to find mistakes early; see
             ``ValLoop.try_batch``.
@@ -243,6 +243,10 @@ class EpochTrainLoop(_TrainLoop):
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
         steps_per_call: A compiled step checks for changes of the model only once per this many
             steps, unless user-defined hooks act at each step; see docs/performance.md.
+
+    Raises:
+        ValueError: The loader is empty, or an argument is not allowed.
+        AssertionError: ``max_epochs`` is not a whole number.
     """
 
     def __init__(  # noqa: PLR0913
@@ -300,7 +304,7 @@ class IterTrainLoop(_TrainLoop):
         max_steps: Optimizer updates.
         val_begin: The first update after which to validate.
         val_interval: Updates between two validations. The last update is always followed by one.
-        dynamic_intervals: (step, val_interval) pairs: from that update on, another interval.
+        dynamic_intervals: Ascending (step, val_interval) pairs; each applies from its step on.
 
     The other arguments are the same as in ``EpochTrainLoop``.
     """

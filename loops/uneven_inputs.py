@@ -50,7 +50,7 @@ class PassInputs:
         self._weighted = is_weighted(state.optim_wrapper)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
-            # Windows end with the pass; an estimated length would end them at another batch.
+            # Windows end with the pass; an estimated length would end the last too early or late.
             self.length = self.length if is_sure else None
             self._sampler = sampler_of(loader)
             return
@@ -59,9 +59,9 @@ class PassInputs:
             _check(state, by_epoch)
         elif len(set(lengths)) > 1:
             raise ValueError(
-                "every rank needs the same number of training batches, got by rank "
-                f"{lengths}; use build_loader(..., train=True), or allow different numbers by "
-                "StepDistributedDataParallel(uneven_inputs=True) or by a loss_weight of the "
+                f"every rank needs the same number of training batches, got {lengths} (by rank); "
+                "use build_loader(..., train=True), or allow different numbers with "
+                "StepDistributedDataParallel(uneven_inputs=True) or a loss_weight of the "
                 "optimizer wrapper"
             )
 
@@ -138,7 +138,7 @@ class PassInputs:
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
                     f"{name_ranks(ended)} ran out after {state.batch} in epoch {state.epoch}, and "
-                    f"{name_ranks(others)} did not; allow different numbers by "
+                    f"{name_ranks(others)} did not; allow different numbers with "
                     "StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop"
                 )
             yield batch
@@ -147,7 +147,7 @@ class PassInputs:
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
-        # Torch's `join` takes the weights of the same rank: most batches, the last of equals.
+        # Torch's `join` takes the weights of the same rank: the last of those with most batches.
         longest = max(range(len(everyone)), key=lambda at: (everyone[at]["batch"], at))
         ahead = everyone[longest]
         if all(one["batch"] == ahead["batch"] for one in everyone):
@@ -180,7 +180,7 @@ def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool)
 
 
 def true_on_all_ranks(group: dist.ProcessGroup | None, *values: bool) -> list[bool]:
-    """Return which of the values are true on all ranks of the group; each of them must call."""
+    """Return for each value whether it is true on all ranks of the group, which all must call."""
     answers = torch.tensor(values, dtype=torch.uint8, device=comm_device(group))
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     return [bool(answer) for answer in answers.tolist()]
@@ -205,6 +205,6 @@ def _check(state: LoopState, by_epoch: bool) -> None:
         optimizer = getattr(member, "optimizer", None)
         if isinstance(optimizer, (ZeroRedundancyOptimizer, PostLocalSGD)):
             raise ValueError(
-                f"uneven_inputs does not go together with {type(optimizer).__name__}, which "
+                f"uneven_inputs cannot be combined with {type(optimizer).__name__}, which "
                 "communicates at each update"
             )

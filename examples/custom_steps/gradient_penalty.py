@@ -24,8 +24,8 @@ class SmoothDDP(StepDistributedDataParallel):
         images = images.detach().requires_grad_()
         with optim_wrapper.optim_context(self):
             loss = self.module.loss(self(images, mode="tensor"), labels)
-        scale = optim_wrapper.loss_scale  # 1 but for float16, where small slopes would vanish
-        # The gradient of the sum of losses gives each image the slope of its loss.
+        scale = optim_wrapper.loss_scale  # 1 except for float16, in which small slopes underflow
+        # The gradient of the summed losses is, for each image, the gradient of its loss.
         (slope,) = torch.autograd.grad(loss * len(images) * scale, images, create_graph=True)
         penalty = (slope / scale).flatten(1).square().sum(1).mean()
         losses = {"loss_scores": loss, "loss_slope": WEIGHT * penalty}

@@ -21,21 +21,21 @@ class SharpnessAwareDDP(StepDistributedDataParallel):
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         data = self.module.data_preprocessor(data, training=True)
         weights = [one for one in self.parameters() if one.requires_grad]
-        # Keep the gradients of earlier batches in the window: backward would change them.
+        # Set aside the gradients of the window's earlier batches: backward would add to them.
         gathered = [None if one.grad is None else one.grad.clone() for one in weights]
         for one in weights:
             one.grad = None
         # Pass the bare model, which has no no_sync: both backwards must average over the ranks.
         with optim_wrapper.optim_context(self.module):
             first, _ = parse_losses(self(*data, mode="loss"))
-        (first * optim_wrapper.loss_scale).backward()  # the direction is the same
+        (first * optim_wrapper.loss_scale).backward()  # the scale does not change the direction
         climbed = [one for one in weights if one.grad is not None]
         with torch.no_grad():
             before = [one.clone() for one in climbed]
             norm = total_norm([one.grad for one in climbed], like=climbed)
             for one in climbed:
                 step = one.grad * (RHO / (norm + 1e-12))
-                one.add_(step.nan_to_num(0.0))  # stay where the scale was too large for float16
+                one.add_(step.nan_to_num(0.0))  # no move where the scaled gradient overflowed
         for one, gradient in zip(weights, gathered, strict=True):
             one.grad = gradient
         with optim_wrapper.optim_context(self.module):

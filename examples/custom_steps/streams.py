@@ -13,7 +13,7 @@ from stepwrap.wrappers import BaseModel
 
 @DATASETS.register_module()
 class SourceStreams(SourceText):
-    """One stream per row of all ranks' batches; the third item is (stream, block in it)."""
+    """Each row of the ranks' batches continues a stream; the third item is (stream, block)."""
 
     def __init__(self, streams: int, block: int = 32, limit: int | None = None) -> None:
         super().__init__("train", block, limit)

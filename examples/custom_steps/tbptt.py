@@ -1,6 +1,7 @@
 """Truncated backpropagation through time: each batch continues where the last one ended.
 
-The state is kept, the gradient is not (Williams and Peng 1990). See streams.py for data and model.
+The state carries over to the next batch, the gradient does not (Williams and Peng 1990).
+See streams.py for data and model.
 Run it: stepwrap train examples/custom_steps/tbptt.yaml
 """
 
@@ -25,7 +26,9 @@ class TruncatedDDP(StepDistributedDataParallel):
         characters, target, places = self.module.data_preprocessor(data, training=True)
         rows, block = places.unbind(1)
         if self.rows is not None and not torch.equal(rows, self.rows):
-            raise ValueError("streams must be batch_size times the ranks, unshuffled, drop_last")
+            raise ValueError(
+                "streams must be batch_size * ranks, with drop_last and without shuffle"
+            )
         state = None if self.state is None else self.state * (block > 0)[:, None]
         with optim_wrapper.optim_context(self):
             logits, state = self(characters, state)

@@ -1,4 +1,4 @@
-"""Write checkpoints, one folder each, which is complete or absent; list and describe them."""
+"""Write, list and describe checkpoints: folders that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -81,6 +81,10 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     as ``incomplete_step_...`` (docs/checkpoints.md), with the counters of the start of the current
     accumulation window. Returns None on other ranks. Also returns None, and logs a warning, if the
     weights may be ahead of the counters or if the state is sharded.
+
+    Raises:
+        CheckpointError: Saving failed; the incomplete checkpoint is removed.
+        ValueError: ``reason`` is unknown.
     """
     if own_rank() != 0:
         return None
@@ -110,7 +114,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
 def _why_unsafe(state: LoopState) -> str:
     """Explain why a checkpoint with the counters of the last update is unsafe; "" if it is safe.
 
-    It might not match the weights, or could not be resumed.
+    An unsafe checkpoint might not match the weights, or could not be resumed.
     """
     if state.updated_at is None:
         return "it is unknown where the running accumulation window began"
@@ -135,7 +139,8 @@ def _why_unsafe(state: LoopState) -> str:
 def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] = ()) -> list[Path]:
     """Remove all but the latest ``keep_last`` checkpoints and those in ``keep``.
 
-    Only rank 0 removes checkpoints; None keeps all. Returns the removed folders.
+    Only rank 0 removes checkpoints, without communication. ``keep_last=None`` keeps all. Returns
+    the removed folders.
     """
     if keep_last is None or own_rank() != 0:
         return []
@@ -152,7 +157,7 @@ def list_checkpoints(
     """Return the checkpoints in ``folder`` with their descriptions, the latest first.
 
     Checkpoints without a readable description are skipped with a warning, and the error is added to
-    ``problems``.
+    ``problems``. Does not communicate.
     """
     found = []
     for path in folder.glob("step_*"):
@@ -260,7 +265,7 @@ def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str,
 
 
 def _evaluated(state: LoopState) -> list[str]:
-    """Return the file and the keys in it of the weights that evaluations use."""
+    """Return where the weights that evaluations use are: a file, and keys in its content."""
     for name, part in state.stateful.items():
         if isinstance(part, WeightSource) and part.evaluated_entry:
             return ["state.pt", "stateful", name, part.evaluated_entry]
@@ -351,7 +356,7 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     carried = weights.step_state(state.model) if at_current_batch else {}
     if carried:
         own["step"] = carried
-    # A checkpoint of the window's start has no gradients, and the reader is past that batch.
+    # Leave out the loader's position in a checkpoint of the window's start: it is past that batch.
     reader_state = state.data.reader_state
     if reader_state is None and state.data.reader is not None:
         reader_state = state.data.reader.state_dict()

@@ -120,7 +120,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
-        # The message of torch, which advises weights_only=False, is not repeated.
+        # Do not repeat torch's message: it advises weights_only=False.
         raise ValueError(
             "the file must be written by torch.save and contain only tensors, numbers, strings, "
             f"lists, tuples, sets and dicts ({type(error).__name__})"

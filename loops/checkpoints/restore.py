@@ -40,7 +40,7 @@ class Checkpoint:
     meta: dict[str, Any]
 
     def read(self, name: str) -> Any:
-        """Return the content of a file, on the CPU, with whole tensors.
+        """Return the content of a file, on the CPU, with whole tensors; does not communicate.
 
         Raises:
             CheckpointError: The file does not exist or is damaged.
@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def evaluated(self) -> tuple[str, ...]:
-        """The file and the keys in it of the weights that the run's evaluations used."""
+        """The place of the weights that the run's evaluations used: a file, and keys in it."""
         return tuple(self.meta.get("evaluated", ("model.pt",)))
 
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
@@ -66,7 +66,7 @@ class Checkpoint:
                 ``EMAHook``.
 
         Raises:
-            CheckpointError: Names or shapes differ; nothing is loaded then.
+            CheckpointError: Names or shapes differ, or a file is damaged; nothing is loaded then.
         """
         reshard(model)
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
@@ -85,7 +85,11 @@ class Checkpoint:
         run_on_all_ranks(f"loading the model of {self.path}", load)
 
     def load_states(self, state: LoopState) -> None:
-        """Load counters, hooks and other parts without the weights; every rank must call this."""
+        """Load counters, hooks and other parts without the weights; every rank must call this.
+
+        Raises:
+            CheckpointError: A part does not fit the run, or the file is damaged, on any rank.
+        """
         files = self._files(by_parts=weights.has_sharded_state(state))
         run_on_all_ranks(f"restoring {self.path}", lambda: self._load_states(state, files))
 
@@ -96,7 +100,7 @@ class Checkpoint:
         will differ.
 
         Raises:
-            CheckpointError: Something does not fit the run, on any rank.
+            CheckpointError: A part does not fit the run, or a file is damaged, on any rank.
         """
         reshard(state.model)
         files = self._files(by_parts=weights.has_sharded_state(state))
@@ -282,8 +286,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
-    A damaged checkpoint is logged and skipped. Returns None if none exists, or if ``which`` is
-    "best" and none is undamaged.
+    A damaged checkpoint is logged and skipped. Returns None if there is none, or if ``which`` is
+    "best" and all are damaged.
 
     Args:
         run_dir: The run's folder, or its folder of checkpoints.

@@ -1,7 +1,7 @@
 """Sharded tensors in checkpoints: every rank writes and reads only its parts.
 
-The parts are in separate files, and a table in JSON lists them. Torch's distributed checkpoint
-pickles its table, and unpickling can run arbitrary code.
+The parts are in separate files, and a table in JSON lists them. Torch's distributed checkpoint is
+not used, because it pickles its table, and unpickling can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...
 
 
 class Reader:
-    """Read a checkpoint's files as a whole, or by parts: mapped into memory, tensors on demand."""
+    """Read a checkpoint's files whole, or ``by_parts``: through memory maps, tensors on demand."""
 
     def __init__(self, folder: Path, files: Mapping[str, Any], *, by_parts: bool) -> None:
         self._folder = folder
@@ -160,7 +160,7 @@ class Reader:
             raise CheckpointError(f"checkpoint {self._folder} is damaged: {damage}")
 
     def tree(self, stem: str) -> Any:
-        """Return the content of a file; by parts, with ``SavedTensor``s for larger tensors."""
+        """Return the content of a file; if ``by_parts``, larger tensors as ``SavedTensor``."""
         content = self.file(f"{stem}.pt")
         if not self._by_parts:
             return content
@@ -172,7 +172,7 @@ class Reader:
             return _map_tree(content, partial(self._resolve, self._table.get(stem, {})))
 
     def file(self, name: str) -> Any:
-        """Return the content of a file; by parts, its tensors are mapped: copy before changing."""
+        """Return a file's content; if ``by_parts``, tensors are mapped: copy before a change."""
         if name in self._open:
             return self._open[name]
         self.check(name)
@@ -243,7 +243,7 @@ def _map_tree(value: Any, change: Callable[[Any, str], Any], key: str = "") -> A
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` on the CPU without other memory, which torch.save would write as well."""
+    """Return ``tensor`` on the CPU in its own storage, since torch.save writes whole storages."""
     tensor = tensor.detach().cpu()
     own = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if own else tensor.clone()

@@ -37,7 +37,7 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """Convert ``value`` to types that ``torch.load(weights_only=True)`` accepts, or TypeError."""
+    """Convert to types that ``torch.load(weights_only=True)`` accepts, or raise TypeError."""
     if type(value) in _PLAIN or isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
@@ -59,7 +59,7 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def user_model(wrapper: nn.Module) -> nn.Module:
-    """Return the model inside wrappers and ``torch.compile``; a bare model itself."""
+    """Return the model inside wrappers and ``torch.compile``; a bare model is returned as it is."""
     model = wrapper
     while True:
         inner = model._modules.get(_COMPILED)
@@ -100,7 +100,7 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load weights, or sliceable objects, into ``model``; read only its parts of sharded ones."""
+    """Load tensors or sliceable objects; of sharded tensors, read only this rank's parts."""
     present = model.state_dict()
     for name, tensor in _local_parts(model):
         if not is_dtensor(present[name]):
@@ -186,7 +186,7 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
 
 
 def window_weights(state: LoopState) -> list[float]:
-    """Return the weight of this rank's gradients with ``loss_weight``, by optimizer wrapper."""
+    """Return for each optimizer wrapper the ``loss_weight`` total of this rank's gradients."""
     return [optim_features(m).window_weight for m in members_of(state.optim_wrapper)]
 
 

@@ -45,7 +45,7 @@ class _Update:
         return None
 
     def error_message(self, ranks: int, batch_size: int) -> str:
-        """Explain why these ranks cannot split the update, and which can."""
+        """Explain why these ranks cannot split the update, and which numbers of ranks can."""
         counts = [str(n) for n in range(1, self.size + 1) if self.batches(n, batch_size)]
         more = ", ..." if len(counts) > _SHOWN else ""
         remedies = [f"{', '.join(counts[:_SHOWN])}{more} as the number of ranks"] if counts else []
@@ -72,7 +72,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     numbers of ranks, so some samples may be repeated or missing.
 
     Raises:
-        ValueError: These ranks cannot split such an update; the message says which can.
+        ValueError: These ranks cannot split an update; the message says which numbers can.
     """
     sampler = sampler_of(loader)
     if sampler is None:
@@ -113,7 +113,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
 
 
 def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[str, int]:
-    """Return how the data was split before; for a new run, how its settings split it."""
+    """Return how the data was split before the resume; in a new run, how the settings split it."""
     before: Mapping[str, int] = state.data.layout
     same = before.get("global_batch") == sampler.global_batch
     if state.restored_from is None and not same:

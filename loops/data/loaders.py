@@ -70,17 +70,17 @@ def build_loader(
             an iterable one has ``state_dict`` and ``load_state_dict``, a resumed run continues
             from its position.
         batch_size: Samples per batch and rank.
-        train: Give every rank the same number of batches; otherwise each sample is read exactly
-            once.
+        train: Give every rank the same number of batches, if necessary by repeating samples. By
+            default each sample is read exactly once.
         shuffle: Use a new order in each epoch, the same for any number of workers.
         num_workers: Worker processes; 0 reads in this process. Workers ignore stop signals, which
             often reach every process of a job, and end when this process does.
         collate: Makes a batch of a list of samples; None for torch's default.
         seed: The seed of the order and of the workers' random numbers; the same on every rank.
-        in_memory: Select batches from the rows of the data set's attribute ``tensors``, a tensor
-            or a sequence or mapping of them, instead of reading single samples. A device selects
-            from copies there. "auto" does it only if nothing but the speed changes, for
-            example with a ``TensorDataset`` on the CPU.
+        in_memory: Make each batch by selecting rows of the data set's attribute ``tensors`` (a
+            tensor, or a sequence or mapping of tensors) instead of reading single samples. With a
+            device, the rows are copied there once. "auto" does this only if nothing but the speed
+            changes, for example with a ``TensorDataset`` on the CPU.
         **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
             number of ranks; default: the process group's), ``pin_memory`` ("auto": if
             CUDA is available) and the remaining arguments of ``torch.utils.data.DataLoader``.
@@ -98,7 +98,7 @@ def build_loader(
         if shuffle or in_memory not in (False, "auto"):
             setting = "shuffle" if shuffle else "in_memory"
             raise ValueError(
-                f"{setting} must be false for {kind}: an iterable data set defines its order itself"
+                f"{setting} must be false for {kind}: an iterable data set is read in its own order"
             )
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]

@@ -17,19 +17,19 @@ _END = object()
 def prefetch_to_device(
     batches: Iterable[Any], device: torch.device | str, *, ahead: bool = True
 ) -> Iterator[Any]:
-    """Return an iterator over ``batches`` whose tensors are on ``device``.
+    """Return an iterator over ``batches``, copied to ``device`` if it is a CUDA device.
 
-    On CUDA they are copied on a separate stream while the current step runs; copies from pinned
-    memory do not block this process. Tensors are copied, and objects with ``to(device,
-    non_blocking)`` and ``record_stream(stream)``, also inside lists, tuples and mappings; mappings
-    become dicts. Other objects are returned unchanged. On other devices nothing is copied.
+    The copies run on a separate stream during the current step; copies from pinned memory do not
+    block this process. Tensors and objects with ``to(device, non_blocking)`` and
+    ``record_stream(stream)`` are copied, also inside lists, tuples and mappings (which become
+    dicts). Other objects are returned unchanged. On other devices nothing is copied.
 
     Args:
         batches: The batches of a loader.
         device: The device of the model.
-        ahead: Read, and begin to copy, one batch ahead. Without it each batch is read on demand,
-            so that a loader which reports its position, or draws random numbers in this process,
-            continues exactly after a resume.
+        ahead: Read, and begin to copy, one batch ahead. Use False if the loader reports its
+            position, or draws random numbers in this process: it then continues exactly after a
+            resume.
     """
     device = torch.device(device)
     if device.type != "cuda":

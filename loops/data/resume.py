@@ -31,7 +31,7 @@ _OPTIONS = (
 
 
 def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> Iterator[Any]:
-    """Return the remaining batches of the running pass, with ``prefetch`` on the model's device.
+    """Return the remaining batches of the running pass; with ``prefetch``, on the model's device.
 
     If the loader or its iterator can report its position, it becomes ``state.data.reader``.
     """
@@ -48,7 +48,7 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
 def _batches_and_source(
     loader: Iterable[Any], epoch: int, batch: int, place: Any
 ) -> tuple[Iterator[Any], Stateful | None]:
-    """Return batches, from a saved position if there is one, and the source of their position."""
+    """Return batches, from position ``place`` if it is given, and the object that reports it."""
     if place is None:
         batches = batches_from(loader, epoch, batch)
         return batches, _position_source(loader, batches)
@@ -79,7 +79,7 @@ def _batches_and_source(
 
 
 def _position_source(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
-    """Return the object that reports the position; None if the order is known by index."""
+    """Return the object that reports the position; None if none does, or batches have an index."""
     if sampler_of(loader) is not None:
         return None
     for one in (loader, batches):

@@ -100,7 +100,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         Args:
             global_batch: Samples per update, over all ranks.
             micro_batches: Batches per update.
-            epoch_samples: Samples in an epoch; default: as given by the arguments of the class.
+            epoch_samples: Samples in an epoch; default: by ``num_samples`` and ``drop_last``.
             same_batch_count: Give the last, possibly smaller, update of an epoch as many batches
                 as the others.
             weighted: Whether the optimizer wrapper has a ``loss_weight``. Then no samples are
@@ -109,7 +109,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 ``counts`` is False.
 
         Raises:
-            ValueError: There are fewer samples than batches.
+            ValueError: ``micro_batches`` is less than 1, or so large that a batch would be empty.
         """
         chunk = -(-global_batch // max(1, micro_batches))
         if micro_batches < 1 or chunk * (micro_batches - 1) >= global_batch:
@@ -143,7 +143,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         count = self.batches
-        # Only in the last chunk a rank can be without samples.
+        # A rank can be without samples only in the last chunk.
         if count and not (self._weighted or self.counts(count - 1)):
             count -= 1
         return count

@@ -69,7 +69,7 @@ class TensorLoader(DataLoader[Any]):
             read = next(iter(DataLoader(self.dataset, batch_sampler=[indices])))
         try:
             if type(selected) is not type(read):
-                raise AssertionError(f"they make {describe(selected)}, not {describe(read)}")
+                raise AssertionError(f"rows are {describe(selected)}, samples are {describe(read)}")
             assert_close(selected, read, rtol=0, atol=0, equal_nan=True)
         except AssertionError as error:
             raise ValueError(

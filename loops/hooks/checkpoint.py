@@ -48,8 +48,8 @@ class CheckpointHook(Hook):
             checkpoint, and the best checkpoint is kept as well.
         mode: "max" if higher values of that metric are better, "min" if lower; default: by the
             metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Also save when training fails, without communication, see
-            ``save_alone``; not after a NonFiniteError or a KeyboardInterrupt.
+        save_on_exception: Also save when training fails, without communication (``save_alone``);
+            not after a NonFiniteError, CheckpointError or KeyboardInterrupt.
 
     Raises:
         ValueError: An interval, ``keep_last`` or ``mode`` is not allowed.
@@ -188,7 +188,7 @@ def _bad_weights(state: LoopState) -> str:
     """Describe the first weight that is not finite, "" if there is none; every rank must call."""
     reshard(state.model)
     if not has_sharded_state(state):
-        # Only rank 0 saves its weights, so that only its answer counts.
+        # Only rank 0 saves its weights, so only its answer counts.
         return broadcast(bad_parameter(state) if get_rank() == 0 else "")
     return next(filter(None, all_gather_object(bad_parameter(state))), "")
 

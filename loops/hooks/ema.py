@@ -116,7 +116,7 @@ class EMAHook(Hook):
         return {"model": {name: average.get(name, value) for name, value in own.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restore the average of a checkpoint, at the next training or evaluation."""
+        """Keep the average of a checkpoint, and restore it at the next training or evaluation."""
         average = {plain_name(name): value for name, value in state["model"].items()}
         if not all(hasattr(value, "shape") for value in average.values()):
             raise TypeError("the saved average must be tensors")

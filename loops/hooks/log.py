@@ -108,7 +108,7 @@ class LogHook(Hook):
 
 
 def _is_past(record: Record, state: LoopState) -> bool:
-    """Return whether the record is from before the restored checkpoint, hence not repeated."""
+    """Return whether a record precedes the restored checkpoint, so that it stays in the file."""
     step = record.get("step")
     if not isinstance(step, (int, float)) or step > state.step or state.step == 0:
         return False
@@ -132,7 +132,7 @@ def _records_in(path: Path) -> list[Record]:
 
 
 def _rewrite_table(folder: Path) -> None:
-    """Write the table again from the JSON lines, to which several processes may have added."""
+    """Rewrite the table from the JSON lines, since several processes may have added lines."""
     records = _records_in(folder / "metrics.jsonl")
     columns = list(dict.fromkeys([*_FIXED, *(name for record in records for name in record)]))
     header = _csv_line({name: name for name in columns}, columns)

@@ -30,16 +30,16 @@ class NanGuardHook(Hook):
 
     The message names the first bad value, its step and its rank. The hook does not wait for the
     device at each step. It checks the values of several steps at once: with each log record, or at
-    a separate interval (one small collective each time). The parameters are also checked when
-    training ends.
+    a separate interval, which costs one small collective each time. The parameters are also checked
+    when training ends.
 
     Args:
         check: "weights" reports only parameters that are not finite. With log records they are
             checked only if a logged loss is not finite; at a separate interval and at the end of
-            training always. A bad loss with finite parameters is accepted, since a loss scaler may
-            skip the update. "loss" checks the log values with "loss" in their names. "all" checks
-            all log values and the parameters; it adds ``param_norm``, their L2 norm, to the
-            log records.
+            training they are always checked. A bad loss with finite parameters is accepted, since a
+            loss scaler may skip the update. "loss" checks the log values with "loss" in their
+            names. "all" checks all log values and the parameters; it adds ``param_norm``, their L2
+            norm, to the log records.
         action: "raise", or "warn" to log a warning and continue.
         every_steps: Optimizer updates between two checks, instead of with the records.
         every_epochs: Passes over the data between two checks, instead of with the records.
@@ -140,7 +140,7 @@ class NanGuardHook(Hook):
         if self._target == "weights" and not weights:
             return
         values = [(value[0], rank, value[1]) for rank, (value, _) in by_rank if value]
-        # Of one step the log value comes first, since it is more informative.
+        # Within a step, the log value comes first, since it is more informative.
         found = sorted(values, key=lambda one: one[:2]) + weights
         step, rank, what = min(found, key=lambda one: one[0], default=(state.step, 0, default))
         text = f"{what} at step {step} on rank {rank}"

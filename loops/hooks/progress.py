@@ -1,4 +1,4 @@
-"""Show the progress of a run: records as lines of text, on a terminal with a progress bar."""
+"""Print the records of a run as lines of text, and show a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # These values are formatted separately, at the end of the line.
 _SPEED_KEYS = ("samples_per_s", "tokens_per_s", "mfu", "steps_per_s", "data_share")
 _DATA_SHARE_SHOWN = 0.1
-# Seconds after which the weight of a step in the estimate of the time left has fallen to 1/e.
+# Time constant: after this many seconds, a step's weight in the estimate has fallen to 1/e.
 _MEMORY_S = 30.0
 
 
@@ -129,7 +129,7 @@ class _Bar:
         self._eval: TaskID | None = None
         self._lines: list[str] = []
         self._progress.start()
-        # Shows the cursor again after an error of which hooks are not notified.
+        # Shows the cursor again after errors that hooks are not notified of.
         atexit.register(self._progress.stop)
 
     def advance(self, state: LoopState, eta: str) -> None:
@@ -181,13 +181,16 @@ def _shows_bar() -> bool:
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
-    """Print a line for each log record and evaluation, on a terminal above a progress bar.
+    """Print a line for each log record and evaluation; on a terminal, also show a progress bar.
 
     Writes to the standard output of rank 0; the other ranks print nothing. ``LogHook`` writes all
     records into files.
 
     Args:
         refresh_s: Seconds between two drawings of the bar, more than 0.
+
+    Raises:
+        ValueError: ``refresh_s`` is not more than 0.
     """
 
     order = 80

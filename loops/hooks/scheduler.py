@@ -65,12 +65,12 @@ class PolyLR(LRScheduler):
 class ScheduleWindow:
     """Apply another scheduler within a range of steps only.
 
-    Before ``after`` and from ``until`` on other schedulers control the rates. The scheduler is
+    Before ``after``, and from ``until`` on, other schedulers control the rates. The scheduler is
     created at the start of the range, since a scheduler changes the rates when it is created.
 
     Args:
         optimizer: The optimizer whose rates to change.
-        make: Returns a scheduler for the optimizer. Also called once at the start, to find errors.
+        make: Returns a scheduler for the optimizer. Also called at once, to find errors early.
         after: Number of steps before the range.
         until: Number of steps at which the range ends; None for no end.
 
@@ -142,11 +142,11 @@ class SchedulerHook(Hook):
     depends only on the number of the update.
 
     Args:
-        schedulers: Each scheduler with "step" (stepped after each update), "batch" (after each
-            batch, also within an accumulation window) or "epoch" (after each pass over the data).
-            ``ReduceLROnPlateau`` is always stepped at the end of each validation.
+        schedulers: (scheduler, unit) pairs. The unit is "step" (stepped after each update), "batch"
+            (after each batch, also within an accumulation window) or "epoch" (after each pass over
+            the data). ``ReduceLROnPlateau`` is always stepped at the end of each validation.
         metric: The validation metric for ``ReduceLROnPlateau``. A warning is logged if the
-            scheduler's ``mode`` is not the metric's direction.
+            scheduler's ``mode`` contradicts the metric's direction.
         optimizers: Several optimizers by their names in the records, including those without a
             scheduler; default: the optimizers of the schedulers, in their order.
 

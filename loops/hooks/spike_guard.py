@@ -33,7 +33,7 @@ _MIN_DEVIATION = 0.01
 
 @dataclass
 class _Series:
-    """The last values of the loss or the gradient norm: for each step the highest of the ranks."""
+    """The last losses or gradient norms: for each step, the highest value of any rank."""
 
     name: str
     threshold: float
@@ -192,7 +192,7 @@ class SpikeGuardHook(Hook):
         self._losses.append(loss)
 
     def allows(self, optim_wrapper: OptimWrapper) -> bool:
-        """Return whether to make the update: no rank has an outlier; every rank must call this."""
+        """Return whether to update: True if no rank has an outlier; every rank must call this."""
         state, losses = self._state, self._losses
         self._losses, state.skipped = [], False
         if not state.together:

@@ -104,7 +104,7 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
-    """Return by name whether higher values are better; None if attribute and name do not say."""
+    """Return by name whether higher values are better; None if neither attribute nor name says."""
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
@@ -145,9 +145,9 @@ def _direction_by_words(text: str) -> bool | None:
 
 
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
-    """Merge the metric states of the group's ranks, on each of them; each of them must call this.
+    """Merge the metric states of the group's ranks on each rank; each of them must call this.
 
-    All metrics take one exchange. The synchronization of torchmetrics is not used, since it hangs
+    One exchange serves all metrics. The synchronization of torchmetrics is not used, since it hangs
     if ranks hold lists of unequal length. A BaseMetric is left out, since its ``compute`` gathers.
     """
     parts = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
@@ -204,7 +204,7 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
 
 
 def _parts(metric: nn.Module) -> list[Any]:
-    """Return the metric and those inside it, with their own synchronization turned off."""
+    """Return the metric and the metrics inside it; turn off their own synchronization."""
     parts: list[Any] = [part for part in metric.modules() if hasattr(part, "_reductions")]
     for part in parts:
         part.sync_on_compute = False

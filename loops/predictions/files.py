@@ -23,7 +23,7 @@ from .rows import Row
 
 INDEX = "index"
 FORMATS = (".jsonl", ".parquet", ".npz")
-# Rows that are in memory at once where a format writes many together.
+# The number of rows in memory, in formats that write many rows at once.
 _ROWS = 1024
 
 
@@ -76,7 +76,7 @@ Fields: TypeAlias = dict[str, Field]
 
 
 class PartWriter:
-    """Writes the rows of one rank as lines of JSON, each after the row's index.
+    """Write the rows of one rank, each as a line: the row's index, a tab and JSON.
 
     Attributes:
         fields: the numeric fields of the rows so far.
@@ -135,7 +135,7 @@ def _as_list(value: Any) -> Any:
 def merge_parts(parts: Iterable[Path], path: Path, fields: Fields) -> int:
     """Merge parts by index into ``path`` and return the number of rows.
 
-    The file appears at its path when it is complete. Memory does not grow with the rows.
+    The file appears when it is complete. Memory does not grow with the number of rows.
 
     Raises:
         FileExistsError: the file has appeared in the meantime.
@@ -188,7 +188,7 @@ def _write_lines(rows: Iterable[Row], path: Path) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` with NaN and infinities as texts, which JSON has no numbers for."""
+    """Return ``value`` with NaN and infinities as texts, since JSON has no numbers for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):

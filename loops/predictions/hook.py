@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 class PredictionHook(Hook):
-    """Writes what ``test_step`` returns to a file: one row per sample, in the data set's order.
+    """Write the outputs of ``test_step`` to a file: one row per sample, in the data set's order.
 
     Each rank writes its rows to a part next to ``path``. At the end of the evaluation rank 0 merges
     the parts, and the file appears. On several machines its folder must be shared.
 
-    It is for one evaluation. An evaluation that is stopped writes no file.
+    Use a new hook for each evaluation. An evaluation that is stopped writes no file.
 
     Args:
         path: the file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` is the format.
-        loader: the loader of the evaluation. Several ranks need one of ``build_loader`` over a
-            map-style data set, in its natural order.
+        loader: the loader of the evaluation. Several ranks need a loader from ``build_loader``
+            over a map-style data set, in its natural order.
 
     Attributes:
         count: the number of rows in the file, on rank 0.
@@ -57,7 +57,7 @@ class PredictionHook(Hook):
             )
         if (setting := _reordered_by(loader)) is not None:
             raise ValueError(
-                f"predictions need every sample once and in order, and the loader has {setting}"
+                f"predictions need every sample once and in order, but the loader has {setting}"
             )
         self._shards: list[int] = []
         self._part: PartWriter | None = None

@@ -149,7 +149,7 @@ def test_a_fault_between_two_entries_is_named(
     capsys.readouterr()
     assert main(["bisect", str(reference), "other"]) == 3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"the runs part at {told}", lines
+    assert lines[-1] == f"the runs first differ at {told}", lines
     assert len(lines) == 4
 
 
@@ -169,19 +169,19 @@ def test_what_the_command_prints(config: Path, capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     assert main(["bisect", "a", "a"]) == 0
     assert capsys.readouterr().out == (
-        "no difference in the 13 steps of both ledgers, 0 the first, 12 the last\n"
+        "no difference in the 13 steps that both ledgers have, from 0 to 12\n"
     )
     assert main(["bisect", "a", "b", "--no-rerun"]) == 3
     assert capsys.readouterr().out == (
         "the ledgers agree up to step 4 and differ at step 5, rank 0, forward: loss\n"
-        "the runs part at step 5, rank 0, forward: loss\n"
+        "the runs first differ at step 5, rank 0, forward: loss\n"
     )
     assert main(["bisect", "a", "b"]) == 3
     assert capsys.readouterr().out == (
         "the ledgers agree up to step 4 and differ at step 5, rank 0, forward: loss\n"
         f"repeating steps 5 to 5 of a from {Path('a/checkpoints/step_00000004')}\n"
         f"repeating steps 5 to 5 of b from {Path('b/checkpoints/step_00000004')}\n"
-        "the runs part at step 5, rank 0, forward: output of loss\n"
+        "the runs first differ at step 5, rank 0, forward: output of loss\n"
     )
     assert main(["bisect", "a", "c"]) == 2
     told = "stepwrap bisect: c has no ledger: train with `ledger: {every_steps: 10}`\n"
@@ -199,8 +199,8 @@ def test_a_run_that_does_not_repeat_itself_is_named(
     capsys.readouterr()
     assert main(["bisect", str(reference), "other"]) == 3
     out = capsys.readouterr().out.splitlines()
-    assert "other did not repeat itself: the ledger of the repetition differs" in out[-2]
-    assert out[-1].startswith("the runs part at step 8, rank 0, ")
+    assert "other is not repeatable: the ledger of the repetition differs" in out[-2]
+    assert out[-1].startswith("the runs first differ at step 8, rank 0, ")
 
 
 @pytest.mark.parametrize(
@@ -240,4 +240,4 @@ def test_runs_of_two_ranks_are_repeated_on_two(config: Path) -> None:
         assert done.returncode == 0, done.stderr
     done = command("bisect", "a", "b")
     assert (done.returncode, done.stderr) == (3, "")
-    assert done.stdout.splitlines()[-1] == "the runs part at step 3, rank 1, data: batch.0"
+    assert done.stdout.splitlines()[-1] == "the runs first differ at step 3, rank 1, data: batch.0"

@@ -207,7 +207,12 @@ class Stream(IterableDataset[int]):
         (Rows(len, (IMAGES, LABELS[:9])), {}, ValueError, r"of the 60 samples .*\(9,\) on cpu"),
         (Rows(len, IMAGES.to("meta")[0, 0, 0, 0]), {}, ValueError, r"one row .*\(\) on meta"),
         (Doubled(LABELS), {}, ValueError, r"in Doubled at .*they differ.*in_memory=False"),
-        (Rows(IMAGES.__getitem__, [IMAGES]), {}, ValueError, r"they make \[float32.*, not float32"),
+        (
+            Rows(IMAGES.__getitem__, [IMAGES]),
+            {},
+            ValueError,
+            r"rows are \[float32.*, samples are float32",
+        ),
         (Rows(IMAGES.double().__getitem__, IMAGES), {}, ValueError, "float32.*float64"),
         (Plain(IMAGES), {"num_workers": 2}, ValueError, "needs num_workers=0 .*got 2 and None"),
         (Plain(IMAGES), {"collate": len}, ValueError, "collate=None, .*got 0 and len"),

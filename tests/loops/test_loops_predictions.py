@@ -190,7 +190,7 @@ def test_loaders_that_do_not_keep_the_order(option: str, tmp_path: Path) -> None
     options: Any = {option: True}
     loader = build_loader(TensorDataset(INPUTS), batch_size=2, **options)
     with pytest.raises(
-        ValueError, match=f"every sample once and in order, and the loader has {option}"
+        ValueError, match=f"every sample once and in order, but the loader has {option}"
     ):
         PredictionHook(tmp_path / "predictions.jsonl", loader)
 
@@ -201,7 +201,7 @@ def test_loaders_that_do_not_keep_the_order(option: str, tmp_path: Path) -> None
 )
 def test_own_loaders_that_do_not_keep_the_order(options: Any, tmp_path: Path) -> None:
     loader: Any = DataLoader(TensorDataset(INPUTS), **options)
-    with pytest.raises(ValueError, match="every sample once and in order, and the loader has"):
+    with pytest.raises(ValueError, match="every sample once and in order, but the loader has"):
         PredictionHook(tmp_path / "predictions.jsonl", loader)
     PredictionHook(tmp_path / "predictions.jsonl", DataLoader(TensorDataset(INPUTS)))
 

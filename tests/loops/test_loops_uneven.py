@@ -192,7 +192,7 @@ def test_what_does_not_go_together() -> None:
     for window, by_steps, optimizer in run_ranks(_refusals, 2):
         assert "needs accumulative_counts=1" in window
         assert "needs an EpochTrainLoop" in by_steps
-        assert "does not go together with ZeroRedundancyOptimizer" in optimizer
+        assert "cannot be combined with ZeroRedundancyOptimizer" in optimizer
 
 
 def _even_only() -> None:
@@ -200,7 +200,7 @@ def _even_only() -> None:
 
 
 def test_without_the_option() -> None:
-    with pytest.raises(RanksError, match=r"got by rank \[5, 3\]"):
+    with pytest.raises(RanksError, match=r"got \[5, 3\] \(by rank\)"):
         run_ranks(_even_only, 2)
 
 

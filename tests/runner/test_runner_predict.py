@@ -119,7 +119,7 @@ def test_data_that_is_shuffled_is_refused(run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml"]) == 0
     words = ["--out", "p.npz", "data.test.shuffle=true"]
     assert main(["predict", "points.yaml", *words]) == 1
-    assert "every sample once and in order, and the loader has shuffle" in capsys.readouterr().err
+    assert "every sample once and in order, but the loader has shuffle" in capsys.readouterr().err
 
 
 def test_objects(tmp_path: Path) -> None:
