@@ -108,7 +108,7 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
         asked = results_of_all(check, group, "broadcast_object_list() ")
         if len(set(asked)) > 1:
             by_rank = dict(zip(members(group), asked, strict=True))
-            raise ValueError(f"data and src must be alike on all ranks, got, by rank, {by_rank}")
+            raise ValueError(f"all ranks must pass one src and equally many objects, got {by_rank}")
         data[:] = objects.broadcast(data, src, group)
 
 
@@ -210,8 +210,8 @@ def get_local_size() -> int:
 def get_local_rank() -> int:
     """Return this process's rank on its host.
 
-    The local group is asked first, then ``stepwrap.collectives.get_local_rank``, which every rank
-    may have to call.
+    It is the rank in the local group. Without one see ``stepwrap.collectives.get_local_rank``: if
+    no launcher has set the local rank, every rank must call this.
     """
     group = _live_local_group()
     return ranks.get_local_rank() if group is None else distributed.get_rank(group)

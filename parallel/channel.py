@@ -104,7 +104,7 @@ class Channel:
         while True:
             try:
                 return self._receive(socket.MSG_DONTWAIT)
-            # Also after a wait: another reader may have taken the message first.
+            # This happens even after a wait: another reader may have taken the message.
             except BlockingIOError:
                 poller = select.poll()
                 poller.register(self.reader, select.POLLIN)

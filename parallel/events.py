@@ -45,7 +45,7 @@ class _MultiEvent:
             return True
         if timeout is not None and timeout <= 0:
             return False
-        # Unlike a condition, it can be notified by a signal handler of the waiting thread.
+        # Unlike a condition, a queue can be notified by a signal handler of the waiting thread.
         notices: SimpleQueue[None] = SimpleQueue()
 
         def notify() -> None:

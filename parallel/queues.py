@@ -58,6 +58,7 @@ class SimpleQueue:
         Raises:
             TimeoutError: the queue stayed empty (also the built-in error and multiprocessing's).
             OSError: the queue is closed in this process.
+            ValueError: ``timeout`` is negative.
         """
         self._choose_side(puts=False)
         if timeout is not None:
@@ -84,7 +85,7 @@ class SimpleQueue:
 
 
 class SimpleP2PQueue(SimpleQueue):
-    """A queue between two processes, of which each one notices when the other has ended.
+    """A queue between two processes, each of which notices when the other has ended.
 
     If another process may have the queue too, the first ``put`` or ``get`` of a process decides
     whether it is the writer or the reader. ``get`` raises ``EOFError`` if the writer has ended and

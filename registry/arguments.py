@@ -106,7 +106,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 
 def is_tensor(hint: Any) -> bool:
-    """Whether a hint is ``Tensor`` or also None; compares names to avoid importing torch."""
+    """Whether a hint is ``Tensor`` or ``Tensor | None``, by names: torch is not imported."""
     return {title(one) for one in options_of(hint)} - {"NoneType"} == {"Tensor"}
 
 
@@ -167,11 +167,11 @@ def argument_problems(
 def _unknown_text(target: Callable[..., Any], name: str, free: list[str], own: list[str]) -> str:
     hint = did_you_mean(name, free) or did_you_mean(name, own) or did_you_mean(name, ["type"])
     if not hint:
-        hint = f"; it also takes {', '.join(free)}" if free else "; it takes no further ones"
+        hint = f"; it also takes {', '.join(free)}" if free else "; it takes no other arguments"
     return f"{title(target)} has no such argument{hint}"
 
 
 def _missing_text(target: Callable[..., Any], name: str, unknown: list[str]) -> str:
     close = nearest(name, unknown, limit=1)
-    hint = f"; is {close[0]} meant for it?" if close else ""
+    hint = f"; is {close[0]} a misspelling of it?" if close else ""
     return f"is missing, {title(target)} needs it{hint}"

@@ -97,7 +97,7 @@ def nearest(
     wanted = str(name).lower()
     close = difflib.get_close_matches(wanted, by_lower, n=limit, cutoff=cutoff)
     if len(wanted) >= 3:
-        # A name that only contains what was written must not be much longer.
+        # A candidate that contains the name, but does not start with it, must not be much longer.
         longest = len(wanted) / (cutoff - 0.2)
         parts = (
             low

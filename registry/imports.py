@@ -203,7 +203,7 @@ def import_entry(entry: str) -> None:
     make_importable(folder)
     module = _import(".".join(parts), "failed to import")
     if Path(module.__file__ or "").resolve() != path:
-        what = f"{path} cannot be imported as {module.__name__}: that is {module.__file__}"
+        what = f"{path} cannot be imported as {module.__name__}, which is {module.__file__}"
         raise ImportError(what)
 
 

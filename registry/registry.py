@@ -169,6 +169,9 @@ class Registry:
 
         Args:
             key: "Name", "scope.Name" or an import path.
+
+        Raises:
+            TypeError: ``key`` is not a str.
         """
         if not isinstance(key, str):
             raise TypeError(f"The key argument of `Registry.get` must be a str, got {_kind(key)}")

@@ -44,9 +44,9 @@ class Registration(NamedTuple):
 def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
     """Return the names that each registry offers, sorted.
 
-    They are read from our source files and, for torch and torchmetrics, from a table. If the table
-    does not cover their installed versions, these are imported. Registrations in the user's
-    modules are not included.
+    They are read from our source files and, for torch and torchmetrics, from a table. If it does
+    not cover the installed versions, both are imported. Registrations in the user's modules are
+    not included.
 
     Args:
         registry_name: only list this registry; case does not matter ("hooks").

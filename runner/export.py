@@ -134,7 +134,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
 
 
 def check_export(path: Path) -> None:
-    """Check that a model can be exported to ``path``, before it is loaded.
+    """Check that a model can be exported to ``path``; call this before loading the model.
 
     Raises:
         FileExistsError, ImportError, ValueError: as ``export_model``.
@@ -161,8 +161,8 @@ def _batch_size(outputs: _TensorForward) -> int:
     sizes = [one.shape[0] for one in outputs.inputs if one.ndim]
     if not sizes or sizes[0] < 2:
         raise ExportError(
-            "an export needs a batch with at least two samples, whose number is the first "
-            f"dimension of its tensors; got sizes {sizes}"
+            "an export needs a batch of at least two samples, along the first dimension of its "
+            f"tensors; got sizes {sizes}"
         )
     return int(sizes[0])
 
@@ -176,7 +176,7 @@ def _shapes(outputs: _TensorForward) -> dict[str, tuple[int | str, ...]]:
 
 
 def _dynamic(outputs: _TensorForward) -> tuple[Any, ...]:
-    """Return the dynamic dimensions of the inputs: the first one of each that has the samples."""
+    """Return the dynamic dimensions: the first one of each input with one row per sample."""
     batch = Dim("batch")
     shapes = _shapes(outputs).values()
     return tuple({0: batch} if shape and shape[0] == "batch" else None for shape in shapes)

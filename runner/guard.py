@@ -21,7 +21,7 @@ from typing import Any
 from .failure import Failure, Terminated
 from .watch_parent import STOP_SIGNALS
 
-# Sent when a terminal is closed, and by schedulers as a warning before they end a job.
+# SIGHUP: the terminal was closed. SIGUSR1: some schedulers send it before they end a job.
 COUNT_AS_SIGTERM = (signal.SIGHUP, signal.SIGUSR1)
 
 # How long a rank may continue after another one failed, and how long if it is saving.
@@ -112,8 +112,8 @@ class Ranks:
 
     When a rank is ready for signals it sends its memory (int, in bytes) through a pipe, and later
     its pickled result or its ``Failure``. A rank that ends without either has failed, whatever its
-    exit code. After a failure the other ranks have a few seconds to end and are then killed, or 10
-    minutes while ``folder`` has a file ``saving_*``.
+    exit code. After a failure the other ranks are killed if they have not ended in a few seconds,
+    or in 10 minutes while ``folder`` has a file ``saving_*``.
 
     Attributes:
         results: the pickled result of each rank, by rank.
@@ -164,7 +164,7 @@ class Ranks:
         open_pipes = [one.pipe for one in self._running.values() if not one.pipe.closed]
         wait([*open_pipes, *(one.process.sentinel for one in self._running.values())], _POLL_S)
         for rank, one in list(self._running.items()):
-            # Checked before receiving: the messages of a rank that has ended have all arrived.
+            # Check this before receiving: if a rank has ended, all its messages have arrived.
             has_ended = not one.process.is_alive()
             self._receive(rank, one)
             if has_ended:

@@ -153,8 +153,8 @@ def _continued(job: Job) -> Job:
     """Return the job for this attempt: after a restart by torchrun, the job that continues it.
 
     Every rank must call this. torchrun's store records whether an earlier attempt began. The run's
-    folder cannot answer that: it may hold the results of another run, for which this attempt is
-    then refused.
+    folder does not show this: its results may come from another run, and then this attempt
+    is an error.
     """
     if job.command != "train" or job.dry_run:
         return job

@@ -51,11 +51,11 @@ from .guard import (
 )
 
 T = TypeVar("T")
-# How long a process may outlive its connections.
+# How long to wait for the end of processes whose connections were lost, in seconds.
 _DYING_S = 1.0
 # The largest number of processes per core.
 _PER_CORE = 4
-# Bytes of free memory per process above which the need of a process is not measured.
+# If more bytes than this are free per process, the memory of a process is not measured.
 _AMPLE = 2**30
 
 
@@ -81,8 +81,9 @@ def launch(
     (docs/rpc.md explains which stores listen).
 
     Args:
-        fn: a module-level function, or any function defined in a notebook or at a prompt. On every
-            rank the default process group exists while it runs and is destroyed afterwards.
+        fn: a module-level function, or any function defined in a notebook or at a prompt. Except
+            on a single rank in this process, the default process group exists while it runs. It is
+            destroyed afterwards, unless it existed before.
         args: its arguments, as a tuple or a list.
         nproc: number of processes to start on this machine.
         backend: an argument of ``torch.distributed.init_process_group``. "auto" means NCCL for CUDA
@@ -95,8 +96,9 @@ def launch(
 
     Raises:
         OversubscribedError: ``nproc`` is too large for this machine (a ValueError).
+        ValueError: ``nproc`` is below 1.
         LaunchError: a rank raised, died, or exited before ``fn`` returned; the others were stopped.
-        TypeError: ``args`` is neither a tuple nor a list.
+        TypeError: ``args`` is not a tuple or list, or a notebook's ``fn`` cannot be pickled.
         RuntimeError: the main program was read from standard input.
         KeyboardInterrupt: Ctrl-C ended the ranks before ``fn`` returned.
         Terminated: SIGTERM, SIGHUP or SIGUSR1 ended the ranks before ``fn`` returned.
@@ -106,7 +108,7 @@ def launch(
     if not isinstance(args, tuple | list):
         # A string or a dict would be unpacked into its elements.
         given = reprlib.repr(args)
-        raise TypeError(f"args must be a tuple of arguments, got {given}; one alone is ({given},)")
+        raise TypeError(f"args must be a tuple or list, got {given}; pass one as ({given},)")
     if started_outside():
         with process_group(backend, timeout_s):
             return {dist.get_rank(): _call_as_rank(fn, args)}

@@ -180,7 +180,7 @@ def preparation_problems(run: RunSections) -> Iterator[Problem]:
 
 
 def tables_with(name: str) -> list[str]:
-    """Return the key paths at which ``auto`` takes an option of one of its wrappers."""
+    """Return the key paths under which ``auto`` accepts the option ``name`` of its wrappers."""
     return [
         f"wrapper.{table}.{name}"
         for table in AUTO_TABLES

@@ -52,7 +52,7 @@ from .parallelism import build_model, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
-# Settings of the training loop that a dry run sets to 1; it omits the others.
+# A dry run sets these settings of the training loop to 1, and leaves out all others.
 _DRY_RUN_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
 
@@ -188,7 +188,7 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
 
 
 def example_batch(run: RunSections) -> Any:
-    """Return the first batch of the test, validation or training data, whichever there is."""
+    """Return the first batch of the test data or, if missing, the validation or training data."""
     name = next(one for one in ("test", "val", "train") if getattr(run.data, one) is not None)
     section = getattr(run.data, name)
     if not isinstance(section, dict):

@@ -96,6 +96,9 @@ class Runner:
         loss_weight: weight of each batch's loss in evaluations; see ``OptimWrapper``. Default:
             the setting of the optimizer wrapper.
 
+    Raises:
+        RuntimeError: WORLD_SIZE is above 1 without a process group.
+
     Attributes:
         state: the state that the loops share.
     """
@@ -192,7 +195,7 @@ class Runner:
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
             self._owns_run_dir = True
-            # Compare updates, not batches: these depend on the number of ranks.
+            # Compare updates: the number of batches depends on the number of ranks.
             done = state.step
             loop.run(state, self._hooks)
             if path and state.step == done and get_rank() == 0:
@@ -249,8 +252,8 @@ class Runner:
 
         Args:
             path: the new file; its suffix is the format: ``.jsonl``, ``.parquet`` or ``.npz``.
-            loader: the data; default: the loader of the test loop. Several ranks need a loader of
-                ``build_loader``, in natural order.
+            loader: the data, in natural order; default: the loader of the test loop. With several
+                ranks it must come from ``build_loader``.
             checkpoint: as for ``test``.
 
         Returns:
@@ -259,6 +262,7 @@ class Runner:
         Raises:
             CheckpointError: there is no such checkpoint, or it is damaged.
             FileExistsError: ``path`` exists.
+            ImportError: the format needs a package that is not installed.
             TypeError: ``test_step`` returns nothing that has one value per sample.
             ValueError: the format is unknown, or the loader does not keep the order.
         """

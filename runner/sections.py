@@ -74,7 +74,7 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield settings that contradict ``uneven_inputs``, with which ranks have unequal data."""
+    """Yield settings that exclude ``uneven_inputs``: ranks with different numbers of batches."""
     options = run.wrapper or {}
     if not options.get("uneven_inputs") or run.train is None:
         return

@@ -17,7 +17,7 @@ OUT_OF_BAND_BYTES = 16 * 1024
 
 
 def take(part: Any) -> Any:
-    """Return the argument. Pickled with ``MARK``, it stands for the next out-of-band part."""
+    """Return the argument. A pickled ``take(MARK)`` stands for the next out-of-band part."""
     return part
 
 

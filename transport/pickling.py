@@ -249,7 +249,7 @@ def _path(module: str) -> str | None:
     return None if file is None else _real_path(file)
 
 
-# Every message with a function of the script asks for it.
+# Cached: every message with a function of the script needs it.
 @cache
 def _real_path(file: str) -> str:
     return os.path.realpath(file)

@@ -92,9 +92,9 @@ def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
 
 
 def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return a copy without gaps and the stride of the views in it, None without gaps.
+    """Return a copy without the gaps, and the stride of the views in it.
 
-    The views must be the same; None if they differ.
+    Return None if it would be no smaller, or if the views differ.
     """
     view = views[0]
     stride = view.stride()

@@ -22,8 +22,8 @@ INLINE_BYTES = 32768
 # The tag, with which no pickle starts, and the flags.
 _HEADER = struct.Struct("<BB")
 _TAG = 1
-# The first descriptor is memory; the pickle is one of the parts of a value with tensors; the only
-# descriptor carries the others.
+# The flags: the first descriptor is memory; the pickle contains a pickle and its tensors; there is
+# one descriptor, which carries all others.
 _IN_MEMORY, _WITH_PARTS, _BUNDLED = 1, 2, 4
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 # Longer lists are not searched for values other than scalars.
@@ -66,7 +66,7 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
 
 
 def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
-    """Return the value of ``pack``. Close the descriptors, even if this raises.
+    """Return the value of ``pack``. This closes the descriptors, even if it raises.
 
     Raises:
         OSError: the memory or the descriptors of tensors cannot be opened.

@@ -104,7 +104,7 @@ class TensorBaseDistBackend(BaseDistBackend):
         placeholder = self._object_to_tensor(None)
         (tensor, own_size), problem = self._encode(obj) if is_source else (placeholder, None)
         size = int(self._broadcast(own_size, src))
-        # Padding must never shorten a tensor, and the receivers' placeholder may be the longest.
+        # Receivers pad a placeholder, which may be longer than the object: padding never shortens.
         padded_size = max(size, int(placeholder[1]))
         tensor = self._broadcast(self._pad_tensor(tensor, padded_size), src)
         received: T | None = obj
@@ -114,7 +114,7 @@ class TensorBaseDistBackend(BaseDistBackend):
         return received  # type: ignore[return-value]
 
     def _encode(self, obj: object) -> tuple[tuple[Any, Any], Exception | None]:
-        """Return the encoded object; after an error, None encoded and the error."""
+        """Return the encoded object and None; after an error, an encoded None and the error."""
         encoded, problem = attempt(lambda: self._object_to_tensor(obj))
         return encoded or self._object_to_tensor(None), problem
 

@@ -37,15 +37,15 @@ class CollectiveGroup:
     With ``async_op`` a call returns a handle, whose ``wait()`` must be called before the tensors
     are used. Otherwise it returns None once everything is done.
 
-    The group lives until ``destroy()`` or the end of the default group, not only as long as this
-    object.
+    The group lives until ``destroy()`` or the end of the default group, even if this object is
+    dropped earlier.
 
     Raises:
         TypeError, ValueError: from every call, if this rank's arguments are wrong; nothing is sent.
         CollectiveError: from every call, if the transport fails or the group's timeout is over; it
             names the missing ranks.
-        RuntimeError: from every call, if the group was destroyed or this process is not a member;
-            ``destroy``, and ``size`` on non-members, are exceptions.
+        RuntimeError: from every call except ``destroy``, if the group was destroyed or this process
+            is not a member; ``size`` returns -1 on non-members.
 
     Attributes:
         group: torch's group; None for the default group, on non-members, and once destroyed.
@@ -186,13 +186,13 @@ class CollectiveGroup:
         op: ReduceOp = _SUM,
         async_op: bool = False,
     ) -> _Handle:
-        """Overwrite ``output`` with the reduction of this rank's element of all ranks' lists."""
+        """Reduce the elements at this rank's index in all lists into ``output``."""
         return _run(operations.reduce_scatter(self._live(), output, input_list, op), async_op)
 
     def all_to_all(
         self, output_tensor_list: _Tensors, input_tensor_list: _Tensors, async_op: bool = False
     ) -> _Handle:
-        """Fill the outputs with the element that each rank sends to this one; shapes may differ."""
+        """Send input ``k`` to group rank ``k``, and get output ``k`` from it; shapes may differ."""
         lists = output_tensor_list, input_tensor_list
         return _run(operations.all_to_all(self._live(), *lists), async_op)
 

@@ -42,8 +42,8 @@ Steps: TypeAlias = "Generator[Any, None, T]"
 class Named(NamedTuple):
     """The name, group and arguments of a call.
 
-    For a message between two ranks, ``failed`` says what did not happen if it fails. The other
-    ranks are not in such a call, so they are neither compared nor asked.
+    For a message between two ranks, ``failed`` is the text for its failure. The other ranks make
+    no such call, so they are neither compared nor asked.
     """
 
     name: str

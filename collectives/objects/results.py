@@ -69,7 +69,7 @@ def collect_results_cpu(
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
-    """Like ``collect_results``, through the process group, or through files in ``tmpdir``."""
+    """Like ``collect_results``, by the group or files in ``tmpdir``; every rank must call this."""
     if remove_tmpdir and tmpdir is None:
         raise ValueError("remove_tmpdir=True needs the tmpdir to remove, got None")
     results_of_all(lambda: _check_results(result_part, size), group, "collect_results() ")
@@ -86,7 +86,7 @@ def collect_results_cpu(
 
 
 def collect_results_gpu(result_part: Sequence[T], size: int, group: Group = None) -> list[T] | None:
-    """Like ``collect_results``, through the process group on its communication device."""
+    """Like ``collect_results``, on the communication device; every rank must call this."""
     return collect_results_cpu(result_part, size, group=group)
 
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _WARN_FROM = 2**30
 _FLOAT8 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz
-# By name, because a name is shorter in the pickle than a dtype, and memoized by identity.
+# A dtype is pickled by its name, which is shorter and which pickle writes only once.
 _DTYPES = {
     str(dtype): dtype
     for dtype in (
@@ -36,7 +36,7 @@ _DTYPES = {
     )
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# NumPy lacks these dtypes. The others need no view as bytes, which takes as long as the rest.
+# NumPy lacks these dtypes. Only these are viewed as bytes, which takes twice as long.
 _WITHOUT_NUMPY = {torch.bfloat16, torch.complex32, *_FLOAT8}
 # Modules that every rank can import, because it runs this package.
 _KNOWN_MODULES = {
@@ -47,7 +47,7 @@ _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class PicklableWrapper:
-    """A wrapper that makes a lambda, a closure or an object that holds one picklable.
+    """A wrapper that makes lambdas, closures and objects that contain them picklable.
 
     It uses cloudpickle, which must be installed on the receiving side too. Calls and attribute
     reads go to the wrapped object, but attributes that are set stay on the wrapper. A wrapper of a
@@ -140,7 +140,7 @@ class PackedObject(NamedTuple):
 
 
 def pack(obj: object) -> PackedObject:
-    """Return the object as a packed; raises whatever pickling it raises."""
+    """Return the object as a ``PackedObject``; raises whatever pickling it raises."""
     data, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = _Pickler(data, buffer_callback=divider(buffers, OUT_OF_BAND_BYTES))
     pickler.dump(obj)

@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# Import this before any group exists: its functions keep the default group of the time of import,
-# whose threads would then outlive it. Otherwise the first DistributedDataParallel imports it.
+# Import this before any group exists: its default arguments keep the current default group alive,
+# and so its threads. Otherwise the first DistributedDataParallel would import it.
 import torch.distributed.nn.functional
 
 from ..errors import CollectiveError, Group

@@ -81,10 +81,10 @@ def check_like(
 ) -> None:
     """Raise ValueError unless both tensors have the same dtype and, by default, shape."""
     if tensor.dtype != like.dtype:
-        raise ValueError(f"{name} must be {like.dtype} as {like_name}, got {tensor.dtype}")
+        raise ValueError(f"{name} must be {like.dtype} like {like_name}, got {tensor.dtype}")
     if shape and tensor.shape != like.shape:
         raise ValueError(
-            f"{name} must have the shape {tuple(like.shape)} as {like_name}, "
+            f"{name} must have the shape {tuple(like.shape)} like {like_name}, "
             f"got {tuple(tensor.shape)}"
         )
 

@@ -48,7 +48,7 @@ class ModelAssigner:
         max_mem_ratio: the part of a device's free memory that the models may use.
         cpu_weight: compute capacity of the CPU; an idle GPU has 1.
         connection_weight: weight of the connection term; the other three likewise.
-        iterations: the most rounds of the local search.
+        iterations: maximum number of rounds of the local search.
         update_rate: checked, but without effect: the local search has no rate.
         gpu_gpu_distance: distance between any two devices other than the CPU.
         cpu_gpu_distance: distance between the CPU and any other device.

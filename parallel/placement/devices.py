@@ -25,7 +25,7 @@ class Room(NamedTuple):
     """One device.
 
     Attributes:
-        device: a single one: a GPU has its index.
+        device: one device; a GPU includes its index.
         free_mib: free memory.
         compute: relative to the other devices.
     """

@@ -14,8 +14,8 @@ EXHAUSTIVE_PLACEMENTS = 100_000
 _CHUNK = 20_000
 _STARTS = 20
 # The best starts are perturbed in rounds. A row is one candidate placement. The cost of a round
-# grows with its rows times the pairs of models, so few models have many rows and few rounds, and
-# many models the reverse.
+# grows with its rows times the pairs of models. So more models have fewer rows, and more rounds at
+# first, then fewer again.
 _ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
 _PAIRS_IN_ALL = 300_000
@@ -23,7 +23,7 @@ _PAIRS_IN_ALL = 300_000
 _PAIRS = 50_000
 # Smaller differences between costs are rounding errors.
 _SAME = 1e-12
-# Sums of rounded sizes may exceed a capacity that they exactly fill by this fraction.
+# Sizes that exactly fill a capacity may exceed it by this fraction, because of rounding.
 _ROUNDING = 1e-9
 # The cost of exceeding capacity by the total size of all models; it outweighs all other costs.
 _OVERFLOW = 1e6
@@ -131,7 +131,7 @@ class Found(NamedTuple):
 
     Attributes:
         assignment: index of the device of each model.
-        fits: whether no device overflows; if False, the least memory is missing.
+        fits: whether no device overflows; if False, no placement found overflows less.
         certain: whether it is proven that this placement is the best or, if it does not fit, that
             none fits.
     """
@@ -174,7 +174,7 @@ def _best(problem: Problem, every: Tensor, *, certain: bool) -> Found:
     lacking = torch.cat([problem.overflow(part) for part in parts])
     least = lacking.min()
     costs = costs.masked_fill(lacking > least, torch.inf)
-    # The first of equal ones, so that rounding errors do not decide.
+    # Of equally good placements take the first, so that rounding errors do not decide.
     first = int((costs <= costs.min() + _SAME).nonzero()[0])
     return Found(every[first], bool(least == 0), certain)
 
@@ -323,7 +323,7 @@ def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None,
 
 
 def _choices(wanted: list[float], model: int, free: list[float], spare: float) -> Iterator[int]:
-    """Return the devices with space for a model, fullest first, one of equally full ones."""
+    """Return the devices with space for a model, fullest first; of equally full ones only one."""
     size, least = wanted[model], wanted[-1] - _NOTHING
     # Space that is too small for all remaining models is lost; at most `spare` may be lost.
     lost = sum(room for room in free if room < least)

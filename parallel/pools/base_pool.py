@@ -46,6 +46,7 @@ class BasePool:
     Raises:
         ValueError: a number is below 1.
         TypeError: the initializer is not callable, or ``processes`` is not a whole number.
+        NotImplementedError: the system is not Linux (pools of processes only).
     """
 
     # Fields of `Options` that a subclass sets.
@@ -167,6 +168,10 @@ class BasePool:
         Args:
             chunksize: items per task (default: about four tasks per worker).
             progress: show a progress bar.
+
+        Raises:
+            Exception: the error of a task; of several, the first that arrived.
+            ValueError: the pool is closed, or ``chunksize`` is below 1.
         """
         values: list[Any] = self.map_async(func, iterable, chunksize, progress=progress).get()
         return values
@@ -228,6 +233,9 @@ class BasePool:
             chunksize: items per task.
             lookahead: items to read in advance (default: 32 per worker).
             progress: show a progress bar.
+
+        Raises:
+            ValueError: the pool is closed, or ``chunksize`` or ``lookahead`` is below 1.
         """
         return _submit_lazily(self, IMapIterator, func, iterable, chunksize, lookahead, progress)
 

@@ -63,7 +63,7 @@ class Monitor:
         self._cache = pool._cache
         self._process = os.getpid()
         self._get = pool._outqueue.get if is_plain else self._get_of_pool
-        # `wake` only reaches the engine.
+        # `wake` only interrupts `get` of the engine: other queues must be polled.
         is_woken = is_plain and pool._outqueue is pool._engine
         self._poll_s = None if is_woken else _CHECK_S
         self._started: Future[None] = Future()

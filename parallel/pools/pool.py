@@ -46,6 +46,7 @@ class Pool(BasePool):
 
     Raises:
         RuntimeError: tensors are not copied and ``share_method`` is not "cpu" or "cuda".
+        ValueError: ``retries`` is negative, or ``task_timeout`` is not positive.
         BrokenPoolError: raised by calls if the initializer fails or workers die before they are
             ready.
         WorkerDiedError: raised by results if the task's worker died, or the task took too long
@@ -272,7 +273,7 @@ class Threads:
             self._threads[slot].start()
 
     def terminate(self) -> None:
-        """Drop the tasks that have not started; the threads end after the others."""
+        """Drop the tasks that have not started; the threads end after the running tasks."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()

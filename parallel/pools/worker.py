@@ -343,7 +343,7 @@ def proxy_ctx_caller(
     """Call a function with this worker's context before its own arguments.
 
     Args:
-        call: the function, or its pickle from ``dumps``. Without ``args``, a tuple of these three.
+        call: the function, or its pickle from ``dumps``. Without ``args``: (call, args, kwargs).
         args: the further arguments.
         kwargs: the keyword arguments.
     """

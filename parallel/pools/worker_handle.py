@@ -74,7 +74,7 @@ class WorkerHandle:
         return [self.fd, self.theirs.fileno(), self.memory_fd, self.death_fd]
 
     def begin(self, value: Any) -> None:
-        """Send the first message; see ``protocol.main``."""
+        """Send the first message; see ``main`` of worker.py."""
         with contextlib.closing(self._pack(value)) as packed:
             header = protocol.TASK.pack(0, 0, 0, 0, protocol.BEGIN, 0, 0)
             self._send(header + packed.data, packed.fds)

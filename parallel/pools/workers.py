@@ -185,7 +185,7 @@ class Workers:
 
         Args:
             how: how the worker ended, in words.
-            by_itself: whether the worker left or crashed, and was not killed.
+            by_itself: whether the worker exited or crashed, and was not killed.
             error: the exception of a process that could not be started.
         """
         now = time.monotonic()
@@ -262,7 +262,7 @@ _UNKNOWN_TO_FORK_SERVER = 255
 
 
 def _ended_by_itself(exitcode: int | None, start_method: str) -> bool:
-    """Return whether a process left or crashed, which the next one would do too."""
+    """Return whether a process exited or crashed by itself, as the next one would too."""
     if exitcode is None or (start_method, exitcode) == ("forkserver", _UNKNOWN_TO_FORK_SERVER):
         return False
     return exitcode >= 0 or -exitcode in CRASHES

@@ -47,7 +47,7 @@ def component_check(
 
 
 def type_problem(cfg: Mapping[str, Any], where: str) -> Problem | None:
-    """Return the problem that ``cfg`` has a misspelt ``type``, None if it has not."""
+    """Return a problem if ``cfg`` has a misspelt ``type``, otherwise None."""
     near = misspelt_type(cfg)
     return None if near is None else Problem(f"{where}.{near}", _MISSPELT)
 
@@ -68,7 +68,7 @@ def with_type(cfg: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def object_problems(find: Callable[[Any], Any], setting: Any, where: str) -> Iterator[Problem]:
-    """Yield the error of ``find``, which looks up the object of a setting, as a problem."""
+    """Look up the object of a setting by ``find``, and yield its error as a problem."""
     try:
         find(setting)
     except (ImportError, KeyError, TypeError) as error:

@@ -81,7 +81,7 @@ def name_problems(cfg: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of a run config that can be found without any class.
 
     These are problems of keys, of the sections' values, and of names that refer to other parts of
-    the config. Neither torch nor the modules in ``imports`` are imported: it takes milliseconds.
+    the config. Neither torch nor the modules in ``imports`` are imported, so this is fast.
     """
     return examine_names(cfg).problems
 
@@ -104,7 +104,7 @@ def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
     """Check like ``check_config``, but return the problems and the valid sections.
 
     Args:
-        cfg: the settings, or the result of ``examine_names``, which is not checked again.
+        cfg: the settings, or the result of ``examine_names``, whose checks are not repeated.
     """
     names = cfg if isinstance(cfg, Examination) else examine_names(cfg)
     failed = import_problems(names.config)
@@ -210,7 +210,7 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
             problems.append(misspelt)
         elif "type" not in options and name not in HOOK_TYPES:
             hint = did_you_mean(name, HOOK_TYPES)
-            what = f"needs a type, only {', '.join(HOOK_TYPES)} go without{hint}"
+            what = f"needs a type; only {', '.join(HOOK_TYPES)} have a default{hint}"
             problems.append(Problem(f"hooks.{name}", what))
         else:
             hooks[name] = {"type": HOOK_TYPES.get(name), **options}
@@ -245,7 +245,7 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
 
 
 def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Problem]:
-    """Yield the problems of the entries of ``imports`` that ``use`` (find or import) raises."""
+    """Apply ``use`` (find or import) to each entry of ``imports``; yield errors as problems."""
     make_importable(config.path.parent)
     make_importable(Path.cwd())
     folders = config.select("import_from")
@@ -352,7 +352,7 @@ def _located(problems: list[Problem], config: Config) -> list[Problem]:
     for problem in problems:
         what, hint = problem.what, _inheritance_hint(problem, config)
         if hint:
-            # It replaces the list of further arguments.
+            # The hint replaces the list of the other arguments.
             what = what.partition("; it also takes ")[0] + hint
         located.append(replace(problem, origin=config.origin(problem.key), what=what))
     return sorted(dict.fromkeys(located), key=_place)

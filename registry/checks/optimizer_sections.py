@@ -27,9 +27,9 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
 
 
 def stepping_class(settings: Mapping[str, Any]) -> Any:
-    """Return the class whose options an optimizer's groups have, None if it is not found.
+    """Return the class that defines the options of an optimizer's groups, None if not found.
 
-    For an optimizer that wraps another one, it is the ``optimizer_class``.
+    If an optimizer wraps another one, this is its ``optimizer_class``.
     """
     wanted = settings.get("optimizer_class", settings.get("type"))
     if isinstance(wanted, Mapping):
@@ -41,7 +41,7 @@ def stepping_class(settings: Mapping[str, Any]) -> Any:
 
 
 def with_wrapper_type(optim_wrapper: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return the settings of an optimizer wrapper with their type; leave settings by name."""
+    """Add the default type to one optimizer wrapper's settings, but not to settings by name."""
     if _by_name(optim_wrapper, named_optimizers(optimizer)):
         return dict(optim_wrapper)
     return with_type(optim_wrapper, _WRAPPER)
@@ -136,7 +136,7 @@ def _wrapper_checks(
     for name, one in optim_wrapper_sections(optim_wrapper, optimizer).items():
         where = f"optim_wrapper.{name}" if by_name else "optim_wrapper"
         if by_name and name not in names:
-            hint = did_you_mean(name, names) or f"; there are {one_of(list(names))}"
+            hint = did_you_mean(name, names) or f"; it must be {one_of(list(names))}"
             yield Problem(where, f"there is no such optimizer{hint}")
             continue
         yield component_check(one, OPTIM_WRAPPERS, where, ("optimizer",))
@@ -148,15 +148,15 @@ def _choice_problems(
     section: SchedulerSection, where: str, names: Mapping[str, Any]
 ) -> Iterator[Problem]:
     chosen = section.optimizer
-    known = f"one of several: {one_of(list(names))}"
+    known = f"one of the optimizers: {one_of(list(names))}"
     if names and chosen is None:
         what = f"is missing: a scheduler steps {known}"
         yield missing_setting(section, where, "optimizer", what)
     elif names and isinstance(chosen, str) and chosen not in names:
         what = f"there is no optimizer {shown_value(chosen)}{did_you_mean(chosen, names)}"
-        yield Problem(f"{where}.optimizer", f"{what}; it is {known}")
+        yield Problem(f"{where}.optimizer", f"{what}; it must be {known}")
     elif chosen is not None and not names:
-        yield Problem(f"{where}.optimizer", "there is one optimizer, without a name: leave it out")
+        yield Problem(f"{where}.optimizer", "remove this setting: the only optimizer has no name")
 
 
 def check_paramwise(
@@ -224,7 +224,7 @@ def _class_problems(
         others = {name: value for name, value in names.items() if name not in _OURS}
         for name in [name for name in others if name not in known and not takes_any]:
             of = "" if optimizer is None else f" of {title(optimizer)}"
-            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            hint = did_you_mean(name, known) or f"; the options are {', '.join(known)}"
             yield Problem(f"{at}.{name}", f"there is no such option{of}{hint}")
             del others[name]
         if optimizer is not None:

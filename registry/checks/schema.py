@@ -61,7 +61,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection:
-    """The number of processes, how they connect, and how often all are restarted after a death."""
+    """The number of processes, how they connect, and how often all restart when one dies."""
 
     nproc: int = field(default=1, metadata={"minimum": 1})
     oversubscribe: bool = False
@@ -144,8 +144,8 @@ class RunSections:
         optimizer: one optimizer with a ``type``, or several by name; then ``optim_wrapper`` may be
             by name too.
         schedulers: always a list.
-        val, test: None without data for them.
-        ledger: the settings of ``hooks.ledger``, if the config has them as a section.
+        val, test: None if ``data`` lacks them.
+        ledger: the section ``ledger``, an alternative to ``hooks.ledger``.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
         freeze: names of parameters, or paths of modules, that are not trained.
         activation_checkpointing: blocks whose forward is repeated in the backward pass.
@@ -153,7 +153,7 @@ class RunSections:
         train_step: the import path of a training-step function, or a dict with the path as ``type``
             and further options.
         mesh: sizes of the axes of the device mesh.
-        trace_collectives: compare every collective across ranks; errors name each rank's position.
+        trace_collectives: compare every collective across ranks; errors say where each rank is.
     """
 
     model: Component

@@ -17,7 +17,7 @@ from ..arguments import (
 from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
-# Messages do not list the settings of sections with more settings.
+# Messages list the settings of a section only if it has at most this many.
 _MANY = 12
 
 _KINDS: dict[Any, str] = {
@@ -176,7 +176,7 @@ def _allowed_instead(value: Any, hint: Any) -> str:
     if is_tensor(hint):
         has_parts = isinstance(value, list) and any(isinstance(one, Mapping) for one in value)
         is_list = isinstance(value, list) and not has_parts and not are_numbers(value)
-        # Only "Tensor or None" rules out scalars: a bare "Tensor" may be too narrow.
+        # Reject scalars only for "Tensor or None": an argument annotated "Tensor" may accept them.
         is_wrong = is_list or (options and is_scalar and value is not None)
         return one_of(["a list of numbers", *["null" for _ in options]]) if is_wrong else ""
     if not is_scalar or not options or not all(map(_is_plain, options)):

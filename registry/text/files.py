@@ -110,7 +110,7 @@ def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
             loop = " -> ".join(shown(one) for one in (*chain, parent))
             what = f"the files include each other: {loop}"
         elif len(chain) > _MAX_CHAIN:
-            what = f"more than {_MAX_CHAIN} files include each other"
+            what = f"more than {_MAX_CHAIN} files are nested"
         else:
             return parent
     else:
@@ -296,7 +296,7 @@ class _Reader:
             what = f"a key must be text or a whole number, got {key!r}; put it in quotes"
             raise self._error(line, what)
         if len(node.value) > _MAX_KEY:
-            what = f"a key of {len(node.value):,} characters, at most {_MAX_KEY:,}"
+            what = f"a key of {len(node.value):,} characters; at most {_MAX_KEY:,} are allowed"
             raise self._error(line, what)
         return key
 
@@ -308,7 +308,7 @@ class _Reader:
             kind = node.tag.replace(_TAG, "!!")
             raise self._error(line, f"a config cannot hold a value of the kind {kind}")
         try:
-            # By escapes, a text may have lone surrogates, which cannot be written to a file.
+            # Escapes in a text may produce lone surrogates, which cannot be written to a file.
             node.value.encode()
             return self._loader.construct_object(node)
         except (ValueError, KeyError) as error:

@@ -201,7 +201,7 @@ class _Expansion:
         return plain(value, path)
 
     def _size(self, value: Any) -> int:
-        """Return how many values are evaluated for a value."""
+        """Return how many values OmegaConf evaluates in order to resolve a value."""
         if id(value) not in self._sizes:
             # Ends the recursion if a value refers to itself, which OmegaConf reports.
             self._sizes[id(value)] = 0
@@ -214,7 +214,7 @@ class _Expansion:
 
     def explain(self, error: BaseException, text: str) -> str:
         if isinstance(error, RecursionError) or "recursi" in str(error).lower():
-            return f"{shortened(text)} refers to itself, or through too many others to a value"
+            return f"{shortened(text)} refers to itself, or is a chain of too many interpolations"
         inner = text[text.find(_OPEN) + 2 :].partition("}")[0]
         is_name = ":" not in inner and _OPEN not in inner and not inner.startswith(".")
         is_absent = is_name and isinstance(error, OmegaConfBaseException)

@@ -29,8 +29,8 @@ F = TypeVar("F", bound=Func)
 # Whether the message holds a value rather than an exception, and the message.
 Answer = tuple[bool, Message]
 
-# Includes torch's own futures. A call whose function returns a future is answered when that is
-# complete, and occupies no thread until then.
+# The class of all futures, torch's own included. If a function returns a future, its call is
+# answered when the future is complete, and occupies no thread until then.
 AnyFuture = torch._C.Future
 
 # Threads for answers, time-outs and errors, in addition to those for services.
@@ -146,7 +146,7 @@ class _CallSlots:
         finally:
             work = self._next()
             if work is not None:
-                # In another thread, because the answer of this call is sent when this one returns.
+                # In another thread: this call is answered only when this function returns.
                 threading.Thread(target=self._work_on, args=(work,), daemon=True).start()
 
     def _work_on(self, work: tuple[Message, Future[Answer]] | None) -> None:
@@ -260,7 +260,7 @@ def checked_timeout(timeout: float) -> float:
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
     if not math.isfinite(timeout) or timeout < 0:
         raise ValueError(
-            f"timeout must be seconds, 0 for no limit or -1 for the world's, got {timeout!r}"
+            f"timeout must be in seconds, 0 (no limit) or -1 (rpc_timeout), got {timeout!r}"
         )
     return min(max(float(timeout), _SHORTEST), _LONGEST) if timeout else 0
 

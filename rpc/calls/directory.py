@@ -34,8 +34,8 @@ class MeetingResult(NamedTuple):
 class MissingMembers(NamedTuple):
     """The absent members.
 
-    They have never arrived ("not come") or, if there are none of these, they have arrived and then
-    timed out before this process ("timed out").
+    They have never arrived ("not come"). If all have arrived, they are the members that timed out
+    before this process ("timed out").
     """
 
     names: list[str]

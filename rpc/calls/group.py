@@ -27,8 +27,8 @@ _STATES = {"value": "paired to", "service": "registered in"}
 class RpcGroup:
     """A group of named processes that call each other and find values and services by key.
 
-    Created by ``World.create_rpc_group``. A group that is sent to another process becomes the
-    living group of that name there, or a handle that only supports calls and lookups.
+    Created by ``World.create_rpc_group``. In another process, a group that was sent becomes that
+    process's own group of this name or, without one, a handle for calls and lookups only.
 
     Timeouts are in seconds; -1 is the world's default, 0 means no limit.
 

@@ -160,7 +160,7 @@ class _Result:
         self.is_begun = False
         self._value: Any = None
         self._failure: Message | None = None
-        # Does not hold the value, because a future must know the devices of its value beforehand.
+        # Completes with the call. It is not a future of the value, whose devices are not known yet.
         self._end: Future[None] = Future()
 
     def settle(self, make: Callable[[], Any]) -> Any:

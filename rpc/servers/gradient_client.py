@@ -203,7 +203,7 @@ class _Sender:
             with self._lock:
                 self._pushes.pop(pending.number, None)
             raise
-        # The push is kept until the primary has it, but the update is not needed there.
+        # The push is kept until the primary has it, but the update in it is not needed any more.
         update, pending.update = pending.update, None
         return update
 

@@ -34,8 +34,8 @@ class ReduceType(Enum):
 class PushPullGradServerImpl:
     """A gradient server; the primary and every secondary reducer must create one.
 
-    A client pushes to a random secondary reducer, preferably in another process. It reduces every
-    ``reduce_batch_size`` pushes to one batch and sends it to the primary reducer, which reduces
+    A client pushes to a random secondary reducer, preferably in another process. The reducer adds
+    every ``reduce_batch_size`` pushes to one batch and sends it to the primary reducer, which adds
     every ``reduce_batch_size`` batches and then makes one optimizer step. So a step takes
     ``reduce_batch_size`` squared pushes. The primary pairs a client under the server's name:
     ``group.get_paired(server_name).to_here()``.
@@ -53,8 +53,9 @@ class PushPullGradServerImpl:
         o_server: the ordered server where the model is published; default: a new one.
         reduce_method: "sum", or "mean" for a mean of means.
         reduce_device: the device on which this process adds gradients.
-        reduce_batch_size: how many gradients are reduced at once, on both levels.
-        max_queue_size: the maximum number of gradients that wait in a reducer's queue.
+        reduce_batch_size: how many gradients are reduced at once, on both levels; at least 2.
+        max_queue_size: the maximum number of gradients that wait in a reducer's queue; more than
+            ``reduce_batch_size``.
         on_full: with a full queue, "block" lets a push wait, "drop_oldest" drops and counts the
             oldest one, and "error" rejects the push.
 

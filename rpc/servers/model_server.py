@@ -43,6 +43,8 @@ class PushPullModelServer:
         KeyError: from ``push`` and ``pull``: the names differ from the stored model.
         ValueError: from ``push`` and ``pull``: the shapes differ; nothing is loaded.
         RpcError: from ``push`` and ``pull``: the server is gone or does not answer in time.
+        RuntimeError: from ``push`` and ``pull``: ``o_server`` is None.
+        TypeError: from ``push`` and ``pull``: the model is not a module.
     """
 
     def __init__(self, model_name: str, o_server: OrderedServerBase | None = None) -> None:

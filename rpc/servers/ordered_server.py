@@ -282,8 +282,8 @@ def pull_update(
 ) -> Update | None:
     """Return the update from ``known`` to the newest state on any server; None without one.
 
-    Its ``state`` is None if the caller already has the newest state: the mark is the newest one, or
-    ``version`` is given and not older.
+    Its ``state`` is None if the caller already has the newest state: the mark of ``known`` is the
+    newest mark, or ``version`` is the newest version or later.
     """
     if isinstance(server, StateServer):
         return server.pull_changes(key, version, known.mark, known.lacking)

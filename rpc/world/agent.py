@@ -200,7 +200,7 @@ def _shut_down_together(grace_s: float) -> None:
         agent.join(shutdown=True, timeout=grace_s)
     finally:
         breaker.cancel()
-        # Wait for the timer: two concurrent shutdowns would wait for one event, which wakes one.
+        # Wait for the timer: of two concurrent shutdowns only one would be woken.
         breaker.join()
 
 

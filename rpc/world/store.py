@@ -162,8 +162,8 @@ def _connect(host: str, port: int, timeout_s: float) -> Store:
 def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
     """Return the meeting place of a new world.
 
-    Its store is the one of the default process group, if any, or torchrun's, or one that rank 0
-    opens at the address of ``init_method`` only.
+    Without ``init_method`` its store is the default process group's, if there is one. Otherwise it
+    is torchrun's, or one that rank 0 opens at the address of ``init_method``, or MASTER_ADDR.
     """
     if dist.is_initialized() and init_method is None:
         store = dist.distributed_c10d._get_default_store()

@@ -31,10 +31,10 @@ class World:
     """The named processes of a program; a process can be in one world at a time.
 
     Members call each other in groups (``create_rpc_group``), and run collectives in groups of ranks
-    (``create_collective_group``). They meet through the store of the default process group if there
-    is one (inside ``stepwrap.runner.launch``), at MASTER_ADDR if that is set (torchrun), and
-    otherwise at ``dist_init_method``, where rank 0 listens on that address only. Members execute
-    what they receive from others, so use a world on a trusted network only.
+    (``create_collective_group``). They meet at ``dist_init_method`` if it is given, where rank 0
+    listens on that address only. Otherwise they meet through the store of the default process group
+    if there is one (inside ``stepwrap.runner.launch``), at MASTER_ADDR if that is set (torchrun),
+    or at localhost:9100. Members execute what they receive: use a trusted network only.
 
         with World("trainer") as world:
             group = world.create_rpc_group("all", world.get_members())
@@ -147,6 +147,7 @@ class World:
 
         Raises:
             RuntimeError: the world has no collectives or was stopped.
+            TypeError, ValueError: see ``CollectiveGroup.create``.
         """
         _check_started(self)
         if not dist.is_initialized():

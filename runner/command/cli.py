@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(wrong, debug)
         return error.exit_code
     except BrokenPipeError:
-        # The reader (head, less) has gone. Without this, Python would report it again at exit.
+        # The reader of our output (head, less) has ended. Keep Python from reporting it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, Terminated) as error:

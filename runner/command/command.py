@@ -40,8 +40,8 @@ class Command(click.Command):
         usage: the positional arguments, as shown in the help text.
         least: the smallest number of positional arguments.
         most: the largest number of positional arguments; None for any number.
-        section: the config section that the command requires, or "" for none. The first
-            positional argument is then the config. None for a command that runs no config.
+        section: None for a command without a config. Otherwise the first positional argument is
+            the config, and this is the section that it must have ("" for none).
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Command(click.Command):
 
 
 def _split_optional_values(options: Options) -> None:
-    """Read ``--resume a.b=1`` and ``--resume cfg.yaml`` as ``--resume`` and another argument."""
+    """Make an override or a config after ``--resume`` or ``--checkpoint`` an argument."""
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
         if not isinstance(value, str) or not value or os.path.isdir(value):
@@ -137,7 +137,7 @@ def _split_optional_values(options: Options) -> None:
 
 
 def path_name(text: str) -> str:
-    """Return an option's value unless it is the next option."""
+    """Return an option's value; raise if it starts with a dash, as the next option does."""
     if text.startswith("-"):
         raise click.BadParameter(f"requires a path, got the option {text}")
     return text

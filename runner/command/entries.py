@@ -69,12 +69,12 @@ class _PredictCommand(Command):
         if name in ("train", "val", "test"):
             section = _data_in(load_config(source, overrides)).get(name)
             if section is None:
-                what = f"the config has no data.{name}; choose other data, such as --data val"
+                what = f"the config has no data.{name}; choose other data with --data"
                 raise mistake(f"stepwrap predict: {what}")
             if name == "test":
                 return source, overrides
             if "type" not in section:
-                # A loader of build_loader: every sample once and in order.
+                # Without a type it is a loader of build_loader: read every sample once, in order.
                 section |= {"shuffle": False, "drop_last": False}
         else:
             section = _section_in(name)
@@ -82,7 +82,7 @@ class _PredictCommand(Command):
 
 
 def _section_in(path: str) -> dict[str, Any]:
-    """Return the data section that a file is, or the section ``data.test`` that it has."""
+    """Return the section ``data.test`` of a file; the whole file if it has no ``data``."""
     config = load_config(path)
     if "data" not in config:
         # load_config adds a name to every config, and a data section has none.

@@ -17,7 +17,7 @@ def run_export(options: Options) -> int:
     config = options.examined.config
     run = read_sections(options.examined)
     if options.to is None and options.out is None:
-        raise mistake(f"stepwrap export: --to is missing; it is one of {', '.join(FORMATS)}")
+        raise mistake(f"stepwrap export: --to ({', '.join(FORMATS)}) or --out is required")
     path = Path(options.out or Path(run.run_dir, f"model.{options.to}"))
     try:
         if options.to not in (None, path.suffix.removeprefix(".")):

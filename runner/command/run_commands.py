@@ -111,7 +111,7 @@ def run_predict(options: Options) -> int:
     try:
         return _run(job)
     finally:
-        # Of ranks that were killed.
+        # Ranks that were killed cannot remove their parts.
         remove_leftovers(Path(options.out))
 
 
@@ -149,7 +149,7 @@ def _run(job: Job) -> int:
 @contextmanager
 def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
     """Add the last checkpoint of the run to the error that ends it."""
-    # `find_checkpoint` must be called by every rank, but a signal may stop one of them only.
+    # Not `find_checkpoint`: every rank must call it, but a signal may stop only one of them.
     before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
     try:
         yield
@@ -248,7 +248,7 @@ def _report_evaluated(folder: Path, meta: Mapping[str, Any]) -> None:
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}"
         load = f"stepwrap.runner.load_model({str(folder)!r})"
-        print(f"evaluated weights: in {where} (model.pt has others); {load} loads the model")
+        print(f"evaluated weights: in {where} (not in model.pt); {load} loads the model")
 
 
 _PACKAGES = (

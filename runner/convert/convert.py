@@ -37,7 +37,7 @@ from .hooks import custom_hooks, default_hooks, schedulers, visualizer, window_s
 from .source import read_source
 
 _OWN_LOOP = "{} is a custom loop: see docs/extending.md"
-_NO_STRATEGIES = "has no counterpart: wrapper, mesh and optim_wrapper say how ranks work together"
+_NO_STRATEGIES = "has no counterpart: set wrapper, mesh and optim_wrapper instead"
 _NO_TTA = "has no counterpart: average the predictions in the model's own test_step"
 _LAUNCHED = "ranks are started by launch.nproc, --nproc or torchrun"
 _NOT_LOADED = (
@@ -95,7 +95,7 @@ _FIRST = ("name", "imports", "seed", "deterministic", "run_dir")
 
 
 def _yaml_value(draft: Draft, value: Any, path: str) -> Any:
-    """Return a value that YAML can represent; list as a miss what it cannot."""
+    """Return a value that YAML can represent; list anything else as a miss."""
     if isinstance(value, Mapping):
         pairs = ((key, one, f"{path}.{key}") for key, one in value.items())
         return {_key(draft, key, at): _yaml_value(draft, one, at) for key, one, at in pairs}
@@ -350,7 +350,7 @@ _LOADER = (
     *(Row(key, key, same=(None,)) for key in ("pin_memory", "prefetch_factor")),
 )
 _ORDER = (
-    # Our loader always shuffles equally on all ranks and rounds up.
+    # Our training loader always shuffles equally on all ranks and pads to equal shares.
     Row("sampler", "", by_rows(
         Row("shuffle", "shuffle", default=True),
         Row("seed", "seed", same=(None,)),

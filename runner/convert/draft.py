@@ -16,7 +16,7 @@ from .source import Lines
 RULES = {"greater": "max", "less": "min"}
 NO_COUNTERPART = "has no counterpart here"
 NO_TYPE = "is missing: it names the class to build"
-# The setting is not given, or is not written.
+# Marks a setting that is not given, or a result that is not written.
 NOTHING: Any = object()
 
 
@@ -208,8 +208,8 @@ class Row(NamedTuple):
     convert: Take | None = None
     # mmengine's default; without one the row is skipped if the setting is not given.
     default: Any = NOTHING
-    # Values that are dropped, because they are ours too. ``refusal`` is the miss for any other
-    # value of a row without target and convert; with "" the setting stays in its section.
+    # Values that mean the same as our default, and are dropped. ``refusal`` is the miss for other
+    # values of a row without target and convert; with "" the setting stays in its section.
     same: tuple[Any, ...] = ()
     refusal: str = ""
 
@@ -279,7 +279,7 @@ def walk(
 
 
 def _write(made: dict[str, Any], path: str, value: Any) -> None:
-    """Write a value at a key path; without a path, the items of a dict."""
+    """Write a value at a key path; if the path is "", merge the items of a dict."""
     if value is NOTHING:
         return
     above, _, key = path.rpartition(".")

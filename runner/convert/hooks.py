@@ -227,12 +227,12 @@ def _saving(section: Section, key: str) -> Any:
     by_epoch = section.pop("by_epoch", True)
     settings: dict[str, Any] = {"every_epochs": None, "every_secs": None}
     if interval > 0 and by_epoch:
-        # For mmengine a loop by iterations is one epoch; a checkpoint is saved at its end anyway.
+        # mmengine counts a loop by iterations as one epoch; our hook saves at its end anyway.
         settings["every_epochs"] = interval if draft.by_epoch else None
     elif interval > 0:
         settings["every_steps"] = draft.updates(interval, section.at(key))
     keep = section.pop("max_keep_ckpts", -1)
-    # Without an interval only the last one and the best are saved.
+    # Without an interval only the last and the best checkpoint are kept.
     settings["keep_last"] = keep if keep > 0 else None if interval > 0 else 1
     best, rule = section.pop("save_best", None), section.pop("rule", None)
     if isinstance(best, (list, tuple)):

@@ -200,13 +200,13 @@ MISTAKES: list[tuple[str, tuple[Any, ...], str, str]] = [
         "all_reduce_multigpu",
         ([ONE, WIDE],),
         "ValueError",
-        "tensor_list[1] must have the shape (2,) as tensor_list[0], got (3,)",
+        "tensor_list[1] must have the shape (2,) like tensor_list[0], got (3,)",
     ),
     (
         "broadcast_multigpu",
         ([ONE, ONE.int()], 0),
         "ValueError",
-        "tensor_list[1] must be torch.float32 as tensor_list[0], got torch.int32",
+        "tensor_list[1] must be torch.float32 like tensor_list[0], got torch.int32",
     ),
     (
         "broadcast_multigpu",
@@ -239,7 +239,7 @@ MISTAKES: list[tuple[str, tuple[Any, ...], str, str]] = [
         "all_gather_multigpu",
         ([[WIDE, WIDE]], [ONE]),
         "ValueError",
-        "output_tensor_lists[0][0] must have the shape (2,) as input_tensor_list[0], got (3,)",
+        "output_tensor_lists[0][0] must have the shape (2,) like input_tensor_list[0], got (3,)",
     ),
 ]
 

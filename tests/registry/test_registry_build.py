@@ -199,7 +199,7 @@ def test_components_are_checked_without_building(cfg: Any, key: str, said: str) 
 def test_names_near_to_passed_through_arguments_are_told() -> None:
     (problem,) = check_component({"type": "AUROC", "tasks": "binary"}, METRICS, "m")
     assert problem.key == "m.task"
-    assert problem.what.endswith("is tasks meant for it?")
+    assert problem.what.endswith("is tasks a misspelling of it?")
 
 
 def test_a_list_of_models_is_a_sequential() -> None:

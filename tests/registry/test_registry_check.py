@@ -103,8 +103,8 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         "bad.yaml:6: wrapper.find_unused: StepDistributedDataParallel has no such argument; "
         "did you mean find_unused_parameters?",
         "bad.yaml:8: optimizer.lrr: AdamW has no such argument; did you mean lr?",
-        "bad.yaml:10: hooks.progres: needs a type, only progress, log, checkpoint, throughput, "
-        "early_stop, ema, grad_norm, nan_guard, spike_guard, tensorboard, ledger go without; "
+        "bad.yaml:10: hooks.progres: needs a type; only progress, log, checkpoint, throughput, "
+        "early_stop, ema, grad_norm, nan_guard, spike_guard, tensorboard, ledger have a default; "
         "did you mean progress?",
         "override launch.nproc=0: launch.nproc: must be at least 1, got 0",
     ]
@@ -355,4 +355,4 @@ def test_two_files_of_one_name_are_told_apart(good: str, write: Write) -> None:
     write("conf/nets.py", MODULE)
     check_config(load_config(good))
     text = problem(good, "imports.0=conf/nets.py")
-    assert "nets.py cannot be imported as nets: that is" in text
+    assert "nets.py cannot be imported as nets, which is" in text

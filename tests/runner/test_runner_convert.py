@@ -247,7 +247,7 @@ LISTED = """\
 29: log_processor.custom_cfg: has no counterpart here
 30: launcher: ranks are started by launch.nproc, --nproc or torchrun
 31: runner_type: has no counterpart here
-32: strategy: has no counterpart: wrapper, mesh and optim_wrapper say how ranks work together
+32: strategy: has no counterpart: set wrapper, mesh and optim_wrapper instead
 33: tta_model: has no counterpart: average the predictions"""
 
 

@@ -112,7 +112,7 @@ class FixedSize(nn.Module):
     [
         (ReadsValues(), 4, "torch.export cannot follow the model"),
         (FixedSize(), 4, "torch.export cannot follow the model"),
-        (nn.Identity(), 1, "needs a batch with at least two samples"),
+        (nn.Identity(), 1, "needs a batch of at least two samples"),
     ],
 )
 def test_models_that_cannot_be_exported(
@@ -164,7 +164,7 @@ def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: C
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "stepwrap export: --to is missing; it is one of safetensors, pt2, onnx"),
+        ([], "stepwrap export: --to (safetensors, pt2, onnx) or --out is required"),
         (["--out", "m.bin"], "file that ends in .safetensors, .pt2, .onnx, got 'm.bin'"),
         (["--out", "m.pt2", "--to", "onnx"], "--to onnx and the suffix of m.pt2 differ"),
         (["--out", "old.pt2"], "an export needs a new file, and old.pt2 exists"),

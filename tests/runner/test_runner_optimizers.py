@@ -215,7 +215,7 @@ def complaints(folder: Path, *overrides: str) -> list[str]:
         ),
         (
             "schedulers.0.optimizer=gen",
-            "there is no optimizer 'gen'; did you mean generator?; it is",
+            "there is no optimizer 'gen'; did you mean generator?; it must be one",
         ),
         ("schedulers.1.T_maxx=gen", "schedulers.1.T_maxx: StepLR has no such argument"),
     ],
@@ -229,8 +229,8 @@ def test_one_mistake_is_one_problem(gan: Path, override: str, said: str) -> None
 def test_one_optimizer_is_not_named(gan: Path) -> None:
     found = complaints(gan, "optimizer={type: SGD, lr: 1}")
     assert [text.split(": ", 1)[1] for text in found] == [
-        "schedulers.0.optimizer: there is one optimizer, without a name: leave it out",
-        "schedulers.1.optimizer: there is one optimizer, without a name: leave it out",
+        "schedulers.0.optimizer: remove this setting: the only optimizer has no name",
+        "schedulers.1.optimizer: remove this setting: the only optimizer has no name",
     ]
     assert found[0].startswith("gan.yaml:11: ")
 

@@ -95,7 +95,7 @@ def test_a_rank_that_fails_leaves_nothing_behind(
         (["--out", "p.npz", "--data", "empty.yaml"], "--data: empty.yaml has no data.test"),
         (
             ["--out", "p.npz", "data.test=null"],
-            "no data.test; choose other data, such as --data val",
+            "no data.test; choose other data with --data",
         ),
         (["--out", "p.csv"], "--out: predictions are written to files that end in .jsonl, .par"),
         (["--out", "points.npz"], "--out: predictions need a new file, and points.npz exists"),
