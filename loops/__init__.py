@@ -9,6 +9,7 @@ from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
 from .data.loaders import build_loader
 from .data.prefetch import prefetch_to_device
 from .data.sampler import ShardedBatchSampler
+from .eval_sets import EvalSets
 from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
@@ -22,6 +23,7 @@ from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .metrics.evaluation import ProcessMetric
+from .metrics.inputs import MetricInputs, MetricInputsError
 from .predictions.hook import PredictionHook
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
@@ -39,6 +41,7 @@ __all__ = [
     "EMAHook",
     "EarlyStopHook",
     "EpochTrainLoop",
+    "EvalSets",
     "GradNormHook",
     "Hook",
     "HookList",
@@ -46,6 +49,8 @@ __all__ = [
     "LogHook",
     "LoopState",
     "MeanLoss",
+    "MetricInputs",
+    "MetricInputsError",
     "NanGuardHook",
     "NoteStepHook",
     "NonFiniteError",

@@ -24,6 +24,7 @@ from .data.loaders import batches_from, length_of, peek_first_batch, size_before
 from .error_notes import naming_missing_ranks, note_failure
 from .hook import HookList
 from .metrics import evaluation
+from .metrics.inputs import MetricInputs
 from .rng import preserved_rng
 from .skip_steps import buffer_restorer
 from .state import LoopState, Phase
@@ -126,17 +127,19 @@ class _EvalLoop:
         metrics: Metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
             order on every rank. If a step returns a mapping, each metric gets the values named by
             its arguments; any other result is passed as ``update(outputs, batch)``, or
-            ``add(outputs, batch)``.
+            ``add(outputs, batch)``. ``MetricInputs`` selects other values.
     """
 
     phase: ClassVar[Phase]
     step_name: ClassVar[str]
 
     def __init__(
-        self, dataloader: Iterable[Any], metrics: Mapping[str, evaluation.AnyMetric] | None = None
+        self,
+        dataloader: Iterable[Any],
+        metrics: Mapping[str, evaluation.AnyMetric | MetricInputs] | None = None,
     ) -> None:
         self.dataloader = dataloader
-        self.metrics = dict(metrics or {})
+        self.metrics, self._inputs = evaluation.split_inputs(metrics or {})
         for metric in self.metrics.values():
             if isinstance(metric, evaluation.ProcessMetric):
                 metric.use_metainfo_of(dataloader)
@@ -267,7 +270,7 @@ class _EvalLoop:
                 outputs = step(batch)
             if counts:
                 with rounds.deferred_errors():
-                    evaluation.feed_metrics(self.metrics, outputs, batch, weight_of)
+                    evaluation.feed_metrics(self.metrics, outputs, batch, weight_of, self._inputs)
                     hooks.emit("on_eval_batch_end", state, batch, outputs)
             count += 1
             if count <= polled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -164,6 +165,13 @@ class HookList:
         """Call the listeners of an event, in order."""
         for listener in getattr(self, event):
             listener(*args)
+
+    def without(self, *events: str) -> HookList:
+        """Return the same hooks, of which none listens to ``events``."""
+        others = copy(self)
+        for event in events:
+            setattr(others, event, ())
+        return others
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._hooks)

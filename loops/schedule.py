@@ -77,7 +77,7 @@ class Budget(ABC):
         if int(last) != last:
             raise AssertionError(f"max_{self.unit} must be a whole number, got {last!r}")
         self.last = positive(f"max_{self.unit}", int(last))
-        self.begin = positive("val_begin", begin)
+        self.begin = positive("val_begin", begin, least=0)
         self.intervals = [(0, positive("val_interval", interval))]
         for pair in dynamic or ():
             if len(pair) != 2:
@@ -173,10 +173,10 @@ class StepBudget(Budget):
         return state.iteration - state.batch + passes * length + begun * window
 
 
-def positive(name: str, value: int) -> int:
-    """Return ``value`` if it is a whole number >= 1, otherwise raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number >= 1, got {value!r}")
+def positive(name: str, value: int, *, least: int = 1) -> int:
+    """Return ``value`` if it is a whole number >= ``least``, otherwise raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}")
     return value
 
 

@@ -310,6 +310,7 @@ class LoopState:
         max_epochs: The run's length in epochs, if known.
         max_steps: The run's length in updates, if known.
         phase: The activity of the running loop.
+        eval_set: The name of the set that is being evaluated, if there are several (``EvalSets``).
         metrics: Results of the last evaluation.
         higher_is_better: Whether higher values of a validation metric are better, by its name;
             None if unknown.
@@ -349,6 +350,7 @@ class LoopState:
     max_epochs: int | None = None
     max_steps: int | None = None
     phase: Phase = Phase.TRAIN
+    eval_set: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     higher_is_better: dict[str, bool | None] = field(default_factory=dict)
     evaluated_at: int = -1

@@ -13,6 +13,7 @@ from .data.layout import split_into_updates
 from .data.loaders import length_of
 from .data.resume import batches_of_pass, with_position
 from .error_notes import naming_missing_ranks, note_failure
+from .eval_sets import EvalSets
 from .evaluate import ValLoop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .metrics.evaluation import directions_of
@@ -59,7 +60,7 @@ class _TrainLoop:
         dataloader: Iterable[Any],
         budget: Budget,
         *,
-        val_loop: ValLoop | None,
+        val_loop: ValLoop | EvalSets | None,
         log_every_steps: int,
         sanity_val: bool,
         skip_steps: Iterable[int | str],
@@ -166,7 +167,7 @@ class _TrainLoop:
         return True
 
     def _validate_if_pending(self, state: LoopState, hooks: HookList) -> None:
-        """Run the validation that was due when an earlier run stopped before or during it."""
+        """Run the validation before training, or one that an earlier run did not complete."""
         if state.evaluated_at != state.step and self._validate(state, hooks):
             hooks.emit("on_save_point", state)
 
@@ -175,7 +176,7 @@ class _TrainLoop:
         """Start and end training, handle signals and errors, and restore after a rollback."""
         split_into_updates(state, self.dataloader)
         self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
-        if self.sanity_val and isinstance(self.val_loop, ValLoop):
+        if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
             self.val_loop.try_batch(state)
         last = self.budget.plan(state, self._inputs.length)
         start_counting(state.optim_wrapper, state.model, state.iteration, last)
@@ -230,8 +231,8 @@ class EpochTrainLoop(_TrainLoop):
             batch whether all have one. docs/checkpoints.md explains how a resumed run finds its
             position in a loader.
         max_epochs: Passes over the data.
-        val_loop: The validation loop; None for no validation.
-        val_begin: The first epoch after which to validate.
+        val_loop: The validation loop, or several as ``EvalSets``; None for no validation.
+        val_begin: The first epoch after which to validate; 0 also validates before training.
         val_interval: Epochs between two validations. The last epoch is always followed by one.
         dynamic_intervals: Ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: Updates between two log records.
@@ -254,7 +255,7 @@ class EpochTrainLoop(_TrainLoop):
         dataloader: Iterable[Any],
         *,
         max_epochs: int,
-        val_loop: ValLoop | None = None,
+        val_loop: ValLoop | EvalSets | None = None,
         val_begin: int = 1,
         val_interval: int = 1,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
@@ -302,7 +303,7 @@ class IterTrainLoop(_TrainLoop):
 
     Args:
         max_steps: Optimizer updates.
-        val_begin: The first update after which to validate.
+        val_begin: The first update after which to validate; 0 also validates before training.
         val_interval: Updates between two validations. The last update is always followed by one.
         dynamic_intervals: Ascending (step, val_interval) pairs; each applies from its step on.
 
@@ -314,7 +315,7 @@ class IterTrainLoop(_TrainLoop):
         dataloader: Iterable[Any],
         *,
         max_steps: int,
-        val_loop: ValLoop | None = None,
+        val_loop: ValLoop | EvalSets | None = None,
         val_begin: int = 1,
         val_interval: int = 1000,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,

@@ -25,6 +25,7 @@ from .checks.check_config import (
     name_problems,
     source_folders,
 )
+from .checks.data_sections import sets_in
 from .checks.optimizer_sections import (
     check_paramwise,
     default_of,
@@ -38,9 +39,11 @@ from .checks.schema import (
     DataSection,
     LaunchSection,
     LoaderSection,
+    MetricSection,
     ParamwiseSection,
     RunSections,
     SchedulerSection,
+    SetsSection,
 )
 from .errors import (
     ConfigError,
@@ -57,7 +60,7 @@ from .json_schema import config_schema
 from .registry import Registry, build_from_cfg, build_model_from_cfg
 from .scan import Registration, count_registered_modules, list_registrations, traverse_registry_tree
 from .text.config import Config, config_from_dict, dump_config, format_config, load_config
-from .tree import build_tree, find_train_step, supply_where_taken
+from .tree import build_tree, find_train_step, find_transform, supply_where_taken
 
 __all__ = [
     "COMM_HOOKS",
@@ -80,12 +83,14 @@ __all__ = [
     "Examination",
     "LaunchSection",
     "LoaderSection",
+    "MetricSection",
     "ParamwiseSection",
     "Problem",
     "Registration",
     "Registry",
     "RunSections",
     "SchedulerSection",
+    "SetsSection",
     "build_from_cfg",
     "build_model_from_cfg",
     "build_tree",
@@ -102,6 +107,7 @@ __all__ = [
     "examine_config",
     "examine_names",
     "find_train_step",
+    "find_transform",
     "format_config",
     "import_path",
     "import_problems",
@@ -114,6 +120,7 @@ __all__ = [
     "named_optimizers",
     "nearest",
     "optim_wrapper_sections",
+    "sets_in",
     "source_folders",
     "stepping_class",
     "supply_where_taken",

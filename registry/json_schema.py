@@ -8,7 +8,16 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from .arguments import options_of
-from .checks.schema import HOOK_TYPES, ParamwiseSection, RunSections, SchedulerSection
+from .checks.schema import (
+    HOOK_TYPES,
+    METRIC_KEYS,
+    MetricSection,
+    ParamwiseSection,
+    SCHEDULER_KEYS,
+    RunSections,
+    SchedulerSection,
+    SetsSection,
+)
 from .scan import Registration, documented_items, list_registrations
 from .text.values import BASE, DELETE
 
@@ -54,7 +63,7 @@ def config_schema() -> Schema:
     settings = schema["properties"]
     for key, registry in _REGISTRIES.items():
         settings[key] |= _component_ref(registry)
-    settings["metrics"] |= {"additionalProperties": _component_ref("METRICS")}
+    settings["metrics"] |= {"additionalProperties": _with_ours("METRICS", MetricSection)}
     settings["hooks"] |= _hooks(registered["HOOKS"])
     settings["schedulers"] = _schedulers()
     components["OPTIMIZERS"]["properties"]["paramwise"] = _section(ParamwiseSection)
@@ -92,12 +101,12 @@ def _setting(setting: Field[Any], hint: Any) -> Schema:
         is_section: Schema = {"type": "object"}
         if dict[str, Any] in hints:
             is_section["not"] = {"required": ["type"]}
-        kinds = {_TYPES[get_origin(one) or one] for one in hints if one is not section}
-        return {
-            "type": sorted(kinds | {"object", "null", "string"}),
-            "if": is_section,
-            "then": _section(section),
-        }
+        kinds = {_TYPES[get_origin(one) or one] for one in hints if not is_dataclass(one)}
+        full = {"type": sorted(kinds | {"object", "null", "string"}), "if": is_section}
+        single = {**full, "then": _section(section)}
+        # Other keys are the names of sets.
+        sets = {**full, "then": {**_section(section), "additionalProperties": single}}
+        return sets if SetsSection in hints else single
     options = [_value(option, setting.metadata) for option in hints]
     if str not in hints:
         options.append(_INTERPOLATION)
@@ -164,9 +173,18 @@ def _hooks(entries: list[Registration]) -> Schema:
     return {"type": "object", "properties": settings, "additionalProperties": others}
 
 
+def _with_ours(registry: str, section: type) -> Schema:
+    """Return the schema of a component whose dict has settings of ``section`` as well."""
+    ours = {
+        name: one
+        for name, one in _section(section)["properties"].items()
+        if name in (*METRIC_KEYS, *SCHEDULER_KEYS)
+    }
+    return {**_component_ref(registry), "properties": ours}
+
+
 def _schedulers() -> Schema:
-    """Return the schema of one scheduler or a list: its own arguments and ours."""
-    ours = {k: v for k, v in _section(SchedulerSection)["properties"].items() if k != "scheduler"}
-    one = {**_component_ref("PARAM_SCHEDULERS"), "properties": ours}
+    """Return the schema of one scheduler or a list."""
+    one = _with_ours("PARAM_SCHEDULERS", SchedulerSection)
     is_list = {"if": {"type": "array"}, "then": {"items": one}, "else": one}
     return {"type": ["array", "object", "null", "string"], **is_list}

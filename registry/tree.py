@@ -1,7 +1,7 @@
 """Builds nested configs: dicts with a ``type`` are built before the objects that contain them."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -195,20 +195,42 @@ def find_train_step(setting: Any) -> Callable[..., Any] | None:
     """
     if setting is None:
         return None
+    return _find_function(
+        setting,
+        "my_steps.step",
+        ("wrapper", "data", "optim_wrapper"),
+        "; set a class that defines train_step as the wrapper's type",
+    )
+
+
+def find_transform(setting: Any) -> Callable[..., Any] | None:
+    """Return the function of the setting ``transform`` of a metric; see ``find_train_step``.
+
+    It is called with the predictions.
+    """
+    return None if setting is None else _find_function(setting, "torch.sigmoid", ("preds",))
+
+
+def _find_function(
+    setting: Any, example: str, arguments: Sequence[str], remedy: str = ""
+) -> Callable[..., Any]:
     given = setting if isinstance(setting, Mapping) else {"type": setting}
     options = {key: value for key, value in given.items() if key != "type"}
     path = given.get("type")
     if not isinstance(path, str):
-        raise TypeError("must be the import path of a function, such as my_steps.step")
+        raise TypeError(f"must be the import path of a function, such as {example}")
     found = import_path(path)
     if isinstance(found, type) or not callable(found):
-        raise TypeError(
-            f"{path} is not a function; set a class that defines train_step as the wrapper's type"
-        )
+        raise TypeError(f"{path} is not a function{remedy}")
     try:
-        inspect.signature(found).bind(None, None, None, **options)
+        signature = inspect.signature(found)
+    except ValueError:
+        # Many functions of torch have none.
+        return partial(found, **options) if options else found
+    try:
+        signature.bind(*arguments, **options)
     except TypeError as error:
         raise TypeError(
-            f"{path} is called with (wrapper, data, optim_wrapper) and the further options: {error}"
+            f"{path} is called with ({', '.join(arguments)}) and the further options: {error}"
         ) from error
     return partial(found, **options) if options else found

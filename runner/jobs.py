@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, NoteStepHook, find_checkpoint
+from ..loops import CheckpointHook, MetricInputsError, NoteStepHook, find_checkpoint
 from ..registry import (
     Config,
     ConfigError,
@@ -192,12 +192,23 @@ def _run_here(job: Job) -> Outcome:
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
         runner = Runner(**{**parts, "hooks": hooks})
-        if job.command == "train":
-            with runner.hold_run_dir():
-                # Another run may have used the folder since the check above.
-                require_free_run_dir(job, is_locked=True)
-                return _train(runner, job, folder)
-        return _evaluate(runner, job, folder)
+        with _locating_inputs(job.config):
+            if job.command == "train":
+                with runner.hold_run_dir():
+                    # Another run may have used the folder since the check above.
+                    require_free_run_dir(job, is_locked=True)
+                    return _train(runner, job, folder)
+            return _evaluate(runner, job, folder)
+
+
+@contextmanager
+def _locating_inputs(config: Config) -> Iterator[None]:
+    """Add the line of the setting to the error about outputs that a metric cannot get."""
+    try:
+        yield
+    except MetricInputsError as error:
+        origin = config.origin(error.setting)
+        raise ConfigError([Problem(error.setting, error.text, origin)]) from error
 
 
 def _train(runner: Runner, job: Job, folder: Path) -> Outcome:

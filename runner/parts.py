@@ -15,7 +15,15 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ..collectives import get_rank, get_world_size
-from ..loops import Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
+from ..loops import (
+    EvalSets,
+    Hook,
+    MetricInputs,
+    SchedulerHook,
+    ScheduleWindow,
+    build_loader,
+    seed_rng,
+)
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -28,10 +36,13 @@ from ..registry import (
     OPTIMIZERS,
     PARAM_SCHEDULERS,
     LoaderSection,
+    MetricSection,
     Registry,
     RunSections,
     SchedulerSection,
+    SetsSection,
     build_tree,
+    find_transform,
     named_optimizers,
     optim_wrapper_sections,
     stepping_class,
@@ -149,20 +160,33 @@ def _build_training(
 
 
 def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -> Any:
-    if getattr(run.data, name) is None:
-        return None
     attempts = Attempts()
-    metrics = attempts.make("metrics", partial(_build_all, "metrics", run.metrics, METRICS))
-    loader = attempts.make(f"data.{name}", partial(load, name))
+    loops: dict[str, Any] = {}
+    for one, path in run.data.sets_of(name).items():
+        build = partial(_build_metrics, run.metrics, one)
+        metrics = attempts.make("metrics", build)
+        supplied = {"dataloader": attempts.make(f"data.{path}", partial(load, path))}
+        supplied["metrics"] = metrics
+        make = partial(build_tree, getattr(run, name), LOOPS, supplied)
+        loops[one] = attempts.make(name, make) if None not in supplied.values() else None
     attempts.finish()
-    supplied = {"dataloader": loader, "metrics": metrics}
-    with building(name):
-        return build_tree(getattr(run, name), LOOPS, supplied)
+    return EvalSets(loops) if isinstance(getattr(run.data, name), SetsSection) else loops.get("")
+
+
+def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[str, Any]:
+    """Build the metrics that are computed on a set."""
+    chosen = {n: one for n, one in metrics.items() if one.sets is None or set_name in one.sets}
+    components = {name: one.metric for name, one in chosen.items()}
+    built = _build_all("metrics", components, METRICS)
+    for name, one in chosen.items():
+        if one.head is not None or one.transform is not None:
+            built[name] = MetricInputs(built[name], one.head, find_transform(one.transform))
+    return built
 
 
 def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
-    """Build the loader of one shard; ``shard`` is its index and the number of shards."""
-    section: LoaderSection | dict[str, Any] = getattr(run.data, name)
+    """Build the loader ``data.<name>`` of one shard: its index and the number of shards."""
+    section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
             loader = build_tree(section, DATALOADERS)
@@ -190,7 +214,7 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
 def example_batch(run: RunSections) -> Any:
     """Return the first batch of the test data or, if missing, the validation or training data."""
     name = next(one for one in ("test", "val", "train") if getattr(run.data, one) is not None)
-    section = getattr(run.data, name)
+    section = run.data.loader(next(iter(run.data.sets_of(name).values())))
     if not isinstance(section, dict):
         section = replace(section, num_workers=0, prefetch_factor=None)
     run = replace(run, device="cpu", data=replace(run.data, **{name: section}))

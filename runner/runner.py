@@ -21,6 +21,7 @@ from ..collectives import (
     trace_collectives,
 )
 from ..loops import (
+    EvalSets,
     HookList,
     LoopState,
     PredictionHook,
@@ -264,10 +265,11 @@ class Runner:
             FileExistsError: ``path`` exists.
             ImportError: the format needs a package that is not installed.
             TypeError: ``test_step`` returns nothing that has one value per sample.
-            ValueError: the format is unknown, or the loader does not keep the order.
+            ValueError: the format is unknown, the loader does not keep the order, or the test has
+                several sets.
         """
         if loader is None:
-            loader = _required("predict", "a loader or test_loop", self._test_loop).dataloader  # type: ignore[attr-defined]
+            loader = _loader_of(_required("predict", "a loader or test_loop", self._test_loop))
         hook = PredictionHook(path, loader)
         self._evaluate(TestLoop(loader), checkpoint, HookList([*self._hooks, hook]))
         return broadcast(hook.count)
@@ -372,6 +374,17 @@ def _required(method: str, name: str, part: T | None) -> T:
     if part is None:
         raise ValueError(f"Runner.{method} requires {name}, but the Runner was built without it")
     return part
+
+
+def _loader_of(loop: Any) -> Iterable[Any]:
+    if isinstance(loop, EvalSets):
+        names = ", ".join(loop.loops)
+        raise ValueError(
+            f"Runner.predict requires the loader of one set, but the test has several: {names}; "
+            f"pass loader=test_loop.loops[{next(iter(loop.loops))!r}].dataloader"
+        )
+    loader: Iterable[Any] = loop.dataloader
+    return loader
 
 
 def _require_group() -> None:

@@ -110,7 +110,9 @@ class LogHook(Hook):
 def _is_past(record: Record, state: LoopState) -> bool:
     """Return whether a record precedes the restored checkpoint, so that it stays in the file."""
     step = record.get("step")
-    if not isinstance(step, (int, float)) or step > state.step or state.step == 0:
+    # Without an update or a validation, the run starts from the beginning.
+    is_new = state.step == 0 and state.evaluated_at != 0
+    if not isinstance(step, (int, float)) or step > state.step or is_new:
         return False
     if step < state.step or record.get("phase") != Phase.VAL.value:
         return True

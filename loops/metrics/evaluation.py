@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy, deepcopy
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ from ...registry import METRICS, nearest
 from ..data.loaders import SeededSamples
 from ..error_notes import add_note, describe, name_of
 from ..state import LoopState
+from .inputs import MetricInputs
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -54,14 +56,17 @@ def feed_metrics(
     outputs: Any,
     batch: Any,
     weight_of: Callable[[Any], float | Tensor] | None = None,
+    inputs: Mapping[str, MetricInputs] = MappingProxyType({}),
 ) -> None:
     """Update metrics with a step's outputs: a mapping by keyword, others as (outputs, batch).
 
     ``weight_of`` returns the weight of a batch's mean loss, if it is not the number of samples.
+    ``inputs`` selects the outputs of some metrics, by name.
     """
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
-        args, kwargs = _arguments(name, metric, update, outputs, batch)
+        chosen = inputs[name].select(name, outputs) if name in inputs else outputs
+        args, kwargs = _arguments(name, metric, update, chosen, batch)
         if weight_of is not None and kwargs.keys() >= {"loss", "num_samples"}:
             kwargs["num_samples"] = weight_of(batch)
         try:
@@ -89,6 +94,15 @@ def _arguments(
             f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
     return (), {key: outputs[key] for key in named if key in outputs}
+
+
+def split_inputs(
+    metrics: Mapping[str, AnyMetric | MetricInputs],
+) -> tuple[dict[str, AnyMetric], dict[str, MetricInputs]]:
+    """Return the metrics themselves, and the inputs of those that have a ``MetricInputs``."""
+    inputs = {name: one for name, one in metrics.items() if isinstance(one, MetricInputs)}
+    plain = {n: one.metric if isinstance(one, MetricInputs) else one for n, one in metrics.items()}
+    return plain, inputs
 
 
 def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
@@ -304,7 +318,8 @@ class WatchedMetric:
 
     def start(self, state: LoopState) -> None:
         """Log the direction before training, if it is derived from the metric."""
-        if self._mode is None and self.name.partition("/")[0] in state.higher_is_better:
+        known = any(f"{self.name}/".startswith(f"{one}/") for one in state.higher_is_better)
+        if self._mode is None and known:
             extreme = self.extreme(state)
             if get_rank() == 0:
                 logger.info("%s: the best %s is the %s", self._hook, self.name, extreme)

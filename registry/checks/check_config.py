@@ -7,20 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..catalog import DATALOADERS, DATASETS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
+from ..catalog import HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
 from ..errors import ConfigError, Problem, did_you_mean, meant_by, shown, shown_value
 from ..imports import (
     find_entry,
     folders_of,
     import_entry,
-    import_path,
     make_found_in,
     make_importable,
 )
 from ..registry import Registry
 from ..text.config import Config, config_from_dict
 from ..text.values import walk
-from ..tree import find_train_step
+from ..tree import find_train_step, find_transform
 from .check_component import (
     Later,
     check_component,
@@ -29,14 +28,17 @@ from .check_component import (
     type_problem,
     with_type,
 )
+from .data_sections import LOADERS, data_checks, sets_in, with_sets, without_sets
 from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
 from .schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
+    METRIC_KEYS,
     PLACES,
     SCHEDULER_KEYS,
     Component,
     LedgerSection,
+    MetricSection,
     RunSections,
     SchedulerSection,
 )
@@ -52,10 +54,9 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
     "test": (LOOPS, _LOOP_ARGS),
 }
 _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
-_LOADERS = ("train", "val", "test")
 _WATCHING = ("metric", "keep_best")
 # Keys whose values may be import paths.
-_PATH_KEYS = ("type", "_ref_", "collate", "train_step")
+_PATH_KEYS = ("type", "_ref_", "collate", "train_step", "transform")
 _SECTIONS = tuple(field.name for field in fields(RunSections))
 
 
@@ -125,17 +126,19 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
     problems: list[Problem] = []
     hooks = _hooks(values.pop("hooks", None), problems)
     schedulers = _schedulers(values.pop("schedulers", None), problems)
+    metrics = _metrics(values.pop("metrics", None), problems)
     values = _with_implied(values)
     typed: list[Problem] = []
-    sections = check_section(RunSections, values, "", typed, places=PLACES)
+    single, sets = without_sets(values, typed)
+    sections = check_section(RunSections, single, "", typed, places=PLACES)
     problems += typed
     later: list[Later] = []
-    for check in _checks(values, hooks, schedulers):
+    for check in _checks(values, hooks, schedulers, metrics):
         problems.append(check) if isinstance(check, Problem) else later.append(check)
     problems += _need_problems(values)
     if sections is None:
         wrong = {_section_of(problem) for problem in typed}
-        kept = {key: value for key, value in values.items() if key not in wrong}
+        kept = {key: value for key, value in single.items() if key not in wrong}
         sections = check_section(RunSections, {"model": {}, **kept}, "", [])
     if sections is not None:
         if sections.ledger and "ledger" in hooks:
@@ -145,10 +148,13 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
             sections,
             hooks={**hooks, **_ledger_hook(sections.ledger)},
             schedulers=list(schedulers.values()),
+            metrics=metrics,
+            data=with_sets(sections.data, sets),
             run_dir=sections.run_dir or f"runs/{sections.name}",
         )
     faulty = frozenset(map(_section_of, [*failed, *problems]))
-    if sections is not None and not faulty & {"metrics", "hooks", "schedulers"}:
+    related = {"metrics", "hooks", "schedulers"} | ({"data"} if sets_in(values) else set())
+    if sections is not None and not faulty & related:
         problems += _metric_problems(sections)
     located = [*_located(failed, config), *_located(problems, config)]
     return Examination(sections, located, faulty, config, later)
@@ -244,6 +250,23 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
     return found
 
 
+def _metrics(given: Any, problems: list[Problem]) -> dict[str, MetricSection]:
+    if given is not None and not isinstance(given, dict):
+        problems.append(Problem("metrics", f"must be metrics by name, got {shown_value(given)}"))
+    found: dict[str, MetricSection] = {}
+    for name, entry in given.items() if isinstance(given, dict) else ():
+        where = f"metrics.{name}"
+        ours, metric = {}, entry
+        if isinstance(entry, dict):
+            ours = {key: entry[key] for key in METRIC_KEYS if key in entry}
+            metric = {key: value for key, value in entry.items() if key not in METRIC_KEYS}
+        section = None
+        if isinstance(metric, dict):
+            section = check_section(MetricSection, {"metric": metric, **ours}, where, problems)
+        found[name] = section or MetricSection(metric=metric)
+    return found
+
+
 def _import_problems(config: Config, use: Callable[[str], None]) -> Iterator[Problem]:
     """Apply ``use`` (find or import) to each entry of ``imports``; yield errors as problems."""
     make_importable(config.path.parent)
@@ -275,6 +298,7 @@ def _checks(
     values: Mapping[str, Any],
     hooks: Mapping[str, Component],
     schedulers: Mapping[str, SchedulerSection],
+    metrics: Mapping[str, MetricSection],
 ) -> Iterator[Problem | Later]:
     """Yield problems of the parts that do not depend on classes, and the checks that do."""
     for key, (registry, runtime_args) in _PARTS.items():
@@ -287,23 +311,12 @@ def _checks(
     if isinstance(step, str | dict):
         misspelt = type_problem(step, "train_step") if isinstance(step, dict) else None
         yield misspelt or partial(object_problems, find_train_step, step, "train_step")
-    metrics = values.get("metrics")
-    for name, metric in metrics.items() if isinstance(metrics, dict) else ():
-        yield component_check(metric, METRICS, f"metrics.{name}")
-    data = values.get("data")
-    yield from _data_checks(data if isinstance(data, dict) else {})
-
-
-def _data_checks(data: Mapping[str, Any]) -> Iterator[Problem | Later]:
-    for name in _LOADERS:
-        loader, where = data.get(name), f"data.{name}"
-        if isinstance(loader, dict) and "type" in loader:
-            yield component_check(loader, DATALOADERS, where)
-        elif isinstance(loader, dict):
-            if isinstance(loader.get("dataset"), dict):
-                yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")
-            if isinstance(loader.get("collate"), str):
-                yield partial(object_problems, import_path, loader["collate"], f"{where}.collate")
+    for name, one in metrics.items():
+        yield component_check(one.metric, METRICS, f"metrics.{name}")
+        if one.transform is not None:
+            where = f"metrics.{name}.transform"
+            yield partial(object_problems, find_transform, one.transform, where)
+    yield from data_checks(values)
 
 
 def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
@@ -311,8 +324,8 @@ def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
     data = values.get("data")
     given = data if isinstance(data, dict) else {}
     meant = meant_by([key for key in values if key not in _SECTIONS], _SECTIONS)
-    meant |= {f"data.{one}" for one in meant_by([k for k in given if k not in _LOADERS], _LOADERS)}
-    loops = [name for name in _LOADERS if name in values]
+    meant |= {f"data.{one}" for one in meant_by([k for k in given if k not in LOADERS], LOADERS)}
+    loops = [name for name in LOADERS if name in values]
     for name in loops:
         if given.get(name) is None and not meant & {"data", f"data.{name}"}:
             yield Problem(f"data.{name}", f"this setting is missing: {name} needs data")
@@ -338,12 +351,38 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
             yield missing_setting(one, where, "metric", what)
     if len({one.metric for one in run.schedulers} - {None}) > 1:
         yield Problem("schedulers", "all that watch a metric must watch the same one")
+    results = _validation_results(run)
     for where, metric in watched.items():
         # A metric with several results is "name/part" in the records.
-        if isinstance(metric, str) and metric.split("/")[0] not in run.metrics:
-            known = ", ".join(run.metrics) or "none"
-            what = f"there is no metric {shown_value(metric)}{did_you_mean(metric, run.metrics)}"
+        starts = [f"{one}/" for one in results]
+        if isinstance(metric, str) and not f"{metric}/".startswith(tuple(starts)):
+            known = ", ".join(results) or "none"
+            what = f"there is no metric {shown_value(metric)}{did_you_mean(metric, results)}"
             yield Problem(where, f"{what}; the run's metrics are: {known}")
+    yield from _set_problems(run)
+
+
+def _validation_results(run: RunSections) -> list[str]:
+    """Return the names of the validation's metrics, such as "accuracy" or "noisy/accuracy"."""
+    sets = [*run.data.sets_of("val")] or [""]
+    return [
+        f"{one}/{name}".removeprefix("/")
+        for one in sets
+        for name, metric in run.metrics.items()
+        if metric.sets is None or one in metric.sets
+    ]
+
+
+def _set_problems(run: RunSections) -> Iterator[Problem]:
+    """Yield sets that a metric names and that do not exist."""
+    paths = {**run.data.sets_of("val"), **run.data.sets_of("test")}
+    names = [name for name in paths if name]
+    for metric, one in run.metrics.items():
+        for at, name in enumerate(one.sets or ()):
+            if name not in names:
+                what = f"there is no set {shown_value(name)}{did_you_mean(name, names)}"
+                known = ", ".join(names) or "none, data.val and data.test are single sets"
+                yield Problem(f"metrics.{metric}.sets.{at}", f"{what}; the sets are: {known}")
 
 
 def _located(problems: list[Problem], config: Config) -> list[Problem]:

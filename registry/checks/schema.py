@@ -24,6 +24,8 @@ HOOK_TYPES = {
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")
 # Settings of a scheduler that are ours; the others are its own arguments.
 SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
+# The same of a metric.
+METRIC_KEYS = ("sets", "head", "transform")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,52 @@ class LoaderSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetsSection:
+    """The loaders of several sets by name."""
+
+    sets: dict[str, LoaderSection | Component]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSection:
     """The loaders of the three loops; a section with a ``type`` is a custom loader."""
 
     train: LoaderSection | Component | None = None
-    val: LoaderSection | Component | None = None
-    test: LoaderSection | Component | None = None
+    val: LoaderSection | Component | SetsSection | None = None
+    test: LoaderSection | Component | SetsSection | None = None
+
+    def loader(self, path: str) -> Any:
+        """Return the section of one loader: "train", "val", or a set such as "val.noisy"."""
+        name, _, one = path.partition(".")
+        section = getattr(self, name)
+        return section.sets[one] if isinstance(section, SetsSection) else section
+
+    def sets_of(self, name: str) -> dict[str, str]:
+        """Return the paths of the loaders of "val" or "test" by the names of the sets.
+
+        A single set has the name "".
+        """
+        section = getattr(self, name)
+        if isinstance(section, SetsSection):
+            return {one: f"{name}.{one}" for one in section.sets}
+        return {} if section is None else {"": name}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSection:
+    """A metric.
+
+    Attributes:
+        sets: the sets on which it is computed; default: all.
+        head: the head of the model whose predictions it gets.
+        transform: the import path of a function of the predictions, or a dict with the path as
+            ``type`` and further options.
+    """
+
+    sets: list[str] | None = None
+    head: str | None = None
+    transform: Component | str | None = None
+    metric: Component
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +186,7 @@ class RunSections:
         optimizer: one optimizer with a ``type``, or several by name; then ``optim_wrapper`` may be
             by name too.
         schedulers: always a list.
+        metrics: the metrics by name.
         val, test: None if ``data`` lacks them.
         ledger: the section ``ledger``, an alternative to ``hooks.ledger``.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
@@ -180,7 +223,7 @@ class RunSections:
     train: Component | None = None
     val: Component | None = None
     test: Component | None = None
-    metrics: dict[str, Component] = field(default_factory=dict)
+    metrics: dict[str, MetricSection] = field(default_factory=dict)
     hooks: dict[str, Component] = field(default_factory=dict)
     ledger: LedgerSection | bool = False
     launch: LaunchSection = field(default_factory=LaunchSection)

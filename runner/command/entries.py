@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ...registry import Config, load_config
+from ...registry import Config, did_you_mean, load_config, sets_in
 from .command import (
     CHECKPOINT,
     DEVICE,
@@ -65,20 +65,33 @@ class _PredictCommand(Command):
     def source(self, options: Options) -> tuple[str, list[str]]:
         """Return the config and its overrides, with the section of ``--data`` as ``data.test``."""
         source, overrides = super().source(options)
-        name = options.data or "test"
-        if name in ("train", "val", "test"):
+        name, _, one = (options.data or "test").partition(".")
+        if name in ("train", "val", "test") and one not in ("yaml", "yml"):
             section = _data_in(load_config(source, overrides)).get(name)
             if section is None:
                 what = f"the config has no data.{name}; choose other data with --data"
                 raise mistake(f"stepwrap predict: {what}")
-            if name == "test":
+            section = _one_set(name, one, section)
+            if name == "test" and not one:
                 return source, overrides
             if "type" not in section:
                 # Without a type it is a loader of build_loader: read every sample once, in order.
                 section |= {"shuffle": False, "drop_last": False}
         else:
-            section = _section_in(name)
+            section = _section_in(options.data)
         return source, [f"data.test={json.dumps({'_delete_': True, **section})}", *overrides]
+
+
+def _one_set(name: str, one: str, section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section of the set ``one`` of ``data.<name>``, or of its only set."""
+    sets = sets_in({"data": {name: section}}).get(name, {})
+    if one in sets or not (one or sets):
+        return dict(sets.get(one, section))
+    known = ", ".join(f"--data {name}.{each}" for each in sets) or f"--data {name}"
+    if not one:
+        raise mistake(f"stepwrap predict: data.{name} has several sets; choose one: {known}")
+    hint = did_you_mean(one, sets)
+    raise mistake(f"stepwrap predict: data.{name} has no set {one!r}{hint}; there is: {known}")
 
 
 def _section_in(path: str) -> dict[str, Any]:
@@ -113,7 +126,7 @@ predict = _PredictCommand(
             ["--data"],
             type=path_name,
             metavar="NAME",
-            help="train, val or test, or a YAML file with a section such as data.test",
+            help="train, val, test or a set such as val.noisy; or a YAML file with such a section",
         ),
         *_PREDICTING,
         CHECKPOINT,

@@ -103,8 +103,8 @@ def plots_available() -> bool:
 def draw_curves(run_dir: Path) -> Path:
     """Plot every logged value except ``steps_per_s`` against the step, and return the image's path.
 
-    The image is ``run_dir/curves.png``. The training and validation curves of one value share a
-    panel, and so do the learning rates of all parameter groups.
+    The image is ``run_dir/curves.png``. The training and validation curves of one value, of all
+    sets, share a panel, and so do the learning rates of all parameter groups.
 
     Raises:
         ImportError: matplotlib is missing; the text names the extra.
@@ -155,22 +155,34 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def _charts(curves: Curves) -> Curves:
-    """Return the curves of each panel by label: a phase, or a parameter group for ``lr``."""
+    """Return the curves of each panel by label.
+
+    A label is a phase, a phase and a set if several sets have the value, or a parameter group for
+    ``lr``.
+    """
     charts: Curves = {}
+    values = Counter(name.partition("/")[2] or name for name in curves)
     for name, phases in curves.items():
-        title, _, group = name.partition("/")
-        if title == "lr" and group:
-            charts.setdefault("lr", {})[group] = next(iter(phases.values()))
+        first, _, rest = name.partition("/")
+        if first == "lr" and rest:
+            charts.setdefault("lr", {})[rest] = next(iter(phases.values()))
+        elif rest and values[rest] > 1:
+            sets = {f"{phase} {first}": points for phase, points in phases.items()}
+            charts.setdefault(rest, {}).update(sets)
         else:
-            charts[name] = phases
+            charts.setdefault(name, {}).update(phases)
     return charts
 
 
 def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) -> None:
+    # The other colors are for sets and parameter groups.
+    others = (f"C{at}" for at in range(3, 3 + len(lines)))
     for label, points in lines.items():
         steps, values = zip(*points, strict=True)
         marker = "." if len(points) < 30 else ""
-        panel.plot(steps, values, label=label, marker=marker, color=_COLORS.get(label))
+        panel.plot(
+            steps, values, label=label, marker=marker, color=_COLORS.get(label) or next(others)
+        )
     panel.set_title(name)
     panel.set_xlabel("step")
     panel.grid(alpha=0.3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import signal
@@ -124,7 +123,11 @@ def run_check(options: Options) -> int:
     count = sum(parameter.numel() for parameter in model.parameters())
     # fully_shard replaces the class of the model by a subclass.
     kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
-    loops = [name for name in ("train", "val", "test") if parts.get(f"{name}_loop") is not None]
+    loops = ["train"] if parts.get("train_loop") is not None else []
+    for name in ("val", "test"):
+        sets = ", ".join(run.data.sets_of(name))
+        if parts.get(f"{name}_loop") is not None:
+            loops.append(f"{name} ({sets})" if sets else name)
     print(f"{options.words[0]}: no mistakes; every part can be built")
     print(f"model: {kind.__name__}, {count:,} parameters")
     print(f"wrapper: {type(parts['model']).__name__}")
@@ -221,8 +224,9 @@ def _print_metrics(job: Job, outcome: Outcome) -> None:
         best = phase == "test" and job.command == "train" and outcome.checkpoint
         table.add_column(f"{phase} (best checkpoint)" if best else phase, justify="right")
     for name in dict.fromkeys(name for phase in phases for name in outcome.metrics[phase]):
-        values = [outcome.metrics[phase].get(name, math.nan) for phase in phases]
-        table.add_row(name, *(f"{value:.4f}" for value in values))
+        values = [outcome.metrics[phase].get(name) for phase in phases]
+        # Validation and test may have different sets.
+        table.add_row(name, *("" if value is None else f"{value:.4f}" for value in values))
     Console(highlight=False).print(table)
 
 

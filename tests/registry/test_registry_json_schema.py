@@ -52,6 +52,9 @@ def test_configs_in_the_documentation_are_valid() -> None:
         ("optimiser: {type: SGD}", "", "'optimiser' was unexpected"),
         ("data: {train: {batch_sise: 3}}", "data.train", "'batch_sise' was unexpected"),
         ("data: {train: {batch_size: 0}}", "data.train.batch_size", "0 is not valid"),
+        ("data: {val: {batch_sise: 3}}", "data.val.batch_sise", "3 is not of type"),
+        ("data: {val: {a: {batch_sise: 3}}}", "data.val.a", "'batch_sise' was unexpected"),
+        ("metrics: {a: {type: my.M, sets: 3}}", "metrics.a.sets", "3 is not valid"),
         ("launch: {nproc: many}", "launch.nproc", "'many' is not valid"),
         ("hooks: {early_stop: 3}", "hooks.early_stop", "3 is not valid"),
         ("hooks: {mine: 3}", "hooks.mine", "3 is not of type"),
@@ -74,6 +77,8 @@ def test_mistakes_are_found(text: str, key: str, words: str) -> None:
         "hooks: {progress: false, ema: {decay: 0.9}, mine: {type: my.Hook, x: 1}}",
         "schedulers: {type: StepLR, step_size: 3, by: step}\ntrain: null",
         "ledger: true",
+        "data: {val: {a: {dataset: {}, batch_size: 3}, b: {type: my.loader, x: 1}}}",
+        "metrics: {a: {type: my.Metric, sets: [a], head: cls, top_k: 3}}",
         "optimizer: {a: {type: SGD, lr: 0.1}, b: {type: Adam}}",
     ],
 )

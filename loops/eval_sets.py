@@ -1,0 +1,103 @@
+"""Several data sets by name, as one validation or test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from .checkpoints.weights import device_of
+from .error_notes import add_note
+from .evaluate import Poll, TestLoop, ValLoop, announce_failure
+from .hook import HookList
+from .metrics.evaluation import AnyMetric, directions_of
+from .rng import preserved_rng
+from .state import LoopState, Phase
+
+
+class EvalSets:
+    """Several data sets by name, evaluated one after another as one validation or test.
+
+    The name of a set comes before the names of its results: "noisy/accuracy". Hooks see one
+    evaluation: ``on_eval_start`` before the first set, ``on_eval_end`` with the results of all sets
+    after the last one. In between ``state.eval_set`` is the name of the set. If an evaluation is
+    interrupted, none of its results count.
+
+    Args:
+        loops: A ``ValLoop`` for each set, or a ``TestLoop`` for each set, with its own metrics.
+
+    Raises:
+        ValueError: There is no loop, or the loops are of both kinds.
+    """
+
+    def __init__(self, loops: Mapping[str, ValLoop | TestLoop]) -> None:
+        phases = {loop.phase for loop in loops.values()}
+        if len(phases) != 1:
+            kinds = ", ".join(type(loop).__name__ for loop in loops.values()) or "none"
+            raise ValueError(f"EvalSets requires loops of one kind, such as ValLoop, got {kinds}")
+        self.loops = dict(loops)
+        self.phase: Phase = phases.pop()
+
+    @property
+    def metrics(self) -> dict[str, AnyMetric]:
+        """The metrics of all sets, such as "noisy/accuracy"."""
+        return {
+            f"{name}/{key}": metric
+            for name, loop in self.loops.items()
+            for key, metric in loop.metrics.items()
+        }
+
+    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
+        """Evaluate ``state.model`` on all sets and return the metrics; every rank must call."""
+        try:
+            return self.evaluate(state, hooks, lambda _: None)
+        except BaseException as error:
+            announce_failure(state, hooks, error)
+            raise
+
+    def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
+        """Evaluate inside another loop, like ``ValLoop.evaluate``; every rank must call this."""
+        outer, state.phase = state.phase, self.phase
+        try:
+            with preserved_rng(device_of(state.model)):
+                hooks.emit("on_eval_start", state)
+                inner = hooks.without("on_eval_start", "on_eval_end")
+                results = self._measure(state, inner, poll)
+                hooks.emit("on_eval_end", state, results)
+        finally:
+            state.phase = outer
+        return results
+
+    def try_batch(self, state: LoopState) -> None:
+        """Run the first batch of each set, like ``ValLoop.try_batch``; every rank must call."""
+        for name, loop in self.loops.items():
+            with _in_set(state, name):
+                loop.try_batch(state)
+
+    def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
+        results: dict[str, float] = {}
+        was_stopped = bool(state.stop_reason)
+        for name, loop in self.loops.items():
+            with _in_set(state, name):
+                part = loop.evaluate(state, hooks, poll)
+            if not part and state.stop_reason and not was_stopped:
+                return {}
+            results |= {f"{name}/{key}": value for key, value in part.items()}
+        if self.phase is Phase.VAL:
+            state.metrics, state.evaluated_at = dict(results), state.step
+            state.higher_is_better = directions_of(self.metrics)
+        return results
+
+
+@contextmanager
+def _in_set(state: LoopState, name: str) -> Iterator[None]:
+    """Set ``state.eval_set``; undo what the loop of one set stores as the whole validation."""
+    before = state.metrics, state.evaluated_at, state.higher_is_better
+    state.eval_set = name
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"in the set {name!r}")
+        raise
+    finally:
+        state.eval_set = ""
+        state.metrics, state.evaluated_at, state.higher_is_better = before

@@ -1,0 +1,125 @@
+"""Checks the section ``data``: its loaders, and several sets by name."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from ..catalog import DATALOADERS, DATASETS
+from ..errors import Problem, nearest, shown_value
+from ..imports import import_path
+from .check_component import Later, component_check, object_problems
+from .schema import DataSection, LoaderSection, SetsSection
+from .typed import check_section
+
+LOADERS = ("train", "val", "test")
+_SETTINGS = tuple(field.name for field in fields(LoaderSection))
+_REQUIRED = ("dataset", "batch_size")
+
+
+def sets_in(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the sections of ``data`` that hold several sets by name."""
+    data = values.get("data")
+    return {
+        name: data[name]
+        for name in LOADERS
+        if isinstance(data, dict) and isinstance(data.get(name), dict) and _has_sets(data[name])
+    }
+
+
+def _has_sets(section: Mapping[str, Any]) -> bool:
+    if isinstance(section.get("type"), str):
+        return False
+    return any(_is_loader(key, value) for key, value in section.items())
+
+
+def _is_loader(key: Any, value: Any) -> bool:
+    """Return whether an entry is a loader by the name ``key``, and not a setting of a loader."""
+    if not isinstance(value, dict):
+        return False
+    if "type" in value:
+        # A data set, of which the key may be misspelt, or a custom loader.
+        return key not in _SETTINGS and not nearest(str(key), _REQUIRED, 1)
+    return any(name in value for name in _REQUIRED)
+
+
+def without_sets(
+    values: Mapping[str, Any], problems: list[Problem]
+) -> tuple[dict[str, Any], dict[str, SetsSection]]:
+    """Return the settings without sections of several sets, and these sections after a check.
+
+    Problems are appended to ``problems``.
+    """
+    found = sets_in(values)
+    single = dict(values)
+    if found:
+        single["data"] = {key: one for key, one in values["data"].items() if key not in found}
+    checked = {}
+    for name, section in found.items():
+        before = len(problems)
+        problems += _name_problems(name, section)
+        if len(problems) > before:
+            continue
+        sets = {
+            one: _loader(loader, f"data.{name}.{one}", problems) for one, loader in section.items()
+        }
+        if len(problems) == before:
+            checked[name] = SetsSection(sets=sets)
+    return single, checked
+
+
+def with_sets(data: DataSection, sets: Mapping[str, SetsSection]) -> DataSection:
+    """Return ``data`` with the sections of several sets."""
+    val, test = sets.get("val", data.val), sets.get("test", data.test)
+    return DataSection(train=data.train, val=val, test=test)
+
+
+def _loader(value: Any, where: str, problems: list[Problem]) -> Any:
+    if isinstance(value, dict) and "type" in value:
+        return value
+    return check_section(LoaderSection, value, where, problems, ("type",))
+
+
+def _name_problems(name: str, section: Mapping[str, Any]) -> Iterator[Problem]:
+    where = f"data.{name}"
+    names = [str(key) for key, value in section.items() if _is_loader(key, value)]
+    if name == "train":
+        what = f"must be a single set, got several by name ({', '.join(names)})"
+        yield Problem(where, f"{what}; only data.val and data.test can have several")
+        return
+    for key, value in section.items():
+        path = f"{where}.{key}"
+        if key in (*_SETTINGS, "type"):
+            others = ", ".join(one for one in names if one != key) or "sets by name"
+            remedy = "choose another name for the set"
+            if not _is_loader(key, value):
+                remedy = "write it into each set; `_delete_: true` removes an inherited one"
+            what = f"is a setting of a single set, but {where} has several ({others}); {remedy}"
+            yield Problem(path, what)
+        elif not isinstance(key, str) or "." in key or "/" in key or key == "lr":
+            what = "the name of a set must be text without '.' and '/', and not 'lr'"
+            yield Problem(path, f"{what}, got {shown_value(key)}")
+
+
+def data_checks(values: Mapping[str, Any]) -> Iterator[Problem | Later]:
+    """Yield problems of the loaders that do not depend on classes, and the checks that do."""
+    data = values.get("data")
+    several = sets_in(values)
+    if not isinstance(data, dict):
+        return
+    for name in LOADERS:
+        if name in several:
+            for one, loader in several[name].items():
+                yield from _loader_checks(loader, f"data.{name}.{one}")
+        else:
+            yield from _loader_checks(data.get(name), f"data.{name}")
+
+
+def _loader_checks(loader: Any, where: str) -> Iterator[Problem | Later]:
+    if isinstance(loader, dict) and "type" in loader:
+        yield component_check(loader, DATALOADERS, where)
+    elif isinstance(loader, dict):
+        if isinstance(loader.get("dataset"), dict):
+            yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")
+        if isinstance(loader.get("collate"), str):
+            yield partial(object_problems, import_path, loader["collate"], f"{where}.collate")
