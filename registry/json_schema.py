@@ -11,9 +11,9 @@ from .arguments import options_of
 from .checks.schema import (
     HOOK_TYPES,
     METRIC_KEYS,
+    SCHEDULER_KEYS,
     MetricSection,
     ParamwiseSection,
-    SCHEDULER_KEYS,
     RunSections,
     SchedulerSection,
     SetsSection,

@@ -28,8 +28,8 @@ DOORS = {
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
-        EpochTrainLoop GradNormHook Hook HookList IterTrainLoop
-        LogHook LoopState MeanLoss NanGuardHook
+        EpochTrainLoop EvalSets GradNormHook Hook HookList IterTrainLoop
+        LogHook LoopState MeanLoss MetricInputs MetricInputsError NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SpikeGuardHook Stateful
@@ -51,10 +51,11 @@ DOORS = {
         COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
         DataSection Examination HOOKS
         HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
-        OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
-        SchedulerSection build_from_cfg build_model_from_cfg build_tree causes check_component
+        MetricSection OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration
+        Registry RunSections SchedulerSection SetsSection build_from_cfg build_model_from_cfg build_tree causes check_component
         check_config check_paramwise config_from_dict config_schema count_registered_modules
         default_of did_you_mean dump_config examine_config examine_names find_train_step
+        find_transform sets_in
         format_config import_path import_problems is_users_file key_noted_on list_registrations
         load_config model_problems name_problems named_optimizers nearest source_folders
         optim_wrapper_sections stepping_class supply_where_taken traverse_registry_tree user_frame
