@@ -26,7 +26,7 @@ class EvalSets:
         loops: A ``ValLoop`` for each set, or a ``TestLoop`` for each set, with its own metrics.
 
     Raises:
-        ValueError: There is no loop, or the loops are of both kinds.
+        ValueError: ``loops`` is empty, or has loops of both kinds.
     """
 
     def __init__(self, loops: Mapping[str, ValLoop | TestLoop]) -> None:

@@ -64,7 +64,7 @@ class MetricInputs:
             what = f"requires predictions by head, but preds is {describe(heads)}"
             raise MetricInputsError(setting, what)
         if head not in heads:
-            what = f"there is no head {head!r}{did_you_mean(head, map(str, heads))}"
+            what = f"preds has no head {head!r}{did_you_mean(head, map(str, heads))}"
             raise MetricInputsError(setting, f"{what}; the heads are: {', '.join(map(str, heads))}")
         return {
             key: value[head] if isinstance(value, Mapping) and head in value else value

@@ -380,7 +380,7 @@ def _set_problems(run: RunSections) -> Iterator[Problem]:
     for metric, one in run.metrics.items():
         for at, name in enumerate(one.sets or ()):
             if name not in names:
-                what = f"there is no set {shown_value(name)}{did_you_mean(name, names)}"
+                what = f"no set is named {shown_value(name)}{did_you_mean(name, names)}"
                 known = ", ".join(names) or "none, data.val and data.test are single sets"
                 yield Problem(f"metrics.{metric}.sets.{at}", f"{what}; the sets are: {known}")
 

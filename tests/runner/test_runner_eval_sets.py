@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 from marks import slow
-from pages import blocks, page, section
 from ranks import run_ranks
 from runner_parts import CONFIG, records, run_command
 
@@ -22,8 +21,10 @@ WORDS = (
     "hooks.checkpoint={keep_best: noisy/accuracy}",
     "hooks.early_stop={metric: noisy/loss, patience: 9}",
     "schedulers={type: ReduceLROnPlateau, metric: clean/loss}",
-    "train={max_epochs: 2, val_begin: 0}",
-    "metrics.half={type: MulticlassAccuracy, num_classes: 2, sets: [noisy], transform: points.half}",
+    "train.max_epochs=2",
+    "train.val_begin=0",
+    "metrics.half={type: MulticlassAccuracy, num_classes: 2, transform: points.half, "
+    "sets: [noisy]}",
 )
 
 
@@ -116,16 +117,17 @@ def test_an_unknown_head_is_a_mistake_in_the_config(
     (run / "points.yaml").write_text(text.replace("average: micro}", "average: micro, head: sid}"))
     assert main(["train", "points.yaml"]) != 0
     error = capsys.readouterr().err
-    assert "metrics.accuracy.head: there is no head 'sid'; did you mean side?" in error
+    assert "metrics.accuracy.head: preds has no head 'sid'; did you mean side?" in error
     assert f"points.yaml:{text.splitlines().index('metrics:') + 2}: " in error
 
 
 def test_the_example_of_the_docs_runs(run: Path) -> None:
-    (text,) = blocks(section(page("configs"), "Evaluation"), "yaml")
+    page = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
+    text = page.partition("\n## Evaluation\n")[2].partition("```yaml\n")[2].partition("```")[0]
     (run / "digits_sets.yaml").write_text(text)
     assert main(["train", "digits_sets.yaml"]) == 0
     found = [one for one in records(run / "runs" / "digits_sets") if one["phase"] == "val"]
     assert len(found) == 1 + yaml.safe_load(text)["train"]["max_epochs"]
-    results = {"accuracy", "loss"}
+    results = {"accuracy", "f1", "loss"}
     names = {f"{one}/{name}" for one in ("unseen", "seen") for name in results}
     assert {name for name in found[0] if "/" in name} == {*names, "unseen/distance"}
