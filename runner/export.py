@@ -42,7 +42,7 @@ class Export:
     Attributes:
         path: the file.
         inputs: names and shapes of the program's inputs, with "batch" for the dimension of the
-            samples; empty for weights.
+            samples; empty for ``.safetensors``, which has only weights.
         difference: the largest absolute difference between its outputs and the model's, on the
             example batch and on a part of it.
     """
@@ -183,7 +183,10 @@ def _dynamic(outputs: _TensorForward) -> tuple[Any, ...]:
 
 
 def _traced(outputs: _TensorForward) -> tuple[ExportedProgram, _TensorForward]:
-    """Return the program with only the inputs that its result depends on, and its module."""
+    """Return the exported program, and the module from which it was exported.
+
+    Both have only the inputs that the outputs depend on.
+    """
     program = _exported(outputs)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     names = program.graph_signature.user_inputs

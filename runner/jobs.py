@@ -150,11 +150,11 @@ def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
 
 
 def _continued(job: Job) -> Job:
-    """Return the job for this attempt: after a restart by torchrun, the job that continues it.
+    """Return the job for this attempt; after a restart by torchrun, one that continues the run.
 
-    Every rank must call this. torchrun's store records whether an earlier attempt began. The run's
-    folder does not show this: its results may come from another run, and then this attempt
-    is an error.
+    Every rank must call this. torchrun's store records whether an earlier attempt began. Results in
+    the run's folder do not show this: they may be another run's, and then the caller refuses the
+    folder.
     """
     if job.command != "train" or job.dry_run:
         return job
@@ -203,7 +203,7 @@ def _run_here(job: Job) -> Outcome:
 
 @contextmanager
 def _locating_inputs(config: Config) -> Iterator[None]:
-    """Add the line of the setting to the error about outputs that a metric cannot get."""
+    """Raise a ConfigError with the line of a metric's setting that fits no output of the step."""
     try:
         yield
     except MetricInputsError as error:

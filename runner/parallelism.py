@@ -99,7 +99,7 @@ def _init_weights(model: nn.Module) -> None:
         and type(model).init_weights is BaseModule.init_weights
     ):
         # Our default does nothing without `init_cfg`, except call the children's `init_weights`.
-        # Models of other libraries reset even pretrained weights there, so it must not be called.
+        # Children from other libraries may reset pretrained weights in it, so it is not called.
         init_weights = None
     if hasattr(model, "init_cfg") and init_weights is not None:
         # It initialises the children, too.
@@ -173,7 +173,7 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
 
 
 def preparation_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield mistakes in freeze, tensor_parallel and the like that no model would fit."""
+    """Yield mistakes in preparing the model that do not depend on the model."""
     for key, what in check_preparation(_preparation(run)):
         name = key.removeprefix("tensor_parallel.plan.")
         yield Problem(key, what.removeprefix(f"{name}: "))

@@ -196,7 +196,8 @@ class Runner:
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
             self._owns_run_dir = True
-            # Compare updates: the number of batches depends on the number of ranks.
+            # The count of updates shows whether anything was trained: the count of batches
+            # depends on the number of ranks.
             done = state.step
             loop.run(state, self._hooks)
             if path and state.step == done and get_rank() == 0:
@@ -298,7 +299,7 @@ class Runner:
         folder = self.state.run_dir
         if self._owns_run_dir or folder is None or self.state.step:
             return
-        # Only rank 0 looks: another rank might already see a checkpoint of this run.
+        # The list of rank 0 counts: another rank might already see a checkpoint of this run.
         names = broadcast([path.name for path in saved_checkpoints(folder)])
         if names:
             raise FileExistsError(

@@ -74,7 +74,10 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield settings that exclude ``uneven_inputs``: ranks with different numbers of batches."""
+    """Yield settings that cannot be combined with ``uneven_inputs``.
+
+    It lets ranks have different numbers of batches.
+    """
     options = run.wrapper or {}
     if not options.get("uneven_inputs") or run.train is None:
         return

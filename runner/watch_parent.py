@@ -25,7 +25,8 @@ def die_with_parent(parent: int) -> None:
     """
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:
-        # Ignoring a signal discards those that the group received while this process started.
+        # The group may have received a signal while this process started, in which it is blocked:
+        # SIG_IGN discards it.
         signal.signal(number, signal.SIG_IGN)
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

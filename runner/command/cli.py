@@ -137,7 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.saved is not None:
             print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)
         if error.aside is not None:
-            partial = f"{error.aside} has the last update, without its random streams"
+            partial = (
+                f"{error.aside} has the state after the last update, without its random streams"
+            )
             print(f"  {partial}; {again} {error.aside}", file=sys.stderr)
         return code
     except Exception as error:

@@ -123,7 +123,7 @@ class Command(click.Command):
 
 
 def _split_optional_values(options: Options) -> None:
-    """Make an override or a config after ``--resume`` or ``--checkpoint`` an argument."""
+    """Move an override or config that ``--resume`` or ``--checkpoint`` took to the words."""
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
         if not isinstance(value, str) or not value or os.path.isdir(value):
@@ -137,7 +137,7 @@ def _split_optional_values(options: Options) -> None:
 
 
 def path_name(text: str) -> str:
-    """Return an option's value; raise if it starts with a dash, as the next option does."""
+    """Return an option's value; raise if it starts with a dash, because it is the next option."""
     if text.startswith("-"):
         raise click.BadParameter(f"requires a path, got the option {text}")
     return text

@@ -83,7 +83,7 @@ class _PredictCommand(Command):
 
 
 def _one_set(name: str, one: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the section of the set ``one`` of ``data.<name>``, or of its only set."""
+    """Return the set named ``one`` in ``data.<name>``; for "", all of it if it has no sets."""
     sets = sets_in({"data": {name: section}}).get(name, {})
     if one in sets or not (one or sets):
         return dict(sets.get(one, section))

@@ -157,8 +157,8 @@ def read_curves(run_dir: Path) -> Curves:
 def _charts(curves: Curves) -> Curves:
     """Return the curves of each panel by label.
 
-    A label is a phase, a phase and a set if several sets have the value, or a parameter group for
-    ``lr``.
+    The label is the phase, followed by the set if several sets have the value. For ``lr`` it is the
+    parameter group.
     """
     charts: Curves = {}
     values = Counter(name.partition("/")[2] or name for name in curves)

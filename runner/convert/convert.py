@@ -292,7 +292,7 @@ def _training(given: Section) -> Any:
 
 
 def _counted(section: Section, key: str) -> Any:
-    """Return a count, or pairs of counts, in epochs or, converted from batches, in updates."""
+    """Return a count or pairs of counts: epochs as they are, batches converted to updates."""
     value, draft = section.pop(key, None), section.draft
     if draft.by_epoch:
         return value
@@ -350,7 +350,8 @@ _LOADER = (
     *(Row(key, key, same=(None,)) for key in ("pin_memory", "prefetch_factor")),
 )
 _ORDER = (
-    # Our training loader always shuffles equally on all ranks and pads to equal shares.
+    # Our training loader uses the same order on all ranks, and gives each the same number of
+    # samples by repeating some.
     Row("sampler", "", by_rows(
         Row("shuffle", "shuffle", default=True),
         Row("seed", "seed", same=(None,)),

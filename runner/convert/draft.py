@@ -62,7 +62,7 @@ class Draft:
                 return f"{without[0]}/{wanted}"
             if len(self.prefixes) == 1:
                 return wanted
-        self.miss(key, f"{wanted!r} does not say which metric it is; name it as metric/part")
+        self.miss(key, f"{wanted!r} does not name its metric; write it as METRIC/VALUE")
         return None
 
     def mode(self, rule: Any, metric: str, key: str) -> str:
@@ -208,8 +208,8 @@ class Row(NamedTuple):
     convert: Take | None = None
     # mmengine's default; without one the row is skipped if the setting is not given.
     default: Any = NOTHING
-    # Values that mean the same as our default, and are dropped. ``refusal`` is the miss for other
-    # values of a row without target and convert; with "" the setting stays in its section.
+    # Values that mean the same as our default, and are dropped. In a row with neither target nor
+    # convert, other values are a miss with the text ``refusal``; if it is "", they stay.
     same: tuple[Any, ...] = ()
     refusal: str = ""
 
@@ -243,7 +243,7 @@ def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
 
 
 def drop_if(**values: Any) -> tuple[Row, ...]:
-    """Return rows of settings that are dropped if they have the given value, and kept otherwise."""
+    """Return rows of settings that are dropped if they have the given value, or else stay."""
     return tuple(Row(key, same=(value,)) for key, value in values.items())
 
 

@@ -174,7 +174,10 @@ _DEFAULT_HOOKS = {
     "logger": {"type": "LoggerHook"},
     "checkpoint": {"type": "CheckpointHook", "interval": 1},
 }
-_NEEDED = {"sampler_seed": "data are reshuffled", "param_scheduler": "the schedules step"}
+_NEEDED = {
+    "sampler_seed": "data are always reshuffled",
+    "param_scheduler": "schedules always step",
+}
 _SWITCHES = {"checkpoint": "checkpoint", "logger": "log"}
 
 
@@ -256,7 +259,9 @@ def _ema(section: Section, key: str) -> Any:
     keep, interval = 1 - section.pop(key, 0.0002), section.pop("interval", 1)
     begin, epochs = section.pop("begin_iter", 0), section.pop("begin_epoch", 0)
     if epochs and draft.epoch_length is None:
-        section.miss("begin_epoch", "needs --epoch-length: it counts updates here")
+        section.miss(
+            "begin_epoch", "needs --epoch-length, because averaging begins at an update here"
+        )
     elif epochs:
         # The first batch of that epoch; mmengine counts epochs from one.
         begin = (epochs - 1) * int(draft.epoch_length or 0) + 1

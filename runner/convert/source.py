@@ -139,7 +139,7 @@ class Lines:
 
     def _set_items(self, above: str, node: ast.expr, file: Path) -> None:
         variable = _variable(node)
-        # The values of a variable keep the lines that set it.
+        # If the node is a variable, its items keep the lines that set them.
         for key, origin in list(self._origins.items()) if variable else ():
             if key.startswith(f"{variable}."):
                 self._origins[f"{above}{key.removeprefix(str(variable))}"] = origin

@@ -289,7 +289,9 @@ def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     assert main(words) == 1
     first, place, note, hint, aside = capsys.readouterr().err.splitlines()
     place_aside = "runs/points/checkpoints/incomplete_step_00000001"
-    assert aside.startswith(f"  {place_aside} has the last update, without its random streams")
+    assert aside.startswith(
+        f"  {place_aside} has the state after the last update, without its random streams"
+    )
     again = f"; continue with: stepwrap train runs/points/config.yaml --resume {place_aside}"
     assert aside.endswith(again)
     assert first == "ValueError: sample 9 is broken"
