@@ -119,7 +119,8 @@ class Ranks:
         results: the pickled result of each rank, by rank.
         failures: the errors of ranks, including those that ended without reporting one.
         received: the stop signals that this process received, in order. Those in
-            ``COUNT_AS_SIGTERM`` are recorded as SIGTERM. Ranks get the first one. A second Ctrl-C kills them.
+            ``COUNT_AS_SIGTERM`` are recorded as SIGTERM. Ranks get the first one. A second
+            Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path) -> None:
