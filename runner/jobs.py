@@ -187,7 +187,7 @@ def _run_here(job: Job) -> Outcome:
     with _folder(job) as folder:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
-            parts = build_parts(job.run, LOOPS_OF[job.command], one_batch=job.dry_run)
+            parts = build_parts(_without_loaded(job), LOOPS_OF[job.command], one_batch=job.dry_run)
         hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"]}
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
@@ -198,6 +198,15 @@ def _run_here(job: Job) -> Outcome:
                 require_free_run_dir(job, is_locked=True)
                 return _train(runner, job, folder)
         return _evaluate(runner, job, folder)
+
+
+def _without_loaded(job: Job) -> RunSections:
+    """Return the settings, without ``load_from`` if a checkpoint is resumed; collective."""
+    resumes = bool(job.resume)
+    if job.resume is True:
+        # Without a checkpoint the run starts from the beginning.
+        resumes = broadcast(bool(saved_checkpoints(Path(job.run.run_dir))))
+    return replace(job.run, load_from=None) if resumes else job.run
 
 
 def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
@@ -247,6 +256,8 @@ def _effect(key: str) -> str:
     parts = key.split(".")
     if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _NOT_IN_STATE:
         return " (no effect: the state in the checkpoint is used)"
+    if parts[0] == "load_from":
+        return " (no effect: a resumed run does not load it)"
     if key == "data.train.batch_size":
         return " (limits a rank's micro-batch only; each update keeps its number of samples)"
     return ""
@@ -301,8 +312,9 @@ def _console_log(debug: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         if is_shown:
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
-            # Always shown: the resumed checkpoint, the chosen wrapper, the result of compiling.
-            for name in (f"{__package__}.runner", auto.__module__, "stepwrap.wrappers.compiled"):
+            # Always shown: resumed checkpoint, loaded weights, chosen wrapper, result of compiling.
+            ours = (f"{__package__}.runner", f"{__package__}.pretrained")
+            for name in (*ours, auto.__module__, "stepwrap.wrappers.compiled"):
                 logging.getLogger(name).setLevel(logging.INFO)
         else:
             # Rank 0 shows the same warnings.

@@ -77,6 +77,9 @@ def build_parts(
     _make_deterministic(run)
     seed_rng(run.seed)
     attempts = Attempts()
+    if "train" not in only:
+        # An evaluation restores a checkpoint.
+        run = replace(run, load_from=None)
     model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
     load = partial(_build_loader, run, shard, one_batch)

@@ -134,6 +134,24 @@ class TensorParallelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadFromSection:
+    """The weights that a new training starts from; a resumed run does not load them.
+
+    Attributes:
+        path: a run folder or checkpoint, a file with a state dict or a safetensors file, or a
+            folder with weights in the layout of Hugging Face.
+        map: beginnings of names in the file, and their replacements in the model.
+        ignore: names, paths of modules or patterns of weights that are not loaded.
+        strict: whether each weight must fit; if false, the others keep their initial values.
+    """
+
+    path: str
+    map: dict[str, Any] = field(default_factory=dict)
+    ignore: list[str] = field(default_factory=list)
+    strict: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSections:
     """A checked run config.
 
@@ -147,6 +165,7 @@ class RunSections:
         val, test: None without data for them.
         ledger: the settings of ``hooks.ledger``, if the config has them as a section.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
+        load_from: the weights that a new training starts from, or only their path.
         freeze: names of parameters, or paths of modules, that are not trained.
         activation_checkpointing: blocks whose forward is repeated in the backward pass.
         compile: true, options of torch.compile with the blocks to compile, or "step".
@@ -166,6 +185,7 @@ class RunSections:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     run_dir: str = ""
     init_device: Literal["auto", "meta"] = "auto"
+    load_from: LoadFromSection | str | None = None
     freeze: list[str] = field(default_factory=list)
     activation_checkpointing: Options | list[str] | str | None = None
     compile: bool | Literal["step"] | Options = False

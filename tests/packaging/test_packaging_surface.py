@@ -48,16 +48,16 @@ DOORS = {
     """,
     "plugins": "",
     "registry": """
-        COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
-        DataSection Examination HOOKS
-        HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS MODEL_WRAPPERS OPTIMIZERS
-        OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem Registration Registry RunSections
-        SchedulerSection build_from_cfg build_model_from_cfg build_tree causes check_component
-        check_config check_paramwise config_from_dict count_registered_modules default_of
-        did_you_mean dump_config examine_config examine_names find_train_step format_config
-        import_path import_problems is_users_file key_noted_on list_registrations load_config
-        model_problems name_problems named_optimizers nearest source_folders
-        optim_wrapper_sections stepping_class supply_where_taken traverse_registry_tree user_frame
+        COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS DataSection
+        Examination HOOKS HOOK_TYPES LOOPS LaunchSection LoadFromSection LoaderSection METRICS
+        MODELS MODEL_WRAPPERS OPTIMIZERS OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS Problem
+        Registration Registry RunSections SchedulerSection build_from_cfg build_model_from_cfg
+        build_tree causes check_component check_config check_paramwise config_from_dict
+        count_registered_modules default_of did_you_mean dump_config examine_config examine_names
+        find_train_step format_config import_path import_problems is_users_file key_noted_on
+        list_registrations load_config model_problems name_problems named_optimizers nearest
+        source_folders optim_wrapper_sections stepping_class supply_where_taken
+        traverse_registry_tree user_frame
     """,
     "rpc": """
         OrderedServerBase OrderedServerSimple OrderedServerSimpleImpl PushPullGradServer
@@ -65,7 +65,7 @@ DOORS = {
         RpcException RpcGroup RpcReference World get_cur_name get_cur_rank get_world
         is_world_initialized
     """,
-    "runner": "Export ExportError LaunchError Runner export_model launch load_model",
+    "runner": "Export ExportError LaunchError Runner export_model launch load_model load_weights",
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
         LossWeight Mesh OptimWrapper OptimWrapperDict PostLocalSGD Preparation
