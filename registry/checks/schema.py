@@ -93,6 +93,7 @@ class CustomKeySection:
 class ParamwiseSection:
     """Options by kind of parameter and by name; custom keys take precedence.
 
+    ``layer_decay`` multiplies the learning rate once for each of ``layers`` above a parameter.
     ``as_mmengine`` classifies parameters and matches custom keys like mmengine.
     """
 
@@ -102,6 +103,8 @@ class ParamwiseSection:
     norm_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
     flat_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
     dwconv_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
+    layer_decay: float | None = field(default=None, metadata={"minimum": 0})
+    layers: list[str] = field(default_factory=list)
     bypass_duplicate: bool = False
     as_mmengine: bool = False
 
