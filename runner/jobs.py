@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, NoteStepHook, find_checkpoint
+from ..loops import CheckpointHook, FreezeHook, NoteStepHook, find_checkpoint
 from ..registry import (
     Config,
     ConfigError,
@@ -313,7 +313,7 @@ def _console_log(debug: bool) -> Iterator[None]:
         if is_shown:
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
             # Always shown: resumed checkpoint, loaded weights, chosen wrapper, result of compiling.
-            ours = (f"{__package__}.runner", f"{__package__}.pretrained")
+            ours = (f"{__package__}.runner", f"{__package__}.pretrained", FreezeHook.__module__)
             for name in (*ours, auto.__module__, "stepwrap.wrappers.compiled"):
                 logging.getLogger(name).setLevel(logging.INFO)
         else:

@@ -33,7 +33,7 @@ from ..wrappers import (
     meta_parameters,
     wrap_model,
 )
-from ..wrappers.blocks import find_blocks
+from ..wrappers.blocks import find_blocks, find_parameters
 from ..wrappers.prepare import check_preparation, freeze_parameters, model_checks
 from ..wrappers.sharding.mesh import check_axes
 from ..wrappers.wrapping import needs_process_group, wrapper_problems
@@ -215,14 +215,22 @@ def _check_model(
     attempts.finish()
     if run.train is not None and run.freeze:
         with building("freeze"):
-            freeze_parameters(model, run.freeze)
-            if not any(one.requires_grad for one in model.parameters()):
+            freeze_parameters(model, run.frozen)
+            later = find_parameters(model, run.frozen_until, "freeze").values()
+            trained = {id(one) for one in model.parameters() if one.requires_grad}
+            if not trained:
                 raise ValueError("every parameter is frozen, nothing is left to train")
+            if trained <= {id(one) for one in later}:
+                step = min(run.frozen_until.values())
+                raise ValueError(
+                    f"every parameter is frozen until step {step}: leave a part of the model out, "
+                    "such as its head"
+                )
 
 
 def _preparation(run: RunSections) -> Preparation:
     return Preparation(
-        freeze=run.freeze,
+        freeze=run.frozen,
         tensor_parallel=None if run.tensor_parallel is None else run.tensor_parallel.plan,
         activation_checkpointing=run.activation_checkpointing,
         compile=run.compile,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ..collectives import get_rank, get_world_size
-from ..loops import Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
+from ..loops import FreezeHook, Hook, SchedulerHook, ScheduleWindow, build_loader, seed_rng
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -93,6 +93,8 @@ def build_parts(
             built = attempts.make("optimizer", partial(_build_optimization, run, model))
             parts["optim_wrapper"], schedules = built or (None, {})
             hooks = {**schedules, **hooks}
+        if run.frozen_until:
+            hooks = {"freeze.until_step": FreezeHook(until_step=run.frozen_until), **hooks}
         train = partial(_build_training, run, load, parts["val_loop"], one_batch)
         parts["train_loop"] = attempts.make("train", train)
     elif model is not None:

@@ -137,6 +137,13 @@ class TensorParallelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FreezeSection:
+    """When parameters are frozen: in the updates up to ``until_step``; null for all of them."""
+
+    until_step: int | None = field(default=None, metadata={"minimum": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoadFromSection:
     """The weights that a new training starts from; a resumed run does not load them.
 
@@ -169,7 +176,8 @@ class RunSections:
         ledger: the settings of ``hooks.ledger``, if the config has them as a section.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
         load_from: the weights that a new training starts from, or only their path.
-        freeze: names of parameters, or paths of modules, that are not trained.
+        freeze: names of parameters, or paths of modules, that are not trained; or a mapping of
+            these to the settings of ``FreezeSection``.
         activation_checkpointing: blocks whose forward is repeated in the backward pass.
         compile: true, options of torch.compile with the blocks to compile, or "step".
         train_step: the import path of a training-step function, or a dict with the path as ``type``
@@ -189,7 +197,7 @@ class RunSections:
     run_dir: str = ""
     init_device: Literal["auto", "meta"] = "auto"
     load_from: LoadFromSection | str | None = None
-    freeze: list[str] = field(default_factory=list)
+    freeze: list[str] | dict[str, Any] = field(default_factory=list)
     activation_checkpointing: Options | list[str] | str | None = None
     compile: bool | Literal["step"] | Options = False
     mesh: dict[str, int] = field(default_factory=dict)
@@ -208,6 +216,18 @@ class RunSections:
     ledger: LedgerSection | bool = False
     launch: LaunchSection = field(default_factory=LaunchSection)
     resume: bool | str = False
+
+    @property
+    def frozen(self) -> list[str]:
+        """The names in ``freeze`` that are never trained."""
+        return [name for name in self.freeze if name not in self.frozen_until]
+
+    @property
+    def frozen_until(self) -> dict[str, int]:
+        """The names in ``freeze`` that are trained later, with their number of updates."""
+        given = self.freeze if isinstance(self.freeze, dict) else {}
+        steps = {name: (one or {}).get("until_step") for name, one in given.items()}
+        return {name: step for name, step in steps.items() if step is not None}
 
 
 # The key paths of settings that users may put at the top of a config by mistake.

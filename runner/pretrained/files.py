@@ -143,8 +143,8 @@ def _read_state(path: Path) -> dict[str, Any]:
             content = read_tensors(path)
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: {error}; if it holds a whole model, load it where it was written and save "
-            "model.state_dict() instead"
+            f"{path}: {error}; if it holds a whole model, load it in the program that wrote it and "
+            "save model.state_dict() instead"
         ) from error
     for key in _STATE_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):

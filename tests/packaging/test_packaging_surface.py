@@ -28,7 +28,7 @@ DOORS = {
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
-        EpochTrainLoop GradNormHook Hook HookList IterTrainLoop
+        EpochTrainLoop FreezeHook GradNormHook Hook HookList IterTrainLoop
         LogHook LoopState MeanLoss NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
