@@ -6,6 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..loops import list_checkpoints
@@ -117,6 +118,7 @@ def _train(job: Job, start: Path | None) -> None:
     logging.disable(logging.WARNING)
     try:
         with prepared(job):
-            Runner(**build_parts(job.run, ("train", "val"))).train(resume=start or False)
+            run = job.run if start is None else replace(job.run, load_from=None)
+            Runner(**build_parts(run, ("train", "val"))).train(resume=start or False)
     finally:
         logging.disable(logging.NOTSET)

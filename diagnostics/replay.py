@@ -131,7 +131,8 @@ def replay(job: Job, watch: Watch) -> Replayed:
         path = find_checkpoint(folder, before=watch.step)
         latest = find_checkpoint(folder)
         with as_mistakes_in(job.config):
-            parts = build_parts(job.run, ("train", "val"))
+            run = job.run if path is None else replace(job.run, load_from=None)
+            parts = build_parts(run, ("train", "val"))
         hook = ReplayHook(watch)
         hooks = {**parts["hooks"], "replay": hook}
         runner = Runner(**{**parts, "hooks": hooks, "run_dir": None})

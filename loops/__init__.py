@@ -15,6 +15,7 @@ from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
 from .hooks.ema import EMAHook
+from .hooks.freeze import FreezeHook
 from .hooks.log import LogHook, TensorBoardHook
 from .hooks.monitors import GradNormHook, ThroughputHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
@@ -42,6 +43,7 @@ __all__ = [
     "EarlyStopHook",
     "EpochTrainLoop",
     "EvalSets",
+    "FreezeHook",
     "GradNormHook",
     "Hook",
     "HookList",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .export import Export, ExportError, export_model
     from .failure import LaunchError
     from .launcher import launch
+    from .pretrained.load import load_weights
     from .runner import Runner, load_model
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "export_model",
     "launch",
     "load_model",
+    "load_weights",
 ]
 
 _HOMES = {
@@ -33,6 +35,7 @@ _HOMES = {
     "export_model": "export",
     "launch": "launcher",
     "load_model": "runner",
+    "load_weights": "pretrained.load",
 }
 
 

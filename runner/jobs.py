@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, MetricInputsError, NoteStepHook, find_checkpoint
+from ..loops import CheckpointHook, FreezeHook, MetricInputsError, NoteStepHook, find_checkpoint
 from ..registry import (
     Config,
     ConfigError,
@@ -187,7 +187,7 @@ def _run_here(job: Job) -> Outcome:
     with _folder(job) as folder:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
-            parts = build_parts(job.run, LOOPS_OF[job.command], one_batch=job.dry_run)
+            parts = build_parts(_without_loaded(job), LOOPS_OF[job.command], one_batch=job.dry_run)
         hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"]}
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
@@ -209,6 +209,15 @@ def _locating_inputs(config: Config) -> Iterator[None]:
     except MetricInputsError as error:
         origin = config.origin(error.setting)
         raise ConfigError([Problem(error.setting, error.text, origin)]) from error
+
+
+def _without_loaded(job: Job) -> RunSections:
+    """Return the settings, without ``load_from`` if a checkpoint is resumed; collective."""
+    resumes = bool(job.resume)
+    if job.resume is True:
+        # Without a checkpoint the run starts from the beginning.
+        resumes = broadcast(bool(saved_checkpoints(Path(job.run.run_dir))))
+    return replace(job.run, load_from=None) if resumes else job.run
 
 
 def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
@@ -258,6 +267,8 @@ def _effect(key: str) -> str:
     parts = key.split(".")
     if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _NOT_IN_STATE:
         return " (no effect: the state in the checkpoint is used)"
+    if parts[0] == "load_from":
+        return " (no effect: a resumed run does not load it)"
     if key == "data.train.batch_size":
         return " (limits a rank's micro-batch only; each update keeps its number of samples)"
     return ""
@@ -312,8 +323,9 @@ def _console_log(debug: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         if is_shown:
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
-            # Always shown: the resumed checkpoint, the chosen wrapper, the result of compiling.
-            for name in (f"{__package__}.runner", auto.__module__, "stepwrap.wrappers.compiled"):
+            # Always shown: resumed checkpoint, loaded weights, chosen wrapper, result of compiling.
+            ours = (f"{__package__}.runner", f"{__package__}.pretrained", FreezeHook.__module__)
+            for name in (*ours, auto.__module__, "stepwrap.wrappers.compiled"):
                 logging.getLogger(name).setLevel(logging.INFO)
         else:
             # Rank 0 shows the same warnings.

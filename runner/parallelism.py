@@ -33,11 +33,12 @@ from ..wrappers import (
     meta_parameters,
     wrap_model,
 )
-from ..wrappers.blocks import find_blocks
+from ..wrappers.blocks import find_blocks, find_parameters
 from ..wrappers.prepare import check_preparation, freeze_parameters, model_checks
 from ..wrappers.sharding.mesh import check_axes
 from ..wrappers.wrapping import needs_process_group, wrapper_problems
 from .failure import Attempts, building
+from .pretrained.load import load_pretrained
 
 AUTO_TABLES = ("single", "ddp", "fsdp")
 
@@ -52,7 +53,7 @@ def device_of_rank(run: RunSections) -> torch.device:
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
     """Return the wrapped model on this rank's device, and the mesh of ranks, if any.
 
-    Every rank must call this.
+    Every rank must call this. If ``run.load_from`` is set, its weights are loaded.
     """
     device = device_of_rank(run)
     if device.type == "cuda":
@@ -76,6 +77,8 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     if tensor_size < 1:
         tensor_size = 1 if mesh is None else mesh.tensor_size
     _check_model(run, model, preparation, tensor_size)
+    if run.load_from is not None and not is_meta:
+        load_pretrained(model, run.load_from)
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
     with building("wrapper", options):
         wrapped = wrap_model(
@@ -87,6 +90,9 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
             train_step=find_train_step(run.train_step),
             **options,
         )
+    if run.load_from is not None and is_meta:
+        # Only now each rank has memory for its parts of the parameters.
+        load_pretrained(wrapped, run.load_from)
     return wrapped, mesh
 
 
@@ -209,14 +215,22 @@ def _check_model(
     attempts.finish()
     if run.train is not None and run.freeze:
         with building("freeze"):
-            freeze_parameters(model, run.freeze)
-            if not any(one.requires_grad for one in model.parameters()):
+            freeze_parameters(model, run.frozen)
+            later = find_parameters(model, run.frozen_until, "freeze").values()
+            trained = {id(one) for one in model.parameters() if one.requires_grad}
+            if not trained:
                 raise ValueError("every parameter is frozen, nothing is left to train")
+            if trained <= {id(one) for one in later}:
+                step = min(run.frozen_until.values())
+                raise ValueError(
+                    f"every parameter is frozen until step {step}: leave a part of the model out, "
+                    "such as its head"
+                )
 
 
 def _preparation(run: RunSections) -> Preparation:
     return Preparation(
-        freeze=run.freeze,
+        freeze=run.frozen,
         tensor_parallel=None if run.tensor_parallel is None else run.tensor_parallel.plan,
         activation_checkpointing=run.activation_checkpointing,
         compile=run.compile,

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 from ..collectives import get_rank, get_world_size
 from ..loops import (
     EvalSets,
+    FreezeHook,
     Hook,
     MetricInputs,
     SchedulerHook,
@@ -88,6 +89,9 @@ def build_parts(
     _make_deterministic(run)
     seed_rng(run.seed)
     attempts = Attempts()
+    if "train" not in only:
+        # An evaluation restores a checkpoint.
+        run = replace(run, load_from=None)
     model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
     load = partial(_build_loader, run, shard, one_batch)
@@ -101,6 +105,8 @@ def build_parts(
             built = attempts.make("optimizer", partial(_build_optimization, run, model))
             parts["optim_wrapper"], schedules = built or (None, {})
             hooks = {**schedules, **hooks}
+        if run.frozen_until:
+            hooks = {"freeze.until_step": FreezeHook(until_step=run.frozen_until), **hooks}
         train = partial(_build_training, run, load, parts["val_loop"], one_batch)
         parts["train_loop"] = attempts.make("train", train)
     elif model is not None:

@@ -72,17 +72,39 @@ class Checkpoint:
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
 
         def load() -> None:
-            saved = files.tree("model")
-            if evaluated and self.evaluated != ("model.pt",):
-                name, *keys = self.evaluated
-                with reading(self.path, name, ".".join(keys)):
-                    average = files.tree(name.removesuffix(".pt"))
-                    for key in keys:
-                        average = average[key]
-                    saved.update(average)
-            self._load_model(model, saved)
+            self._load_model(model, self._weights(files, evaluated))
 
         run_on_all_ranks(f"loading the model of {self.path}", load)
+
+    def read_model(self, *, evaluated: bool = False) -> dict[str, Any]:
+        """Return the weights by the model's names, as whole tensors on the CPU.
+
+        Every rank must call this.
+
+        Args:
+            evaluated: As for ``load_model``.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        files = self._files(by_parts=False)
+        weights: list[dict[str, Any]] = []
+        run_on_all_ranks(
+            f"reading the model of {self.path}",
+            lambda: weights.append(with_whole_tensors(self._weights(files, evaluated))),
+        )
+        return dict(weights[0])
+
+    def _weights(self, files: Reader, evaluated: bool) -> Any:
+        saved = files.tree("model")
+        if evaluated and self.evaluated != ("model.pt",):
+            name, *keys = self.evaluated
+            with reading(self.path, name, ".".join(keys)):
+                average = files.tree(name.removesuffix(".pt"))
+                for key in keys:
+                    average = average[key]
+                saved.update(average)
+        return saved
 
     def load_states(self, state: LoopState) -> None:
         """Load counters, hooks and other parts without the weights; every rank must call this.

@@ -99,8 +99,11 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
     return weights
 
 
-def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Load tensors or sliceable objects; of sharded tensors, read only this rank's parts."""
+def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load tensors or sliceable objects; of sharded tensors, read only this rank's parts.
+
+    With ``strict=False`` weights may be missing.
+    """
     present = model.state_dict()
     for name, tensor in _local_parts(model):
         if not is_dtensor(present[name]):
@@ -114,7 +117,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
     versions: Mapping[str, Any] = getattr(weights, "_metadata", {})
     names = [(name, plain_name(name)) for name, _ in model.named_modules()]
     vars(state)["_metadata"] = OrderedDict((n, versions[p]) for n, p in names if p in versions)
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=strict)
 
 
 def num_data_ranks(model: nn.Module) -> int:

@@ -37,6 +37,7 @@ from .schema import (
     PLACES,
     SCHEDULER_KEYS,
     Component,
+    FreezeSection,
     LedgerSection,
     MetricSection,
     RunSections,
@@ -305,6 +306,11 @@ def _checks(
         if isinstance(values.get(key), dict):
             yield component_check(values[key], registry, key, runtime_args)
     yield from optimization_checks(values, schedulers)
+    freeze = values.get("freeze")
+    for name, one in freeze.items() if isinstance(freeze, dict) else ():
+        problems: list[Problem] = []
+        check_section(FreezeSection, {} if one is None else one, f"freeze.{name}", problems)
+        yield from problems
     for name, hook in hooks.items():
         yield component_check(hook, HOOKS, f"hooks.{name}")
     step = values.get("train_step")

@@ -190,6 +190,11 @@ def _custom_keys(values: Any) -> dict[str, Any]:
 def _check_options(values: Any, where: str, problems: list[Problem]) -> ParamwiseSection | None:
     """Check options by parameter as far as they do not depend on the optimizer."""
     section = check_section(ParamwiseSection, values, where, problems)
+    if section is not None and (section.layer_decay is None) != (not section.layers):
+        name, other, form = "layer_decay", "layers", "[net.blocks.*], from the input to the output"
+        if section.layer_decay is None:
+            name, other, form = "layers", "layer_decay", "0.75"
+        problems.append(Problem(f"{where}.{name}", f"needs {other} too, such as {other}: {form}"))
     for key, options in _custom_keys(values).items():
         at = f"{where}.custom_keys.{key}"
         if not isinstance(options, Mapping):

@@ -135,6 +135,7 @@ class CustomKeySection:
 class ParamwiseSection:
     """Options by kind of parameter and by name; custom keys take precedence.
 
+    ``layer_decay`` multiplies the learning rate once for each of ``layers`` above a parameter.
     ``as_mmengine`` classifies parameters and matches custom keys like mmengine.
     """
 
@@ -144,6 +145,8 @@ class ParamwiseSection:
     norm_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
     flat_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
     dwconv_decay_mult: float | None = field(default=None, metadata={"minimum": 0})
+    layer_decay: float | None = field(default=None, metadata={"minimum": 0})
+    layers: list[str] = field(default_factory=list)
     bypass_duplicate: bool = False
     as_mmengine: bool = False
 
@@ -176,6 +179,31 @@ class TensorParallelSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FreezeSection:
+    """When parameters are frozen: in the updates up to ``until_step``; null for all of them."""
+
+    until_step: int | None = field(default=None, metadata={"minimum": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFromSection:
+    """The weights that a new training starts from; a resumed run does not load them.
+
+    Attributes:
+        path: a run folder or checkpoint, a file with a state dict or a safetensors file, or a
+            folder with weights in the layout of Hugging Face.
+        map: beginnings of names in the file, and their replacements in the model.
+        ignore: names, paths of modules or patterns of weights that are not loaded.
+        strict: whether each weight must fit; if false, the others keep their initial values.
+    """
+
+    path: str
+    map: dict[str, Any] = field(default_factory=dict)
+    ignore: list[str] = field(default_factory=list)
+    strict: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSections:
     """A checked run config.
 
@@ -190,7 +218,9 @@ class RunSections:
         val, test: None if ``data`` lacks them.
         ledger: the section ``ledger``, an alternative to ``hooks.ledger``.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
-        freeze: names of parameters, or paths of modules, that are not trained.
+        load_from: the weights that a new training starts from, or only their path.
+        freeze: names of parameters, or paths of modules, that are not trained; or a mapping of
+            these to the settings of ``FreezeSection``.
         activation_checkpointing: blocks whose forward is repeated in the backward pass.
         compile: true, options of torch.compile with the blocks to compile, or "step".
         train_step: the import path of a training-step function, or a dict with the path as ``type``
@@ -209,7 +239,8 @@ class RunSections:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     run_dir: str = ""
     init_device: Literal["auto", "meta"] = "auto"
-    freeze: list[str] = field(default_factory=list)
+    load_from: LoadFromSection | str | None = None
+    freeze: list[str] | dict[str, Any] = field(default_factory=list)
     activation_checkpointing: Options | list[str] | str | None = None
     compile: bool | Literal["step"] | Options = False
     mesh: dict[str, int] = field(default_factory=dict)
@@ -228,6 +259,18 @@ class RunSections:
     ledger: LedgerSection | bool = False
     launch: LaunchSection = field(default_factory=LaunchSection)
     resume: bool | str = False
+
+    @property
+    def frozen(self) -> list[str]:
+        """The names in ``freeze`` that are never trained."""
+        return [name for name in self.freeze if name not in self.frozen_until]
+
+    @property
+    def frozen_until(self) -> dict[str, int]:
+        """The names in ``freeze`` that are trained later, with their number of updates."""
+        given = self.freeze if isinstance(self.freeze, dict) else {}
+        steps = {name: (one or {}).get("until_step") for name, one in given.items()}
+        return {name: step for name, step in steps.items() if step is not None}
 
 
 # The key paths of settings that users may put at the top of a config by mistake.

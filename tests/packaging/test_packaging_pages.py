@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from pages import blocks, found, page, section
-from programs import run
+from programs import ended, run
 from ranks import run_ranks
 from source_tree import FILES, FOLDERS, ROOT
 from torch import Tensor, nn
@@ -131,6 +131,19 @@ def test_each_path_is_short_and_names_its_files(thing: str) -> None:
 
 
 # The command, configs, hooks and predictions.
+
+
+@pytest.mark.slow
+def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
+    text = page("finetuning")
+    (tmp_path / "tuned.yaml").write_text(blocks(text, "yaml")[0])
+    shown = blocks(text, "")
+    for command in found(r"^stepwrap (.*)$", shown[0]):
+        done = ended("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert shown[1].strip() in done.stderr
+    for code in blocks(text, "python"):
+        run("-c", code, cwd=tmp_path)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ DOORS = {
     """,
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
-        EpochTrainLoop EvalSets GradNormHook Hook HookList IterTrainLoop
+        EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList IterTrainLoop
         LogHook LoopState MeanLoss MetricInputs MetricInputsError NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
@@ -49,7 +49,8 @@ DOORS = {
     "plugins": "",
     "registry": """
         COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS DataSection
-        Examination HOOKS HOOK_TYPES LOOPS LaunchSection LoaderSection METRICS MODELS
+        Examination HOOKS HOOK_TYPES LOOPS LaunchSection LoadFromSection LoaderSection METRICS
+        MODELS
         MODEL_WRAPPERS OPTIMIZERS MetricSection OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS
         Problem Registration Registry RunSections SchedulerSection SetsSection build_from_cfg
         build_model_from_cfg build_tree causes check_component check_config check_paramwise
@@ -65,7 +66,7 @@ DOORS = {
         RpcException RpcGroup RpcReference World get_cur_name get_cur_rank get_world
         is_world_initialized
     """,
-    "runner": "Export ExportError LaunchError Runner export_model launch load_model",
+    "runner": "Export ExportError LaunchError Runner export_model launch load_model load_weights",
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
         LossWeight Mesh OptimWrapper OptimWrapperDict PostLocalSGD Preparation

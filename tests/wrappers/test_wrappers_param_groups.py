@@ -202,6 +202,12 @@ def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
             {"custom_keys": {"embed": {"lr": 1, "lr_mult": 2}}},
             "lr: cannot be combined with lr_mult",
         ),
+        ({"layer_decay": 0.5}, "layer_decay: needs layers too, such as layers: "),
+        ({"layers": ["embed"]}, "layers: needs layer_decay too, such as layer_decay: 0.75"),
+        (
+            {"layer_decay": 0.5, "layers": ["embde"]},
+            "paramwise.layers: no module matches 'embde'; did you mean embed",
+        ),
         ({"bias_lr_mult": "x"}, "bias_lr_mult: must be a number, got 'x'"),
         ({"bias_lr_mult": -1}, "bias_lr_mult: must be at least 0, got -1"),
     ],
@@ -227,6 +233,60 @@ def test_arguments_of_the_optimizer_are_checked() -> None:
 def test_nothing_to_multiply_is_an_error() -> None:
     with pytest.raises(ValueError, match="bias decay multiplies weight_decay, which is not set"):
         param_groups(Net(), lr=1.0, paramwise={"bias_decay_mult": 0.0})
+
+
+class Encoder(nn.Module):
+    """Layers whose learning rates decay from the head to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(2))
+        self.embed = nn.Embedding(3, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(11))
+        self.norm = nn.LayerNorm(2)
+        self.head = nn.Linear(2, 2)
+
+
+def rates_of(model: nn.Module, **paramwise: Any) -> dict[str, float]:
+    groups = grouped(model, **paramwise)
+    by_id = {id(one): group["lr"] for group in groups for one in group["params"]}
+    return {name: by_id[id(one)] for name, one in model.named_parameters()}
+
+
+def test_the_learning_rate_decays_by_layer() -> None:
+    rates = rates_of(Encoder(), layer_decay=0.5, layers=["blocks.*"])
+    for name, rate in rates.items():
+        parts = name.split(".")
+        above = 11 - int(parts[1]) if parts[0] == "blocks" else 0
+        above = 12 if parts[0] in ("token", "embed") else above
+        assert rate == 0.5**above, name
+
+    # Listed one by one: the highest has the full rate.
+    rates = rates_of(Encoder(), layer_decay=0.5, layers=["embed", "blocks.[0-9]", "head"])
+    assert rates["head.bias"] == 1.0
+    # Between layers: of the layer before.
+    assert rates["norm.bias"] == rates["blocks.10.0.bias"] == rates["blocks.9.0.bias"] == 0.5
+    assert rates["embed.weight"] == 0.5**11
+    assert rates["token"] == 0.5**12
+
+
+def test_other_options_are_combined_with_the_decay_by_layer() -> None:
+    model = Encoder()
+    keys = {"blocks.10.*": {"lr_mult": 3.0}, "blocks.9.*": {"lr": 7.0}}
+    options = {"layer_decay": 0.5, "layers": ["blocks.*"], "norm_decay_mult": 0.0}
+    groups = grouped(model, **options, bias_lr_mult=3.0, custom_keys=keys)
+    named = {id(one): name for name, one in model.named_parameters()}
+    settings = {
+        named[id(one)]: (group["lr"], group["weight_decay"], group["name"])
+        for group in groups
+        for one in group["params"]
+    }
+    assert settings["blocks.10.0.bias"] == (1.5, 0.5, "blocks.10 blocks.10.*")
+    assert settings["blocks.9.0.weight"] == (7.0, 0.5, "blocks.9 blocks.9.*")
+    assert settings["blocks.8.0.weight"] == (0.125, 0.5, "blocks.8")
+    assert settings["blocks.8.0.bias"] == (0.375, 0.5, "blocks.8 bias")
+    assert settings["norm.weight"] == (1.0, 0.0, "output norm")
+    assert settings["head.bias"] == (3.0, 0.5, "output bias")
 
 
 class Tied(nn.Module):
@@ -349,6 +409,9 @@ def test_groups_are_the_same_under_all_wrappers_and_on_all_ranks() -> None:
         model = SupervisedModel(net, nn.MSELoss())
         models.append(wrap_model(wrapper, model, mesh=build_mesh(axes), prepare=prepare))
     assert [groups_of(model) for model in models] == [GROUPS] * 7
+    layered = {"layer_decay": 0.5, "layers": ["net.[01]"]}
+    rates = [[(g["name"], g["lr"]) for g in grouped(model, **layered)] for model in models]
+    assert rates == [[("net.0", 0.25), ("net.1", 0.5), ("output", 1.0)]] * 7
 
 
 def test_groups_are_the_same_over_copies_on_devices() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..features import model_features, optim_features
+from ..sharding.layout import parameters_of
 from ..steps.step_checks import has_custom_step
 
 
@@ -33,6 +35,35 @@ class Gate:
 
     def clear(self) -> None:
         """Handle the clearing of the gradients."""
+
+
+class FreezeGate(Gate):
+    """Keeps parameters unchanged by dropping their gradients before an update.
+
+    Optimizers skip parameters without a gradient: neither weight decay nor momentum changes them,
+    and they get a state in the first update that trains them. Backward computes the gradients all
+    the same, so that wrappers such as ddp expect the same parameters in every step.
+
+    Attributes:
+        steps: returns the number of updates before this one.
+        frozen: the parameters by the number of updates in which they are kept.
+    """
+
+    def __init__(self, steps: Callable[[], int], frozen: Mapping[int, Sequence[Tensor]]) -> None:
+        self.steps = steps
+        self.frozen = frozen
+
+    def allows(self, optim_wrapper: Any) -> bool:
+        """Drop the gradients; return whether the optimizer has others left."""
+        done = self.steps()
+        dropped = False
+        for until, parameters in self.frozen.items():
+            for parameter in parameters if done < until else ():
+                parameter.grad, dropped = None, True
+        if not dropped:
+            optim_wrapper.gates.remove(self)
+            return True
+        return any(one.grad is not None for one in parameters_of(optim_wrapper.optimizer))
 
 
 class UpdateGuard(Protocol):

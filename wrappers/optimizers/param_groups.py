@@ -194,6 +194,9 @@ def param_groups(
     Raises:
         ValueError: an option does not exist or is out of range, a key matches no parameter, a
             factor has no base value, or a shared parameter gets different options.
+
+    With `layer_decay` and `layers`, the learning rate of each parameter is multiplied by
+    `layer_decay` once for each layer above it.
     """
     problems: list[Problem] = []
     section = check_paramwise(dict(paramwise), optimizer, "paramwise", problems)
@@ -206,6 +209,8 @@ def param_groups(
     named = named_parameters(model) if isinstance(model, nn.Module) else list(model)
     rules = _Rules(section, base)
     rules.check_matches([one.name for one in named])
+    if section.layer_decay is not None:
+        rules.levels = _levels([one.name for one in named], section.layers)
     return _grouped(named, rules, section.bypass_duplicate)
 
 
@@ -217,6 +222,8 @@ class _Rules:
         self.base = base
         # The longest matching key is used.
         self.keys = sorted(sorted(section.custom_keys), key=len, reverse=True)
+        # By parameter, with layer_decay: the number of layers above it, and its layer.
+        self.levels: dict[str, tuple[int, str]] = {}
 
     def check_matches(self, names: Sequence[str]) -> None:
         for key in self.keys:
@@ -229,6 +236,21 @@ class _Rules:
 
     def options_of(self, one: NamedParameter) -> tuple[str, Options]:
         """Return the reason for a parameter's options, and the options."""
+        why, options = self._own_options(one)
+        if one.name not in self.levels:
+            return why, options
+        above, layer = self.levels[one.name]
+        own = "" if options == _without_none(dict(self.base)) else f" {why}"
+        # A rate that a custom key sets is used as it is.
+        if "lr" not in self.section.custom_keys.get(why, {}):
+            rate = options.get("lr")
+            if rate is None:
+                raise ValueError("paramwise: layer_decay multiplies lr, which is not set")
+            options = {**options, "lr": rate * (self.section.layer_decay or 0.0) ** above}
+        return f"{layer}{own}", options
+
+    def _own_options(self, one: NamedParameter) -> tuple[str, Options]:
+        """Return the reason and the options without the decay by layer."""
         for key in self.keys:
             if self._matches(key, one.name):
                 return key, self._custom(key)
@@ -272,6 +294,49 @@ class _Rules:
         if base is None:
             raise ValueError(f"paramwise: {setting} multiplies {name}, which is not set")
         return base * factor
+
+
+def _levels(names: Sequence[str], layers: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """Return for each parameter the number of layers above it, and its layer.
+
+    Parameters before the first one in a layer, such as an embedding, are a layer below all others;
+    parameters after the last one, such as a head, a layer above. Parameters between layers belong
+    to the layer of the parameter before them.
+
+    Args:
+        layers: paths of modules from the input to the output; a pattern is one layer for each
+            module that it matches, in the model's order.
+    """
+    places = {name: _layer_of(name, layers) for name in names}
+    for at, pattern in enumerate(layers):
+        if not any(place is not None and place[0] == at for place in places.values()):
+            near = _near_names(pattern, names)
+            raise ValueError(f"paramwise.layers: no module matches {pattern!r}{near}")
+    ordered = dict.fromkeys([p for p in places.values() if p is not None])
+    found = sorted(ordered, key=lambda place: place[0])
+    last = max(at for at, name in enumerate(names) if places[name] is not None)
+    levels: dict[str, tuple[int, str]] = {}
+    level, layer = 0, "input"
+    for at, name in enumerate(names):
+        place = places[name]
+        if place is not None:
+            level, layer = found.index(place) + 1, place[1]
+        elif at > last:
+            level, layer = len(found) + 1, "output"
+        levels[name] = level, layer
+    top = max(level for level, _ in levels.values())
+    return {name: (top - level, layer) for name, (level, layer) in levels.items()}
+
+
+def _layer_of(name: str, layers: Sequence[str]) -> tuple[int, str] | None:
+    """Return the index of the first pattern that matches a module of a parameter, and its path."""
+    parts = name.split(".")
+    paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    for at, pattern in enumerate(layers):
+        for path in paths:
+            if path == pattern or (_is_pattern(pattern) and fnmatchcase(path, pattern)):
+                return at, path
+    return None
 
 
 def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:

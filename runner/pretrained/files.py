@@ -1,0 +1,164 @@
+"""Read weights from checkpoints of ours, state dicts, safetensors files and folders of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...collectives import broadcast, run_together
+from ...loops import CheckpointError, load_checkpoint
+from ...loops.checkpoints.files import read_tensors
+from ...registry import did_you_mean
+from ..run_folder import resolve_checkpoint
+
+# The files of a folder in the layout of Hugging Face; the first one that exists is read.
+_IN_FOLDERS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# Where training programs put the state dict in a file with further entries.
+_STATE_KEYS = ("state_dict", "model_state_dict", "model")
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """Return the weights at ``path`` by name, on the CPU; every rank must call this.
+
+    Raises:
+        CheckpointError: ``path`` does not exist or has no weights that can be read.
+    """
+    # Rank 0 decides, because reading a checkpoint of ours is collective.
+    own = broadcast((path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir())
+    if own:
+        run = path if (path / "checkpoints").is_dir() else None
+        checkpoint = path if run is None else resolve_checkpoint(run)
+        return load_checkpoint(checkpoint).read_model(evaluated=True)
+    weights: dict[str, Any] = together(path, lambda: _read(path))
+    return weights
+
+
+def together(path: Path, action: Callable[[], Any]) -> Any:
+    """Return the result of ``action``; every rank must call this, and all raise its failures."""
+    results: list[Any] = []
+    _, failures, own = run_together(lambda: results.append(action()))
+    if isinstance(own, CheckpointError):
+        raise own
+    for failure in filter(None, failures):
+        text = f"{path} cannot be loaded: {failure.full_text}"
+        raise CheckpointError(text if own else f"on rank {failure.rank}: {text}") from own
+    return results[0]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        path = _file_in(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist{_near(path)}")
+    if path.name.endswith(".index.json"):
+        return _read_shards(path)
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_state(path)
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        hub = ""
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
+            hub = (
+                f". For a model of the Hugging Face Hub, run `hf download {path} --local-dir "
+                f"{path.name}` and set the path to {path.name}"
+            )
+        return f", nor does the folder {folder} in {Path.cwd()}{hub}"
+    return did_you_mean(str(path), [str(folder / one.name) for one in folder.iterdir()])
+
+
+def _file_in(folder: Path) -> Path:
+    for name in _IN_FOLDERS:
+        if (folder / name).is_file():
+            return folder / name
+    others = sorted(one.name for one in folder.iterdir() if not one.name.startswith("."))
+    listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "") if others else "no files"
+    raise CheckpointError(
+        f"the folder {folder} must be a run folder, a checkpoint, or have one of "
+        f"{', '.join(_IN_FOLDERS)}; it has {listed}. If one of its files has the weights, give "
+        "the path of that file"
+    )
+
+
+def _read_shards(index: Path) -> dict[str, Any]:
+    try:
+        names = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{index} must be JSON with a `weight_map` from names to files "
+            f"({type(error).__name__}: {error}); download the folder again"
+        ) from error
+    files = sorted(set(map(str, names.values())))
+    # The index is data from elsewhere: it must not name files outside its folder.
+    outside = [one for one in files if Path(one).name != one]
+    absent = [one for one in files if not (index.parent / one).is_file()]
+    if outside or absent:
+        raise CheckpointError(
+            f"{index} lists {len(files)} files next to it, of which {len(absent or outside)} are "
+            f"missing, such as {(absent or outside)[0]}; download the folder again"
+        )
+    weights: dict[str, Any] = {}
+    for file in files:
+        weights.update(_read(index.parent / file))
+    if missing := [name for name in names if name not in weights]:
+        raise CheckpointError(
+            f"{index} lists {len(missing)} weights that its files do not have, such as "
+            f"{missing[0]}; download the folder again"
+        )
+    return weights
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise CheckpointError(
+            f"reading {path} needs safetensors: pip install 'stepwrap[safetensors]'"
+        ) from error
+    try:
+        return dict(load_file(path))
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a safetensors file ({error}); is it complete?"
+        ) from error
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        try:
+            content = read_tensors(path, mmap=True)
+        except ValueError:
+            # Files of early versions of torch cannot be mapped into memory.
+            content = read_tensors(path)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path}: {error}; if it holds a whole model, load it in the program that wrote it and "
+            "save model.state_dict() instead"
+        ) from error
+    for key in _STATE_KEYS:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+            break
+    if not isinstance(content, Mapping) or not any(isinstance(o, Tensor) for o in content.values()):
+        raise CheckpointError(
+            f"{path} must hold a state dict, or a dict with one under {' or '.join(_STATE_KEYS)}; "
+            f"got {_shown(content)}. Save model.state_dict() in it"
+        )
+    return {str(name): value for name, value in content.items()}
+
+
+def _shown(content: Any) -> str:
+    if not isinstance(content, Mapping):
+        return f"a {type(content).__name__}"
+    return f"a dict with the keys {', '.join(map(str, list(content)[:8])) or '(none)'}"

@@ -1,0 +1,202 @@
+"""Fit the weights of a file to a model: rename, leave out, and list what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...loops import CheckpointError
+from ...loops.checkpoints.weights import plain_name, state_of, user_model
+from ...registry import LoadFromSection, did_you_mean
+from ...registry.errors import under_key
+
+_SHOWN = 8
+# Leading parts of names that are tried for the proposal of a map.
+_LEADING = 4
+
+
+@dataclass
+class Fit:
+    """The weights of a file, compared with a model's.
+
+    Attributes:
+        loaded: weights that fit, by their names in the model.
+        missing: names in the model for which the file has no weight.
+        unexpected: names in the file for which the model has no weight.
+        reshaped: names in the model of weights with another shape in the file.
+        ignored: names in the model, or only in the file, that are left out on purpose.
+        shapes: shapes by name, in the model and in the file.
+    """
+
+    loaded: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def misfits(self) -> list[str]:
+        return [*self.reshaped, *self.missing, *self.unexpected]
+
+    def table(self) -> str:
+        """Return the weights that are not loaded as a table of at most 80 columns; or ""."""
+        # Imported here, because most runs load nothing.
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for title in ("not loaded", "name", "in the model", "in the file"):
+            table.add_column(title, overflow="fold")
+        for kind in ("reshaped", "missing", "unexpected", "ignored"):
+            names = getattr(self, kind)
+            for name in names[:_SHOWN]:
+                table.add_row(kind, name, *self.shapes[name])
+            if len(names) > _SHOWN:
+                table.add_row(kind, f"and {len(names) - _SHOWN} more")
+        if not table.row_count:
+            return ""
+        console = Console(width=80, color_system=None, force_terminal=False, markup=False)
+        with console.capture() as capture:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection) -> Fit:
+    """Compare the weights of a file with the weights of ``model``, after renaming.
+
+    Raises:
+        CheckpointError: an entry of ``map`` or ``ignore`` fits no name, or two names of the file
+            become one.
+    """
+    target = user_model(model)
+    wanted = {plain_name(name): value for name, value in state_of(target).items()}
+    files = _renamed(saved, settings.map)
+    ignored = _ignored(settings.ignore, files, wanted)
+    fit = Fit()
+    for name in dict.fromkeys([*wanted, *files]):
+        value = saved[files[name]] if name in files else None
+        fit.shapes[name] = _shape(wanted.get(name)), _shape(value)
+        if name in ignored:
+            fit.ignored.append(name)
+        elif name not in files:
+            fit.missing.append(name)
+        elif name not in wanted:
+            fit.unexpected.append(name)
+        elif isinstance(wanted[name], Tensor) and fit.shapes[name][0] != fit.shapes[name][1]:
+            fit.reshaped.append(name)
+        else:
+            fit.loaded[name] = value
+    shared = _shared_with(target, fit.loaded)
+    fit.missing = [name for name in fit.missing if name not in shared]
+    return fit
+
+
+def remedies(fit: Fit, saved: Mapping[str, Any], settings: LoadFromSection) -> Iterator[str]:
+    """Yield settings that would make the file fit."""
+    if proposal := _proposed_map(fit, saved, settings.map):
+        yield proposal
+    modules = [*dict.fromkeys(one.rpartition(".")[0] or one for one in fit.misfits)]
+    if fit.loaded and len(modules) <= _SHOWN:
+        yield f"load_from.ignore: [{', '.join(modules)}] leaves these out"
+    if fit.loaded:
+        yield "load_from.strict: false loads what fits; the rest keeps its initial values"
+
+
+def _shape(value: Any) -> str:
+    if value is None:
+        return "-"
+    return str(tuple(value.shape)) if hasattr(value, "shape") else type(value).__name__
+
+
+def _renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, str]:
+    """Return the names in the file by the names in the model."""
+    for old, new in renames.items():
+        if not isinstance(new, str):
+            with under_key(f"map.{old}"):
+                raise CheckpointError(f"must be the beginning of names in the model, got {new!r}")
+        if not any(name.startswith(old) for name in saved):
+            near = did_you_mean(old, {f"{name.partition('.')[0]}." for name in saved})
+            with under_key(f"map.{old}"):
+                first = ", ".join(list(saved)[:3])
+                raise CheckpointError(
+                    f"no name in the file begins with {old!r}{near}; its names are {first}, ..."
+                )
+    files: dict[str, str] = {}
+    # The longest beginning is replaced.
+    pairs = [*sorted(renames.items(), key=lambda pair: len(pair[0]), reverse=True), ("", "")]
+    for name in saved:
+        start, replacement = next(pair for pair in pairs if name.startswith(pair[0]))
+        new = plain_name(replacement + name.removeprefix(start))
+        if new in files:
+            with under_key("map"):
+                raise CheckpointError(f"{files[new]} and {name} of the file both become {new}")
+        files[new] = name
+    return files
+
+
+def _ignored(
+    patterns: Collection[str], files: Mapping[str, str], wanted: Collection[str]
+) -> set[str]:
+    """Return the names that a pattern matches, in the model or in the file."""
+    pairs = {name: (name, files.get(name, name)) for name in dict.fromkeys([*wanted, *files])}
+    ignored: set[str] = set()
+    for at, pattern in enumerate(patterns):
+        found = {
+            name
+            for name, forms in pairs.items()
+            if any(fnmatchcase(one, pattern) or one.startswith(f"{pattern}.") for one in forms)
+        }
+        if not found:
+            parents = {name.rpartition(".")[0] for name in pairs}
+            near = did_you_mean(pattern.removesuffix(".*"), [*pairs, *parents])
+            with under_key(f"ignore.{at}"):
+                raise CheckpointError(
+                    f"neither the model nor the file has a weight {pattern!r}{near}"
+                )
+        ignored |= found
+    return ignored
+
+
+def _shared_with(model: nn.Module, loaded: Collection[str]) -> set[str]:
+    """Return the further names of shared parameters of which one name is loaded.
+
+    Files of Hugging Face hold only one of them.
+    """
+    named = [(plain_name(n), id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+    there = {one for name, one in named if name in loaded}
+    return {name for name, one in named if one in there}
+
+
+def _proposed_map(fit: Fit, saved: Mapping[str, Any], renames: Mapping[str, str]) -> str:
+    """Return the entry of ``map`` that would load most of the missing weights, or ""."""
+    if renames:
+        return ""
+    ends: dict[tuple[str, str], str] = {}
+    for name in fit.missing:
+        for start in _beginnings(name):
+            ends.setdefault((name.removeprefix(start), fit.shapes[name][0]), start)
+    votes: Counter[tuple[str, str]] = Counter()
+    for name in fit.unexpected:
+        pairs = (
+            (old, ends.get((name.removeprefix(old), fit.shapes[name][1])))
+            for old in _beginnings(name)
+        )
+        votes.update([(old, new) for old, new in pairs if new is not None][:1])
+    if not votes:
+        return ""
+    (old, new), count = votes.most_common(1)[0]
+    entry = f'{{"{old}": "{new}"}}'
+    return f"load_from.map: {entry} makes {count} of the missing weights fit"
+
+
+def _beginnings(name: str) -> list[str]:
+    """Return "", "a.", "a.b." and so on for "a.b.c"."""
+    parts = name.split(".")
+    return ["".join(f"{one}." for one in parts[:end]) for end in range(min(_LEADING, len(parts)))]

@@ -1,0 +1,133 @@
+"""Parameters that are frozen until a step, against plain PyTorch and after a resume."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import slow
+from parallel_runs import BATCH, PLAN, Sentences, Transformer, settings
+from ranks import run_ranks
+from torch import Tensor, nn
+from weights import apart, whole_weights
+
+from stepwrap.runner import Runner
+from stepwrap.runner.command.cli import main
+
+FREEZE = {
+    "net.embed": None,
+    "net.blocks.0": {"until_step": 3},
+    "net.blocks.*.norm1": {"until_step": 5},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+}
+
+
+def until(name: str) -> float:
+    if name.startswith("embed."):
+        return float("inf")
+    if fnmatch(name, "blocks.*.norm1.*"):
+        return 5
+    return 3 if name.startswith("blocks.0.") else 0
+
+
+def by_hand(optimizer: str) -> list[dict[str, Tensor]]:
+    """Return the weights after each step of plain PyTorch, with requires_grad set on the way."""
+    torch.manual_seed(0)
+    net = Transformer(dtype="float64")
+    stepping = getattr(torch.optim, optimizer)(net.parameters(), **OPTIMIZERS[optimizer])
+    weights: list[dict[str, Tensor]] = []
+    for batch in (*Sentences().words.split(BATCH),) * 2:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(until(name) <= len(weights))
+        stepping.zero_grad()
+        nn.functional.cross_entropy(net(batch[:, :-1]), batch[:, 1:]).backward()
+        trained = [one for one in net.parameters() if one.requires_grad]
+        nn.utils.clip_grad_norm_(trained, 0.5)
+        stepping.step()
+        weights.append({f"net.{k}": v.detach().clone() for k, v in net.named_parameters()})
+    return weights
+
+
+def config_of(optimizer: str, data_size: int, **sections: Any) -> dict[str, Any]:
+    config = settings(data_size, freeze=FREEZE, **sections)
+    config["optim_wrapper"] = {"clip_grad": {"max_norm": 0.5}, **config.get("optim_wrapper", {})}
+    return {**config, "optimizer": {"type": optimizer, **OPTIMIZERS[optimizer]}}
+
+
+def trained_and_resumed(config: dict[str, Any], resume: str) -> tuple[Any, Any]:
+    """Return the weights of a run, and of one that continues its checkpoint."""
+    results = []
+    for source in (False, resume):
+        runner = Runner.from_config({**config, "run_dir": f"runs/{bool(source)}"})
+        runner.train(resume=source)
+        results.append(whole_weights(runner.state.model.module))
+    return results[0], results[1]
+
+
+FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "single": (1, 1, {}),
+    "accumulated": (1, 2, {"optim_wrapper": {"accumulative_counts": 2}}),
+    "dp": (1, 1, {"wrapper": {"type": "dp", "device_ids": ["cpu", "cpu"]}}),
+    "ddp": (2, 2, {"wrapper": {"type": "ddp", "gradient_as_bucket_view": True}}),
+    "separate": (2, 2, {"wrapper": {"type": "separate"}}),
+    "fsdp": (2, 2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
+    "tensor": (2, 1, {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "optimizer", "at"),
+    [
+        ("single", "SGD", 2),
+        ("single", "AdamW", 3),
+        ("ddp", "AdamW", 3),
+        ("fsdp", "AdamW", 6),
+        *slow(
+            *((form, "AdamW", 2) for form in ("accumulated", "dp", "separate", "tensor")),
+            *((form, "SGD", 3) for form in ("ddp", "fsdp", "separate")),
+        ),
+    ],
+)
+def test_like_plain_pytorch_and_after_a_resume(form: str, optimizer: str, at: int) -> None:
+    ranks, data_size, sections = FORMS[form]
+    config = config_of(optimizer, data_size, **sections)
+    config["hooks"] = {**config["hooks"], "checkpoint": {"every_steps": 1, "keep_last": None}}
+    checkpoint = f"runs/False/checkpoints/step_{at:08d}"
+    expected = by_hand(optimizer)
+    for whole, resumed in run_ranks(trained_and_resumed, ranks, config, checkpoint, timeout_s=120):
+        assert apart(whole, expected[-1]) <= 1e-12
+        assert apart(resumed, whole) == 0
+    # Frozen parameters have not moved at all, and have no state of the optimizer.
+    torch.manual_seed(0)
+    first = {f"net.{k}": v for k, v in Transformer(dtype="float64").named_parameters()}
+    saved = torch.load(f"{checkpoint}/model.pt", weights_only=True)
+    for name in first:
+        if isinstance(saved[name], Tensor):
+            kept = until(name.removeprefix("net.")) >= at
+            assert torch.equal(saved[name], first[name]) == kept, name
+
+
+MISTAKES = {
+    "{net.0: {until_stp: 3}}": "freeze.net.0.until_stp: there is no such setting; did you mean u",
+    "{net.0: {until_step: 0}}": "freeze.net.0.until_step: must be at least 1, got 0",
+    "{net.0: 3}": "freeze.net.0: must be a section of settings, got 3",
+    "{net.00: {until_step: 3}}": "no parameter of the model has the name or path 'net.00'; did you",
+    "{net: {until_step: 3}}": "every parameter is frozen until step 3: leave a part of the model",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes(given: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "points.yaml", f"freeze={given}"]) == 2
+    assert MISTAKES[given] in capsys.readouterr().err
+
+
+def test_the_step_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "points.yaml", "freeze={net.0: {until_step: 4}}"]) == 0
+    assert "step 4: net.0 train from now on" in capsys.readouterr().err
