@@ -24,7 +24,7 @@ from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
 from .metrics.evaluation import ProcessMetric
-from .metrics.inputs import MetricInputs, MetricInputsError
+from .metrics.inputs import MetricInputs
 from .predictions.hook import PredictionHook
 from .rng import mix_seed, seed_rng
 from .schedule import Cadence
@@ -52,7 +52,6 @@ __all__ = [
     "LoopState",
     "MeanLoss",
     "MetricInputs",
-    "MetricInputsError",
     "NanGuardHook",
     "NoteStepHook",
     "NonFiniteError",

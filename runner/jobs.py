@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, FreezeHook, MetricInputsError, NoteStepHook, find_checkpoint
+from ..loops import CheckpointHook, FreezeHook, NoteStepHook, find_checkpoint
+from ..loops.metrics.inputs import MetricInputsError
 from ..registry import (
     Config,
     ConfigError,

@@ -253,7 +253,9 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
 
 def _metrics(given: Any, problems: list[Problem]) -> dict[str, MetricSection]:
     if given is not None and not isinstance(given, dict):
-        problems.append(Problem("metrics", f"must be metrics by name, got {shown_value(given)}"))
+        problems.append(
+            Problem("metrics", f"must be a section of settings, got {shown_value(given)}")
+        )
     found: dict[str, MetricSection] = {}
     for name, entry in given.items() if isinstance(given, dict) else ():
         where = f"metrics.{name}"

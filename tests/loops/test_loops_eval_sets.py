@@ -27,13 +27,13 @@ from stepwrap.loops import (
     LoopState,
     MeanLoss,
     MetricInputs,
-    MetricInputsError,
     TestLoop,
     ValLoop,
     build_loader,
     load_checkpoint,
     save_checkpoint,
 )
+from stepwrap.loops.metrics.inputs import MetricInputsError
 from stepwrap.wrappers import SingleDevice, StepDistributedDataParallel, SupervisedModel
 
 SIZES = {"clean": 7, "noisy": 10}

@@ -29,7 +29,7 @@ DOORS = {
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
         EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList IterTrainLoop
-        LogHook LoopState MeanLoss MetricInputs MetricInputsError NanGuardHook
+        LogHook LoopState MeanLoss MetricInputs NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SpikeGuardHook Stateful
