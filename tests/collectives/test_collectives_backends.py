@@ -306,6 +306,7 @@ def _lose_the_others() -> tuple[str, str]:
     return outcome(TorchCPUDist().all_gather_object, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_ends_in_an_error() -> None:
     name, text = run_ranks(_lose_the_others, 2, group_timeout_s=1)[0]
     assert name == "CollectiveError"

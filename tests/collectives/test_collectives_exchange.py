@@ -141,6 +141,7 @@ def _use_sub_groups() -> list[Any]:
     return answers
 
 
+@pytest.mark.slow
 def test_sub_groups_take_global_ranks() -> None:
     """Who is no member is told so."""
     in_first, in_second = [0, 2], [1, 3]

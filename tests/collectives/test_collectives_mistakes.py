@@ -171,6 +171,7 @@ def _make_a_raw_mistake() -> tuple[str, str]:
     return told
 
 
+@pytest.mark.slow
 def test_calls_without_a_first_message_end_at_the_timeout() -> None:
     first, second = run_ranks(_make_a_raw_mistake, 2, group_timeout_s=1)
     assert first[0] == "CollectiveError"

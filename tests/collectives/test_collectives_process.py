@@ -74,6 +74,7 @@ def _local_rank_on(hosts: list[str]) -> tuple[int, int]:
         return get_local_rank(), get_local_rank()
 
 
+@pytest.mark.slow
 def test_the_hosts_of_the_live_group_tell_the_local_rank() -> None:
     """As for ranks that `mp.spawn` has started: nothing is in the environment."""
     local_ranks = run_ranks(_local_rank_on, 4, ["a", "b", "a", "a"])

@@ -156,10 +156,10 @@ def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "shard"),
     [
-        ("lbfgs.ClosureDDP", "Conv2d"),
+        ("sam.SharpnessAwareDDP", "Conv2d"),
         *slow(
             ("gan.AdversarialSteps", "generator, discriminator"),
-            ("sam.SharpnessAwareDDP", "Conv2d"),
+            ("lbfgs.ClosureDDP", "Conv2d"),
         ),
     ],
 )

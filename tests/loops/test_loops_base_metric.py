@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from marks import slow
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -87,8 +88,8 @@ def evaluate(count: int, deal: Callable[[TensorDataset], DataLoader[Any]]) -> di
     return first
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("count", [1, 13, 64])
+@pytest.mark.parametrize("world_size", [3, *slow(2)])
+@pytest.mark.parametrize("count", [1, 13, *slow(64)])
 def test_a_base_metric_agrees_with_torchmetrics_on_any_number_of_ranks(
     count: int, world_size: int
 ) -> None:

@@ -155,6 +155,7 @@ def test_the_page_on_export(tmp_path: Path) -> None:
         run("-c", code, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_on_predictions(tmp_path: Path) -> None:
     (code,) = blocks(page("predictions"), "python")
     run("-c", code, cwd=tmp_path)

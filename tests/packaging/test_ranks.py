@@ -130,6 +130,7 @@ def test_a_dead_rank_is_named_first_with_its_output() -> None:
     assert "last words" in error.value.reports[1]
 
 
+@pytest.mark.slow
 def test_every_call_starts_from_the_same_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "5")
     before = run_ranks(_state)

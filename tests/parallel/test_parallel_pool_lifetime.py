@@ -68,6 +68,7 @@ def test_terminate_fails_what_is_outstanding(make):
         del pool, iterator, running, queued, result
 
 
+@pytest.mark.slow
 def test_worker_that_ignores_the_first_signal():
     with nothing_left():
         pool = Pool(1, signal.signal, (signal.SIGTERM, signal.SIG_IGN), start_method="fork")

@@ -224,7 +224,7 @@ def test_loss_weights_in_a_config(nets: Path, capsys: Capture) -> None:
     assert main(["check", "points.yaml", *words]) == 0
 
 
-@pytest.mark.parametrize("optimizer", [ZERO, LOCAL])
+@pytest.mark.parametrize("optimizer", [ZERO, *slow(LOCAL)])
 def test_optimizers_that_work_over_ranks(nets: Path, capsys: Capture, optimizer: str) -> None:
     for nproc in (1, 2):
         assert main(["check", "points.yaml", optimizer, f"launch.nproc={nproc}"]) == 0

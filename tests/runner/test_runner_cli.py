@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from marks import slow
 from programs import ended
 from programs import run as program
 from ranks import run_ranks
@@ -242,7 +243,7 @@ DIVERGES = (
 )
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, *slow(2)])
 def test_a_run_whose_weights_become_nan_ends_with_an_error(run: Path, nproc: int) -> None:
     """Also where nothing is saved, and on every rank."""
     words = ("train", "points.yaml", *DIVERGES, "hooks.checkpoint=false")
@@ -333,6 +334,7 @@ def test_plot_draws_on_demand(run: Path, capsys: Capture) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plot_draws_every_run_that_is_named(tmp_path: Path, capsys: Capture) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -468,6 +470,7 @@ def test_a_shell_completes_commands_and_options(
     assert capsys.readouterr().out.splitlines() == [proposed]
 
 
+@pytest.mark.slow
 def test_a_resume_may_stand_before_other_words(run: Path) -> None:
     assert main(["train", "--resume", "points.yaml", "train.max_epochs=1"]) == 0
     assert main(["train", "points.yaml", "--resume", "train.max_epochs=2"]) == 0

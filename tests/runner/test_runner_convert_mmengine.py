@@ -269,6 +269,7 @@ def test_two_ranks_with_half_of_the_batch_each(tmp_path: Path) -> None:
         assert metric == pytest.approx(float(score))
 
 
+@pytest.mark.slow
 def test_their_optimizer_wrapper_runs_and_resumes_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def leave(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return run / "runs/points"
 
 
+@pytest.mark.slow
 def test_a_failed_resume_leaves_the_run_as_it_was(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from programs import run as run_program
 from torch import Tensor, nn
 
@@ -39,7 +40,7 @@ def _batch(size: int = 4) -> list[Tensor]:
     return [torch.rand(size, 2), torch.zeros(size, dtype=torch.long)]
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+@pytest.mark.parametrize("kind", ["safetensors", *slow("pt2", "onnx")])
 def test_files_are_loaded_without_stepwrap(kind: str, tmp_path: Path) -> None:
     model = _net()
     with warnings.catch_warnings():
@@ -146,7 +147,7 @@ def test_the_training_mode_and_weights_stay(tmp_path: Path) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pt2", "onnx"])
+@pytest.mark.parametrize("kind", ["safetensors", *slow("pt2", "onnx")])
 def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", "hooks.ema={type: EMAHook, decay: 0.9}"]) == 0
     capsys.readouterr()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
 from runner_parts import assert_identical, final_weights, records, write_run
 
@@ -169,7 +170,7 @@ def test_resume_is_exact(gan: Path, counts: int) -> None:
     assert _stopped_and_resumed(str(gan), "single", counts)
 
 
-@pytest.mark.parametrize("counts", [1, 5])
+@pytest.mark.parametrize("counts", [5, *slow(1)])
 def test_resume_is_exact_on_two_ranks(gan: Path, counts: int) -> None:
     assert run_ranks(_stopped_and_resumed, 2, str(gan), "separate", counts) == [True, True]
 
