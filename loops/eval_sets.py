@@ -90,7 +90,10 @@ class EvalSets:
 
 @contextmanager
 def _in_set(state: LoopState, name: str) -> Iterator[None]:
-    """Set ``state.eval_set``; undo what the loop of one set stores as the whole validation."""
+    """Set ``state.eval_set``; restore the results in the state at the end.
+
+    The loop of one set stores them as if its set were the whole validation.
+    """
     before = state.metrics, state.evaluated_at, state.higher_is_better
     state.eval_set = name
     try:

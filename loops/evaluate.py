@@ -44,7 +44,8 @@ class Rounds:
     Without ``together`` these are the loader's batches. With it, every rank makes the same number
     of steps: a rank that has run out repeats its last batch, which is not counted, and a rank
     without any gets a batch of another rank. Before each step the ranks exchange whether to
-    continue: an exception of a loader, or a deferred one, ends the evaluation on all of them.
+    continue. An exception of a loader, a metric or a hook is kept until this exchange, and then
+    ends the evaluation on all ranks.
     """
 
     def __init__(

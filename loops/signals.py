@@ -29,8 +29,9 @@ class StopSignals:
 
     The first signal is recorded, and ``poll`` passes it to the loop; a second SIGINT raises
     KeyboardInterrupt. A signal after the last poll is raised again at the exit, unless there is an
-    error. Once the stop has begun, further SIGTERMs are ignored, since both the scheduler and the
-    launcher may send one; if a launcher started the process (``RANK`` is set), until it ends.
+    error. Once the stop has begun, further SIGTERMs are ignored until the context exits, since both
+    the scheduler and the launcher may send one. If a launcher started the process (``RANK`` is
+    set), they are ignored until the process ends.
 
     A single process checks at every poll. Several ranks exchange about once a second, at a poll
     that they chose in the previous exchange, so a signal to any of them stops all at the same
@@ -104,7 +105,8 @@ class StopSignals:
         if self._is_stopping and number == signal.SIGTERM:
             return
         if not self._received and (self._alone or get_rank() == 0):
-            # Written at once, since a step may be long, and unbuffered in a signal handler.
+            # Written now, since the step may take long, and by `os.write`, since buffered output is
+            # not safe in a signal handler.
             again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
             os.write(2, f"\nstopping after this step, to save{again}\n".encode())
         self._received = self._pending = number

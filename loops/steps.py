@@ -36,8 +36,8 @@ def step_of(state: LoopState) -> Step:
 def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
     """Return a step that checks that each batch is counted as one micro-batch.
 
-    Other counts would divide the losses by a wrong number. In a group of optimizers, one may count
-    none.
+    Other counts would divide the losses by a wrong number. In a group of optimizers, a
+    member may count none, if another one does.
     """
 
     def counted_step(data: Any, optim_wrapper: Any) -> Any:

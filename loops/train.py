@@ -52,7 +52,7 @@ class _TrainLoop:
     _signals: StopSignals
     # False at the start and after a rollback, when another session is required.
     _ended = False
-    # The step of this session's final record; before that record, the step at which it started.
+    # The step at which this session started; after its final record, the step of that record.
     _closed_at = 0
 
     def __init__(  # noqa: PLR0913

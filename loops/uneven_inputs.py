@@ -147,7 +147,7 @@ class PassInputs:
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
-        # Torch's `join` takes the weights of the same rank: the last of those with most batches.
+        # The rank whose weights torch's `join` broadcasts: the last one of those with most batches.
         longest = max(range(len(everyone)), key=lambda at: (everyone[at]["batch"], at))
         ahead = everyone[longest]
         if all(one["batch"] == ahead["batch"] for one in everyone):

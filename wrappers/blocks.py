@@ -33,9 +33,9 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
     Args:
         spec: a class or its name (subclasses match too), the path of a module, an ``fnmatch``
             pattern for paths, or a list of these. Of the matches of a pattern only the outermost
-            are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping with
-            ``classes``, such a list, and ``min_params``, which adds the smallest modules with at
-            least this many parameters outside of the modules that ``classes`` names.
+            are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping of
+            ``classes`` (such a list) and ``min_params`` (a number): this adds the smallest modules
+            with so many parameters, not counting those of the modules that ``classes`` names.
 
     Raises:
         ValueError: a name matches nothing, or a container without a ``forward``.

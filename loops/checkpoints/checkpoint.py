@@ -397,7 +397,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
 
 
 def _abandon(folder: Path, *, after: int) -> None:
-    """Rename the checkpoints after the serial number from which the run continues."""
+    """Rename checkpoints with a serial number above ``after``, from which the run continues."""
     for path, meta in list_checkpoints(folder):
         if meta["serial"] <= after:
             continue

@@ -25,7 +25,7 @@ TABLE = "shards.json"
 SHARDED = ("model", "optim", "state")
 # A dict with this key replaces a sharded tensor in a tree.
 _MARK = "stepwrap.sharded"
-# Whole tensors of up to this number of elements are read at once.
+# Tensors that are not sharded and have at most this number of elements are read immediately.
 _SMALL = 1024
 
 # By file and tensor: shape and dtype of the tensor, offsets and sizes of the part.

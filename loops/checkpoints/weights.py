@@ -182,8 +182,8 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
         common = overlap((layout.offsets, layout.sizes), (offsets, sizes))
         if common is not None:
             total[common[0]] += gradient[common[1]]
-    # `total` sums over all ranks. Each distinct part was held by `len(ranks) / parts` of them, one
-    # for each data rank, so divide by that number.
+    # `total` sums over all ranks. Each distinct part was held by `len(ranks) / parts` ranks, and
+    # the mean over these is wanted.
     parts = len({(tuple(place[0]), tuple(place[1])) for place in places if place is not None}) or 1
     return total * parts / len(ranks)
 

@@ -120,7 +120,8 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
         # An earlier training of this process had another loader.
         before = {}
     ranks = before.get("ranks", sampler.world_size)
-    # The samples of a chunk; "run" and "length" are the names in checkpoints.
+    # The samples of a chunk. In checkpoints their number is "run", and the samples of an epoch
+    # are "length".
     chunk = before.get("run", sampler.batch_size * ranks)
     sampler.cut(chunk * window, window, weighted=is_weighted(state.optim_wrapper))
     present = {
@@ -165,7 +166,7 @@ def _convert_counters(
 
 
 def _restart_update(state: LoopState) -> None:
-    """Drop gradients that belong to other ranks or batches, or have an unknown weight."""
+    """Drop the gradients of an incomplete update, whose batches may be split differently now."""
     state.optim_wrapper.zero_grad()
     logger.warning("the incomplete update starts again, with the same samples")
 

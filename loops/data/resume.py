@@ -22,7 +22,8 @@ from .workers import iterate
 
 logger = logging.getLogger(__name__)
 
-# A worker yields a batch of these if its turn in the round was before the saved position.
+# DataLoader reads from its workers in turn. If the saved position is inside a round, a worker
+# whose batch of this round was already read yields a batch of these instead.
 _SKIPPED = object()
 _OPTIONS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
@@ -79,7 +80,10 @@ def _batches_and_source(
 
 
 def _position_source(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
-    """Return the object that reports the position; None if none does, or batches have an index."""
+    """Return the object that reports the position, if any.
+
+    None as well for a loader of ``build_loader``, whose position is found by index.
+    """
     if sampler_of(loader) is not None:
         return None
     for one in (loader, batches):
@@ -227,7 +231,7 @@ class Stream(IterableDataset[Any]):
         if place is not None:
             with preserved_rng():
                 self._restore(place)
-        # Copies of a data set may share the epoch, like copies of Hugging Face's data sets.
+        # Copies may share the epoch, as those of Hugging Face's data sets do.
         if getattr(self.samples, "epoch", None) != self.epoch:
             getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
         self._start_batch()

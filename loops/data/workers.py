@@ -57,8 +57,8 @@ class WorkerStart:
     def __init__(self, user_start: Callable[[int], None] | None) -> None:
         self.user_start = user_start
         self.parent = os.getpid()
-        # A marker file that exists while the parent runs. It is in the folder of multiprocessing,
-        # which is removed even if a signal ends a worker.
+        # A marker file that exists while the parent runs. It is in the temporary folder of
+        # multiprocessing, which this process removes at its exit.
         self.running_marker = Path(util.get_temp_dir(), f"reading_{self.parent}")
         if not self.running_marker.exists():
             self.running_marker.touch()
@@ -73,7 +73,7 @@ class WorkerStart:
         if parent is not None:
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         if parent is None or parent.pid != self.parent:
-            # This process cannot see when the parent exits.
+            # The marker is not of this worker's parent, so it does not show when the parent exits.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         if self.user_start is not None:

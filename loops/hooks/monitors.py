@@ -195,8 +195,8 @@ class ThroughputHook(Hook):
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         elapsed_s = perf_counter() - self._since_s - self._evaluating_s
         steps = state.step - self._first_step
-        # The mean over the ranks must become a sum of samples; ranks that share a model's layers
-        # see the same samples.
+        # Records average scalars over the ranks, but this is a total: multiply by the number of
+        # ranks that see different samples (ranks that share a model's layers see the same ones).
         ranks = num_data_ranks(state.model)
         done: dict[str, float | Tensor] = {"sample": self._samples * ranks / elapsed_s}
         if self._counts_tokens:

@@ -223,7 +223,8 @@ class ProgressHook(Hook):
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         self._say(train_line(state, record))
-        # Not `_due_s`: the record of a slow update should not wait because it was just drawn.
+        # Not `_due_s`: `on_update` may just have drawn the bar, and the line of this record would
+        # then wait for the next update, which may be slow.
         if perf_counter() >= self._log_due_s:
             self._refresh(state)
             self._log_due_s = self._due_s

@@ -32,8 +32,9 @@ class MetricInputs:
 
     Attributes:
         metric: A metric of torchmetrics, or a ``BaseMetric``.
-        head: A key of ``preds``, if the step returns predictions by head. ``target``, and every
-            other output that is a mapping with this key, is replaced by its entry as well.
+        head: A key of ``preds``, if the step returns predictions by head: the metric gets
+            ``preds[head]``. Every other output that is a mapping with this key, such as ``target``,
+            is replaced by its entry in the same way.
         transform: A function that is called with ``preds``, after the selection of the head. The
             metric gets what it returns. If the step does not return a mapping, it is called with
             the step's result.

@@ -4,8 +4,9 @@ Statistics are counts, means and sums of squared deviations, which merge without
 (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64. Tensors of the
 size of the input are computed in the precision of the layer, or in the precision of the input if
 that is higher, and are rounded once, at the end. First the mean, rounded to this precision, is
-subtracted from every value. This is nearly exact if the mean is large; fp64 vectors correct its
-rounding error. If all means are near zero, torch's CPU kernels do all of this in one pass.
+subtracted from every value. The subtraction is nearly exact if the mean is large, and fp64 vectors
+correct the rounding error of the mean. If all means are near zero, torch's CPU kernels do all of
+this in one pass.
 """
 
 from __future__ import annotations

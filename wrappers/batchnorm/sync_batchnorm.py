@@ -254,7 +254,8 @@ class SynchronizedBatchNorm(_BatchNorm):
         # The group is a connection between processes, which the copy shares.
         copied.process_group = self.process_group
         if self._call_counter is not None:
-            # Otherwise a copy on a single rank would wait for the other ranks.
+            # Otherwise a rank that uses the copy would compare the channels again, and wait for the
+            # ranks that use the original.
             copied._call_counter = replace(self._call_counter)
         return copied
 

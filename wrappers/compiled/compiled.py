@@ -156,7 +156,10 @@ class StepVariant:
         return optim_wrapper.accumulative_counts == 1 and not self._plan.held
 
     def expect_change(self) -> None:
-        """Verify the next step, unless one was verified recently: the model may have changed."""
+        """Verify the next step, unless one was verified recently.
+
+        The model may have changed.
+        """
         self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:

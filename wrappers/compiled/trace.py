@@ -351,8 +351,9 @@ def trace(function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs)
 def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Add the bias after the product, where the compiler can fuse it with the next operation.
 
-    The bias is subtracted, because the compiler would turn a sum into ``addmm`` again. Not for half
-    precision, which would be rounded once more, and not on GPUs, where the compiler decides.
+    The negative bias is subtracted, because the compiler would turn a sum into ``addmm`` again. Not
+    for half precision, which would be rounded once more, and not on GPUs, where the compiler
+    decides.
     """
     if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4 or bias.device.type != "cpu":
         return NotImplemented
@@ -362,7 +363,8 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
 def _bernoulli(one: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
     """Draw random numbers by ``native_dropout`` for tensors that are not contiguous.
 
-    The order of the numbers depends on the layout, which the compiler keeps only in that call.
+    The order of the numbers depends on the memory layout, which the compiler keeps only in
+    ``native_dropout``.
     """
     if one.is_contiguous() or generator is not None or one.device.type != "cpu":
         return NotImplemented

@@ -134,7 +134,10 @@ class Verifier:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's tensors and gradients, which closures of a copy may change."""
+    """Restore the model's tensors and gradients at the end.
+
+    A copy shares its functions with the model, and their closures may refer to the model.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     before = [
         (one, one.detach().clone(), one.grad, None if one.grad is None else one.grad.clone())

@@ -44,8 +44,8 @@ class FixedBuckets(DistributedDataParallel):
         if self._is_static:
             # Not needed, because the recorded graph shows which parameters are unused.
             options["find_unused_parameters"] = False
-        # While torch records the graph, a hook sees only the parameters of the first bucket, so
-        # torch's order is kept for hooks that may read them. Hooks that average do not.
+        # While torch records a static graph, a hook sees only the parameters of the first bucket.
+        # Torch's order is kept for hooks that may read them; hooks with `averages` do not.
         may_inspect = self._is_static and self._hook is not None and not self._hook.averages
         rebuilds = not options.get("find_unused_parameters", False)
         self._is_reversed = is_known and rebuilds and not may_inspect
@@ -57,7 +57,7 @@ class FixedBuckets(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # Otherwise torch would set it before `_prepare_reducer` does.
+        # Otherwise torch would make the graph static while it loads the state, which is too early.
         return {**state, "static_graph": self.static_graph and not self._is_static}
 
     def __setstate__(self, state: Any) -> None:

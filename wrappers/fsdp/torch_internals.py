@@ -110,7 +110,7 @@ def init_dtypes(groups: Iterable[Any]) -> None:
     """Initialise the reduction dtypes of groups whose parameters were all frozen at first.
 
     Up to 2.14, torch reads the dtypes at the first forward, and from trained parameters only; 2.15
-    has no ``_orig_dtype``, and may read them twice.
+    has no ``_orig_dtype``, so this reads them even if they were read before.
     """
     for group in groups:
         if getattr(group, "_orig_dtype", None) is None:

@@ -139,8 +139,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        Without `begin_batch`, or if no member accumulates and none has counted a micro-batch since
-        then, return whether the last micro-batch of any member ended its window.
+        If `begin_batch` was not called, or if no member accumulates and none has counted a
+        micro-batch since that call, return whether the last micro-batch of any member ended its
+        window.
         """
         before = self._before
         if before is None or all(

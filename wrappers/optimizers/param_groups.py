@@ -33,10 +33,10 @@ _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# The first words of the options from which mmengine's code takes the weight decay of two kinds of
-# parameters: the first option that is set is used. (mmengine's docstring excludes both kinds from
-# `bias_decay_mult`.) Other kinds, and all kinds without `as_mmengine`, use the option of the kind's
-# first word: `norm_decay_mult` for "norm bias".
+# With `as_mmengine`, the decay of these kinds is multiplied by the first option that is set, such
+# as `norm_decay_mult`, then `bias_decay_mult`. (mmengine's docstring excludes both kinds from
+# `bias_decay_mult`.) All other kinds use the option that begins with the kind's first word, and so
+# do these kinds without `as_mmengine`.
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 
@@ -176,9 +176,9 @@ def param_groups(
 
     A custom key with `*`, `?` or `[` matches full names (fnmatch); any other key matches the full
     names that contain it. Only the longest matching key is used. If none matches, the kind of
-    parameter decides: biases outside norm layers (`bias_lr_mult`; `bias_decay_mult` excludes
-    depthwise convolutions too), norm layers, depthwise convolutions, and other parameters with one
-    dimension (`flat_decay_mult`). Logs show the `name` of a group.
+    parameter decides: biases outside norm layers (`bias_lr_mult`) and, of these, biases outside
+    depthwise convolutions (`bias_decay_mult`), norm layers, depthwise convolutions, and other
+    parameters with one dimension (`flat_decay_mult`). Logs show the `name` of a group.
 
     Args:
         model: a model, wrapped or not, or some of its parameters, from `named_parameters`.

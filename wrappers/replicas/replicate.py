@@ -98,11 +98,11 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
 def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
     """Copy ``module`` to every device, through autograd, without running callbacks.
 
-    On different CUDA devices torch makes the copies. Otherwise the parameters of every copy are
-    the original ones, or are moved to its device, so that the gradients of all copies are summed
-    there. Copy 0 uses the buffers of the module itself, the others have copies. A submodule or
-    tensor that occurs twice in the module does so in every copy. Attributes that are set in a
-    forward are lost with the copy.
+    On different CUDA devices torch makes the copies. Otherwise every copy uses the original
+    parameters, or copies of them that autograd moves to its device. Either way the gradients of all
+    copies are summed in the original parameters. Copy 0 uses the buffers of the module itself, the
+    others have copies. A submodule or tensor that occurs twice in the module does so in every copy.
+    Attributes that are set in a forward are lost with the copy.
     """
     refuse_compiled(module)
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
@@ -330,8 +330,9 @@ def _is_first_in_thread(master: nn.Module, devices: Sequence[torch.device]) -> b
 
     Autograd has one thread per device, and runs the node with the highest number first. Each
     thread numbers the nodes of its forward, and the calling thread has counted further than a new
-    one. A copy in it would run its whole backward first, and its gradients would stay in memory
-    until the others are added. Beyond the size of the caches, this costs more than a thread.
+    one. A copy in the calling thread would run its whole backward first, and its gradients would
+    stay in memory until the others are added. Beyond the size of the caches, this costs more than a
+    thread.
     """
     if not torch.is_grad_enabled() or len(set(devices)) == len(devices):
         return False

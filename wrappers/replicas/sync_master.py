@@ -119,7 +119,8 @@ class SyncMaster:
         if self._has_run and self._session.pending:
             # AssertionError as in the documented interface of earlier implementations.
             raise AssertionError("Queue is not clean before next initialization.")
-        # Slaves without a run of the master are left from eval mode: they are gone, or replaced.
+        # If the master has not run, slaves of an earlier replication in eval mode may be
+        # registered: their copies are gone, or their identifiers are registered again.
         if self._has_run or not self._slaves or identifier in self._slaves:
             self._start_replication()
         meet = partial(self._session.rendezvous, _LAYER, len(self._order), combine=self._combine)

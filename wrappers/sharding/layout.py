@@ -157,7 +157,7 @@ def take_part(source: Any, like: Tensor) -> Tensor:
 
     Args:
         source: a whole tensor; an object with ``shape`` whose ``[slices]`` are tensors; or a
-            tensor with the layout of ``like``, whose memory may be shared. A ``DTensor`` with
+            tensor with the layout of ``like``; the result may use its memory. A ``DTensor`` with
             another layout is gathered, for which every rank must call this.
         like: the result is a ``DTensor`` if ``like`` is one, otherwise a plain tensor.
 

@@ -51,7 +51,7 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
-    # Static: the wrappers compare it with the function, whose logs they need not detach.
+    # Static, so that wrappers recognise this function, whose logs are detached already.
     parse_losses = staticmethod(parse_losses)
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:

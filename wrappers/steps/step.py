@@ -158,7 +158,7 @@ class Steps(ModelFeatures):
             total, logs = parse(losses)
             stage = "update"
             if self.detect_anomalous_params:
-                # It explains the errors of the update itself.
+                # `update_and_detect` explains errors of the update by itself.
                 stage = "detection"
                 self.update_and_detect(total, optim_wrapper)
             else:

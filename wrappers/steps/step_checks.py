@@ -120,8 +120,8 @@ def detect_anomalous_params(
     Call it after the backward. Each distinct set of names is logged once per model.
 
     Args:
-        received: the ids that ``watch_gradients`` collected in the backward. Without them, do not
-            clear the gradients before: with re-entrant activation checkpointing
+        received: the ids that ``watch_gradients`` collected in the backward. Without them, call
+            this before the gradients are cleared: with re-entrant activation checkpointing
             (``use_reentrant=True``) every parameter that has a gradient counts as reached.
     """
     reached, checkpointed = _leaves(loss)

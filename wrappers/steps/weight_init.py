@@ -71,9 +71,10 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
             (``gain``, ``distribution``), Kaiming (``a``, ``mode``, ``nonlinearity``,
             ``distribution``) or Caffe2Xavier, each with ``bias`` (0) or ``bias_prob``. ``layer``
             lists the classes to initialise, or their bases, by name. ``override`` is a list of
-            mappings with the ``name`` of a submodule, all of which is initialised: by the mapping's
-            own ``type`` or, if it has only a name, by the outer settings. Pretrained takes
-            ``checkpoint``, a file with weights only, and ``prefix``, which selects names.
+            mappings with the ``name`` of a submodule. Every layer in the submodule is initialised:
+            by the mapping's own ``type`` or, if it has only a name, by the outer settings.
+            Pretrained takes ``checkpoint``, a file with weights only, and ``prefix``, which selects
+            names.
 
     Raises:
         TypeError: it is not a mapping, or has an argument that the type does not take.
