@@ -60,7 +60,9 @@ def check_section(
     if len(known) <= _MANY:
         all_of = f"; allowed are {', '.join(known)}"
     for key in unknown:
-        hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, free)
+        # A setting that is there is meant only if the key is a shortened form of its name.
+        likely = [name for name in known if name in free or name.startswith(key)]
+        hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, likely)
         hint = hint or did_you_mean(key, [*known, *also]) or all_of
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
     if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):

@@ -85,7 +85,7 @@ def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
     kind = type(user_model(model)).__name__
     if (settings.strict and fit.misfits) or not fit.loaded:
         lines = [
-            f"{len(fit.loaded)} weights of {path} fit {kind}, {len(fit.misfits)} do not:",
+            f"{path} does not fit {kind}: {len(fit.loaded)} weights fit, {len(fit.misfits)} do not",
             "",
             *fit.table().splitlines(),
             "",

@@ -27,7 +27,9 @@ def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFi
     stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 31}"
     assert main(["train", "points.yaml", EMA, stop]) == 128 + signal.SIGTERM
     out = capsys.readouterr().out
-    assert "in state.pt of the checkpoint, under stateful / hooks.ema / model (model.pt" in out
+    assert (
+        "in state.pt of the checkpoint, under stateful / hooks.ema / model (not in model.pt)" in out
+    )
     assert "load_model('runs/points')" in out
     for which in ("best", "latest"):
         checkpoint = load_checkpoint(find_checkpoint("runs/points", which))
