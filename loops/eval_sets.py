@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 from .checkpoints.weights import device_of
 from .error_notes import add_note
-from .evaluate import Poll, TestLoop, ValLoop, announce_failure
+from .evaluate import Evaluation, Poll, TestLoop, ValLoop
 from .hook import HookList
 from .metrics.evaluation import AnyMetric, directions_of
 from .rng import preserved_rng
 from .state import LoopState, Phase
 
 
-class EvalSets:
+class EvalSets(Evaluation):
     """Several data sets by name, evaluated one after another as one validation or test.
 
     The name of a set comes before the names of its results: "noisy/accuracy". Hooks see one
@@ -45,14 +45,6 @@ class EvalSets:
             for name, loop in self.loops.items()
             for key, metric in loop.metrics.items()
         }
-
-    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
-        """Evaluate ``state.model`` on all sets and return the metrics; every rank must call."""
-        try:
-            return self.evaluate(state, hooks, lambda _: None)
-        except BaseException as error:
-            announce_failure(state, hooks, error)
-            raise
 
     def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         """Evaluate inside another loop, like ``ValLoop.evaluate``; every rank must call this."""

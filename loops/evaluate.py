@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -114,7 +115,23 @@ def raise_everywhere(error: Exception | None) -> None:
         raise RuntimeError(f"the evaluation failed on {texts}")
 
 
-class _EvalLoop:
+class Evaluation(ABC):
+    """An evaluation that can run alone or inside another loop."""
+
+    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
+        """Evaluate ``state.model`` and return the metrics; every rank must call this."""
+        try:
+            return self.evaluate(state, hooks, lambda _: None)
+        except BaseException as error:
+            announce_failure(state, hooks, error)
+            raise
+
+    @abstractmethod
+    def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
+        """Evaluate inside another loop; every rank must call this."""
+
+
+class _EvalLoop(Evaluation):
     """One pass over the data under inference mode, in which each sample counts once.
 
     The model's training flags and the random streams are restored afterwards, so evaluations do not
@@ -145,14 +162,6 @@ class _EvalLoop:
             if isinstance(metric, evaluation.ProcessMetric):
                 metric.use_metainfo_of(dataloader)
         self._polled_batches: float | None = None
-
-    def run(self, state: LoopState, hooks: HookList) -> dict[str, float]:
-        """Evaluate ``state.model`` and return the metrics; every rank must call this."""
-        try:
-            return self.evaluate(state, hooks, lambda _: None)
-        except BaseException as error:
-            announce_failure(state, hooks, error)
-            raise
 
     def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         """Evaluate inside another loop; every rank must call this.

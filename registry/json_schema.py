@@ -49,7 +49,7 @@ def config_schema() -> Schema:
     """Return the JSON schema (draft 2020-12) of run configs.
 
     It allows what a file may hold: sections without their required settings, since ``_base_`` or
-    another file may set these, and ``${...}`` in place of a value. A ``type`` may be any text,
+    another file may set these, and ``${...}`` as any value. A ``type`` may be any text,
     because configs can name import paths; the registered names are suggestions. Nothing is
     imported to describe our own classes.
     """

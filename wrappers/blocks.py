@@ -35,7 +35,7 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
             pattern for paths, or a list of these. Of the matches of a pattern only the outermost
             are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping of
             ``classes`` (such a list) and ``min_params`` (a number): this adds the smallest modules
-            with so many parameters, not counting those of the modules that ``classes`` names.
+            with at least ``min_params`` parameters outside of the modules in ``classes``.
 
     Raises:
         ValueError: a name matches nothing, or a container without a ``forward``.

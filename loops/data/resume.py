@@ -231,7 +231,7 @@ class Stream(IterableDataset[Any]):
         if place is not None:
             with preserved_rng():
                 self._restore(place)
-        # Copies may share the epoch, as those of Hugging Face's data sets do.
+        # Copies may share the epoch. In Hugging Face's data sets they do.
         if getattr(self.samples, "epoch", None) != self.epoch:
             getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
         self._start_batch()

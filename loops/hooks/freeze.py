@@ -81,4 +81,4 @@ class FreezeHook(Hook):
     def on_update(self, state: LoopState) -> None:
         names = [name for name, step in self._until.items() if step == state.step]
         if names and get_rank() == 0:
-            logger.info("step %d: %s train from now on", state.step, ", ".join(names))
+            logger.info("step %d: unfreezing %s", state.step, ", ".join(names))

@@ -65,8 +65,9 @@ class _PredictCommand(Command):
     def source(self, options: Options) -> tuple[str, list[str]]:
         """Return the config and its overrides, with the section of ``--data`` as ``data.test``."""
         source, overrides = super().source(options)
-        name, _, one = (options.data or "test").partition(".")
-        if name in ("train", "val", "test") and one not in ("yaml", "yml"):
+        data = options.data or "test"
+        name, _, one = data.partition(".")
+        if name in ("train", "val", "test") and not data.endswith((".yaml", ".yml")):
             section = _data_in(load_config(source, overrides)).get(name)
             if section is None:
                 what = f"the config has no data.{name}; choose other data with --data"
@@ -78,7 +79,7 @@ class _PredictCommand(Command):
                 # Without a type it is a loader of build_loader: read every sample once, in order.
                 section |= {"shuffle": False, "drop_last": False}
         else:
-            section = _section_in(options.data)
+            section = _section_in(data)
         return source, [f"data.test={json.dumps({'_delete_': True, **section})}", *overrides]
 
 

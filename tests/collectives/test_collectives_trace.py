@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import HERE, outcome_text, traced
-from marks import slow
 from programs import run_script
 from ranks import RanksError, run_ranks
 
@@ -126,7 +125,7 @@ def _never_come(folder: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("on", [True, *slow(False)])
+@pytest.mark.parametrize("on", [True, False])
 def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
     """With tracing it says itself where it is."""
     texts = run_ranks(traced, 3, on, _never_come, str(tmp_path), group_timeout_s=1)
@@ -149,7 +148,6 @@ def _lose_rank_1() -> None:
     raise RuntimeError(outcome_text(all_gather_object, "text"))
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_while_tracing() -> None:
     with pytest.raises(RanksError) as error:
         run_ranks(traced, 3, True, _lose_rank_1, group_timeout_s=20)
@@ -213,7 +211,6 @@ def _synchronize_too_early(folder: str) -> str:
     return text
 
 
-@pytest.mark.slow
 def test_the_timeout_of_synchronize_holds_while_tracing(tmp_path: Path) -> None:
     text, _ = run_ranks(
         traced, 2, True, _synchronize_too_early, str(tmp_path), timeout_s=40, group_timeout_s=120

@@ -149,7 +149,6 @@ def test_a_loop_names_the_rank_that_does_not_come(
         assert re.search(expected, texts[rank]), texts
 
 
-@pytest.mark.slow
 def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
     texts = run_ranks(train_by_hand, 3, tmp_path)
     for rank in (0, 2):

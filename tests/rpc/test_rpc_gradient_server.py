@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import slow
 from torch import nn
 from worlds import in_group
 
@@ -231,7 +230,7 @@ def _full(world: World, group: RpcGroup, policy: str) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("policy", ["drop_oldest", "error", *slow("block")])
+@pytest.mark.parametrize("policy", ["block", "drop_oldest", "error"])
 def test_full_queues(policy: str) -> None:
     primary, client, _ = in_group(_full, 3, policy, rpc_timeout=4)
     assert primary["pending"] == 4

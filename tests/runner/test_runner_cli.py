@@ -334,7 +334,6 @@ def test_plot_draws_on_demand(run: Path, capsys: Capture) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_plot_draws_every_run_that_is_named(tmp_path: Path, capsys: Capture) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:

@@ -72,9 +72,12 @@ def trained_and_resumed(config: dict[str, Any], resume: str) -> tuple[Any, Any]:
 
 FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "single": (1, 1, {}),
+    "compiled": (1, 1, {"compile": {"step": True, "min_steps": 0}}),
     "accumulated": (1, 2, {"optim_wrapper": {"accumulative_counts": 2}}),
     "dp": (1, 1, {"wrapper": {"type": "dp", "device_ids": ["cpu", "cpu"]}}),
     "ddp": (2, 2, {"wrapper": {"type": "ddp", "gradient_as_bucket_view": True}}),
+    "ddp on 4": (4, 4, {"wrapper": {"type": "ddp"}}),
+    "fsdp on 4": (4, 4, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
     "separate": (2, 2, {"wrapper": {"type": "separate"}}),
     "fsdp": (2, 2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
     "tensor": (2, 1, {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": PLAN}}),
@@ -89,7 +92,11 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
         ("ddp", "AdamW", 3),
         ("fsdp", "AdamW", 6),
         *slow(
-            *((form, "AdamW", 2) for form in ("accumulated", "dp", "separate", "tensor")),
+            *(
+                (form, "AdamW", 2)
+                for form in ("accumulated", "compiled", "dp", "separate", "tensor")
+            ),
+            *((form, "AdamW", 3) for form in ("ddp on 4", "fsdp on 4")),
             *((form, "SGD", 3) for form in ("ddp", "fsdp", "separate")),
         ),
     ],
@@ -130,4 +137,4 @@ def test_mistakes(given: str, run: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_step_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "points.yaml", "freeze={net.0: {until_step: 4}}"]) == 0
-    assert "step 4: net.0 train from now on" in capsys.readouterr().err
+    assert "step 4: unfreezing net.0" in capsys.readouterr().err

@@ -91,6 +91,8 @@ def test_forms_of_files(kind: str) -> None:
 WRAPPERS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp": (1, {"wrapper": {"type": "dp", "device_ids": ["cpu", "cpu"]}}),
     "ddp": (2, {"wrapper": {"type": "ddp"}}),
+    "ddp on 3": (3, {"wrapper": {"type": "ddp"}}),
+    "fsdp on 3": (3, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
     "separate": (2, {"wrapper": {"type": "separate"}}),
     "fsdp": (2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
     "meta": (2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}, "init_device": "meta"}),
@@ -98,7 +100,9 @@ WRAPPERS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize(
+    "name", [*(n for n in WRAPPERS if "3" not in n), *slow("ddp on 3", "fsdp on 3")]
+)
 def test_every_wrapper_on_every_rank(name: str) -> None:
     ranks, sections = WRAPPERS[name]
     path = write("folder", state(""))

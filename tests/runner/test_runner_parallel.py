@@ -49,9 +49,9 @@ def test_split_over_two_ranks(optimizer: str, dtype: str, limit: float) -> None:
 @pytest.mark.parametrize(
     ("wrapper", "optimizer", "dtype", "limit"),
     [
+        ("ddp", "SGD", "float64", 1e-12),
         ("fsdp", "AdamW", "float64", 1e-12),
         *slow(
-            ("ddp", "SGD", "float64", 1e-12),
             ("ddp", "AdamW", "float64", 1e-12),
             ("fsdp", "SGD", "float64", 1e-12),
             *((one, two, "float32", 2e-6) for one in ("ddp", "fsdp") for two in OPTIMIZERS),

@@ -60,7 +60,9 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml"]) == 0
     capsys.readouterr()
     (run / "more.yaml").write_text("dataset: {type: points.Points, size: 30}\nbatch_size: 7\n")
-    for data, size in (("val", 20), ("train", 48), ("test", 21), ("more.yaml", 30)):
+    (run / "val.more.yaml").write_text((run / "more.yaml").read_text())
+    others = (("more.yaml", 30), ("val.more.yaml", 30))
+    for data, size in (("val", 20), ("train", 48), ("test", 21), *others):
         words = ["--data", data, "--out", f"{data}.npz", "--checkpoint", "latest"]
         assert main(["predict", "points.yaml", *words]) == 0
         out = capsys.readouterr().out

@@ -96,7 +96,6 @@ def test_all_ranks_raise_the_same_error() -> None:
         assert message.startswith("on rank 1: ") or text in DIFFERENT
 
 
-@pytest.mark.slow
 @on_ranks(4)
 def test_over_two_axes() -> None:
     mesh = build_mesh({"replicate": 2, "shard": 2})

@@ -164,7 +164,6 @@ def test_mistakes_of_one_rank() -> None:
     layer(x).sum().backward()
 
 
-@pytest.mark.slow
 @on_ranks(2, group_timeout_s=2)
 def test_a_rank_that_skips_the_layer() -> None:
     layer = _layer("1d", torch.float32)
