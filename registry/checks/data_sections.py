@@ -57,11 +57,13 @@ def without_sets(
     checked = {}
     for name, section in found.items():
         before = len(problems)
-        problems += _name_problems(name, section)
-        if len(problems) > before:
-            continue
+        named = list(_name_problems(name, section))
+        problems += named
+        faulty = {problem.key for problem in named}
         sets = {
-            one: _loader(loader, f"data.{name}.{one}", problems) for one, loader in section.items()
+            one: _loader(loader, f"data.{name}.{one}", problems)
+            for one, loader in section.items()
+            if f"data.{name}.{one}" not in faulty
         }
         if len(problems) == before:
             checked[name] = SetsSection(sets=sets)
@@ -93,7 +95,7 @@ def _name_problems(name: str, section: Mapping[str, Any]) -> Iterator[Problem]:
             others = ", ".join(one for one in names if one != key) or "sets by name"
             remedy = "choose another name for the set"
             if not _is_loader(key, value):
-                remedy = "write it into each set; `_delete_: true` removes an inherited one"
+                remedy = f"write it into each set, or add `_delete_: true` to {where} if inherited"
             what = f"is a setting of a single set, but {where} has several ({others}); {remedy}"
             yield Problem(path, what)
         elif not isinstance(key, str) or "." in key or "/" in key or key == "lr":

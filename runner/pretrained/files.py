@@ -34,13 +34,16 @@ def read_weights(path: Path) -> dict[str, Any]:
         CheckpointError: ``path`` does not exist or has no weights that can be read.
     """
     # Rank 0 decides, because reading a checkpoint of ours is collective.
-    own = broadcast((path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir())
-    if own:
+    if broadcast(_is_own(path)):
         run = path if (path / "checkpoints").is_dir() else None
         checkpoint = path if run is None else resolve_checkpoint(run)
         return load_checkpoint(checkpoint).read_model(evaluated=True)
     weights: dict[str, Any] = together(path, lambda: _read(path))
     return weights
+
+
+def _is_own(path: Path) -> bool:
+    return (path / "checkpoint.json").is_file() or (path / "checkpoints").is_dir()
 
 
 def together(path: Path, action: Callable[[], Any]) -> Any:
@@ -75,7 +78,13 @@ def _near(path: Path) -> str:
                 f"{path.name}` and set the path to {path.name}"
             )
         return f", nor does the folder {folder} in {Path.cwd()}{hub}"
-    return did_you_mean(str(path), [str(folder / one.name) for one in folder.iterdir()])
+    # The folder of the new run, for example, has no weights.
+    likely = [
+        str(one)
+        for one in folder.iterdir()
+        if one.is_file() or _is_own(one) or any((one / name).is_file() for name in _IN_FOLDERS)
+    ]
+    return did_you_mean(str(path), likely)
 
 
 def _file_in(folder: Path) -> Path:
