@@ -347,6 +347,8 @@ def test_directories_in_a_group(tmp_path: Path) -> None:
 
 def _make_directory_alone(base: str) -> None:
     tempfile.tempdir = base
+    # A rank that dies while another one still connects to it breaks the group instead.
+    dist.barrier()
     if dist.get_rank() == 1:
         _die()
     create_tmpdir(dist.get_rank())

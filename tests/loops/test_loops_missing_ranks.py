@@ -146,7 +146,7 @@ def test_a_loop_names_the_rank_that_does_not_come(
             rf"^CollectiveError: \w+ needs all 3 ranks, but did not finish on rank {rank}: "
             rf"ranks 0, 2 wait in {waits}, {absent}"
         )
-        assert re.search(expected, texts[rank]), texts
+        assert re.search(expected, texts[rank]), "\n".join(texts)
 
 
 def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> Non
             r"ranks 0, 2 wait in train_step \(\S*test_loops_missing_ranks.py:\d+ in loop\), "
             r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away",
             texts[rank],
-        ), texts
+        ), "\n".join(texts)
 
 
 def stop_the_store(port: int) -> str:
