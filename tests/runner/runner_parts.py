@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -149,9 +150,14 @@ class Command:
 
     def wait_for(self, folder: Path, count: int) -> None:
         """Wait until there are `count` checkpoints."""
-        self.wait_until(
-            lambda: len(list(folder.glob("checkpoints/step_*"))) >= count, f"no {count} checkpoints"
-        )
+
+        def saved() -> int:
+            # The folder comes and goes while a starting run tests whether it can write there.
+            with contextlib.suppress(FileNotFoundError):
+                return len(list(folder.glob("checkpoints/step_*")))
+            return 0
+
+        self.wait_until(lambda: saved() >= count, f"no {count} checkpoints")
 
     def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         """Wait for a condition while the process runs."""
