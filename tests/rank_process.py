@@ -9,6 +9,7 @@ import pickle
 import queue
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
@@ -51,14 +52,75 @@ class RankCall:
     )
 
 
-def serve() -> None:
+@dataclass
+class RankStart:
+    """What the template needs to fork a rank; the connection's descriptor comes with it."""
+
+    rank: int
+    stack: str
+    output: str
+    environment: dict[str, str]
+
+
+def fork_ranks() -> None:
+    """Import what ranks need, fork a rank at each request, and report when one has ended.
+
+    Ends at the end of the connection. Nothing here may start a thread or initialize CUDA.
+    """
+    control = socket.socket(fileno=int(sys.argv[2]))
+    control.set_inheritable(False)
+    sys.argv[1:] = []
+    import torch.distributed.fsdp
+
+    import stepwrap.wrappers  # noqa: F401
+    from stepwrap.collectives import forget_meshes
+
+    # It imports more of torch, which every rank would do at the end of its first call.
+    forget_meshes()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+    # Process ids by the descriptor that becomes readable when the process ends.
+    children: dict[int, int] = {}
+    while True:
+        for ready in wait([control, *children]):
+            if isinstance(ready, int):
+                pid = children.pop(ready)
+                os.close(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                control.send(pickle.dumps(("ended", pid, code)))
+                continue
+            message, fds, _, _ = socket.recv_fds(control, 1 << 20, 1)
+            if not message:
+                return
+            pid = os.fork()
+            if pid == 0:
+                control.close()
+                for child in children:
+                    os.close(child)
+                _become_rank(pickle.loads(message), fds[0])
+                return
+            os.close(fds[0])
+            children[os.pidfd_open(pid)] = pid
+            control.send(pickle.dumps(("started", pid, 0)))
+
+
+def _become_rank(start: RankStart, fd: int) -> None:
+    # A group of its own: a kill reaches grandchildren.
+    os.setsid()
+    output = os.open(start.output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    _serve(start.rank, Connection(fd), start.stack)
+
+
+def _serve(rank: int, connection: Connection, stack: str) -> None:
     """Serve calls in a rank process until told to exit."""
     global is_rank
     is_rank = True
-    rank, fd, stack = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    sys.argv[1:] = []
-    os.set_inheritable(fd, False)
-    connection = Connection(fd)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
     with open(stack, "a") as stack_file:

@@ -1,7 +1,8 @@
 """Warm rank processes for tests: a two-rank test is one function call.
 
-The processes start at the first call, import torch once and serve the whole pytest run. Each call
-gets a new gloo group over a file store in a fresh folder, destroyed when every rank has reported:
+The processes start at the first call and serve the whole pytest run; they are forked from a
+template process that has imported torch. Each call gets a new gloo group over a file store in a
+fresh folder, destroyed when every rank has reported:
 
     def _sum_of_ranks() -> float:
         value = torch.tensor(float(dist.get_rank()))
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import rank_process
-from rank_process import RankCall, without_launcher
+from rank_process import RankCall, RankStart, without_launcher
 
 T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -124,35 +125,120 @@ def on_ranks(world_size: int, *, init: bool = True) -> Callable[[Test], Test]:
 
 
 def shutdown() -> None:
-    """End the rank processes; the next `run_ranks` starts new ones."""
+    """End the rank processes and their template; the next `run_ranks` starts new ones."""
     _processes.shutdown()
+
+
+class _Template:
+    """The process that forks the ranks: importing torch takes each new process over a second."""
+
+    def __init__(self) -> None:
+        self._exit_codes: dict[int, int] = {}
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        start = (
+            "import sys; sys.path.insert(0, sys.argv[1]); "
+            "from rank_process import fork_ranks; fork_ranks()"
+        )
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", start, str(Path(__file__).parent)]
+                + [str(theirs.fileno())],
+                env=_rank_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=[theirs.fileno()],
+                # A group of its own: Ctrl-C stays with pytest.
+                start_new_session=True,
+            )
+
+    def fork(self, rank: int, connection: int, stack: Path, output: Path) -> int:
+        """Fork a rank and return its process id."""
+        start = RankStart(rank, str(stack), str(output), _rank_environment())
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._socket, [pickle.dumps(start)], [connection])
+        while True:
+            kind, pid, code = self._receive()
+            if kind == "started":
+                return pid
+            self._exit_codes[pid] = code
+
+    def poll(self, pid: int) -> int | None:
+        """Return the exit code of a rank, or None if it is alive."""
+        while pid not in self._exit_codes and wait([self._socket], timeout=0):
+            self.wait_for_an_exit()
+        return self._exit_codes.get(pid)
+
+    def wait(self, pid: int, timeout_s: float | None = None) -> int:
+        """Return the exit code of a rank when it has ended.
+
+        Raises:
+            TimeoutError: it has not ended by then.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while pid not in self._exit_codes:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not wait([self._socket], timeout=left):
+                raise TimeoutError(f"process {pid} has not ended within {timeout_s} s")
+            self.wait_for_an_exit()
+        return self._exit_codes[pid]
+
+    def wait_for_an_exit(self) -> None:
+        """Wait until one more rank has ended."""
+        _, pid, code = self._receive()
+        self._exit_codes[pid] = code
+
+    def close(self) -> None:
+        """End the process; it ends at the end of the connection."""
+        self._socket.close()
+        try:
+            self._process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._output.close()
+
+    def _receive(self) -> tuple[str, int, int]:
+        try:
+            message = self._socket.recv(1024)
+        except OSError:
+            message = b""
+        if not message:
+            code = self._process.wait()
+            self._output.seek(0)
+            output = self._output.read().decode(errors="replace")
+            raise RuntimeError(f"the process that forks ranks ended with {code}:\n{output}")
+        return pickle.loads(message)  # type: ignore[no-any-return]
+
+
+def _rank_environment() -> dict[str, str]:
+    environment: dict[str, str] = without_launcher(os.environ.items())
+    return environment | {"OMP_NUM_THREADS": "1"}
 
 
 class _Rank:
     """One rank process, as its parent sees it."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, template: _Template) -> None:
         self.rank = rank
         self.stack = folder / f"stack_{rank}.txt"
         self.output = folder / f"output_{rank}.txt"
+        self.output.touch()
         self._shown = 0
+        self._template = template
         ours, theirs = socket.socketpair()
-        start = (
-            "import sys; sys.path.insert(0, sys.argv[1]); from rank_process import serve; serve()"
-        )
-        with self.output.open("wb") as output, theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", start, str(Path(__file__).parent)]
-                + [str(rank), str(theirs.fileno()), str(self.stack)],
-                env=without_launcher(os.environ.items()) | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                # A group of its own: Ctrl-C stays with pytest, and a kill reaches grandchildren.
-                start_new_session=True,
-            )
+        with theirs:
+            self.pid = template.fork(rank, theirs.fileno(), self.stack, self.output)
         self.connection = Connection(ours.detach())
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return self._template.poll(self.pid) is None
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the exit code when the process has ended."""
+        return self._template.wait(self.pid, timeout_s)
 
     def send(self, message: bytes) -> None:
         """Send; that the process is gone shows when its answer is waited for."""
@@ -162,7 +248,7 @@ class _Rank:
     def dump_stack(self) -> str:
         """Ask the process for the Python stacks of all its threads."""
         self.stack.write_text("")
-        self.process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         size, deadline = 0, time.monotonic() + 60.0
         while time.monotonic() < deadline:
             time.sleep(0.05)
@@ -182,10 +268,10 @@ class _Rank:
         return text.decode(errors="replace")
 
     def kill(self) -> None:
-        """Kill the process with everything it started, and reap it."""
+        """Kill the process with everything it started, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
         self.connection.close()
 
 
@@ -195,6 +281,7 @@ class _Processes:
     def __init__(self) -> None:
         self.members: list[_Rank] = []
         self.folder: Path | None = None
+        self.template: _Template | None = None
 
     def call(self, call: RankCall, timeout_s: float) -> tuple[dict[int, Any], dict[int, str], bool]:
         """Return results and failure reports by rank, and whether the processes must be killed."""
@@ -224,24 +311,30 @@ class _Processes:
     def _grow(self, size: int) -> None:
         if self.folder is None:
             self.folder = Path(tempfile.mkdtemp(prefix="ranks_"))
-        new = [_Rank(rank, self.folder) for rank in range(len(self.members), size)]
-        self.members += new
+        self.template = self.template or _Template()
+        new = []
+        for rank in range(len(self.members), size):
+            new.append(_Rank(rank, self.folder, self.template))
+            self.members.append(new[-1])
         start = _Wait(new, START_TIMEOUT_S)
         start.run()
         if start.failures:
             raise RanksError(size, start.reports())
 
     def shutdown(self) -> None:
-        """Let the processes exit by themselves, and kill those that do not."""
+        """Let the processes exit by themselves, kill those that do not, and end the template."""
         for member in self.members:
             member.send(b"exit")
         for member in self.members:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                member.process.wait(GRACE_S)
+            with contextlib.suppress(TimeoutError):
+                member.wait(GRACE_S)
         self.kill()
+        if self.template is not None:
+            self.template.close()
+            self.template = None
 
     def kill(self) -> None:
-        """Leave no process and no file."""
+        """Leave no rank and no file."""
         for member in self.members:
             member.kill()
         self.members = []
@@ -267,7 +360,7 @@ class _Wait:
         while self.waiting and time.monotonic() < deadline:
             ready = wait([m.connection for m in self.waiting.values()], timeout=0.1)
             for member in list(self.waiting.values()):
-                if member.connection in ready or member.process.poll() is not None:
+                if member.connection in ready or not member.is_alive():
                     del self.waiting[member.rank]
                     self._take_answer(member)
             if self.failures:
@@ -285,7 +378,7 @@ class _Wait:
         except (EOFError, OSError):
             message = b""
         if not message:
-            code = member.process.wait()
+            code = member.wait()
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             output = member.new_output()[-4000:]
             text = f"the process ended {how}; its output:\n{output or '(none)'}"
