@@ -44,7 +44,8 @@ class calling(Call):
         _thread.call = self
         if trace.is_tracing():
             try:
-                self._record = trace.enter(self)
+                self._record = trace.start(self)
+                trace.compare(self, self._record)
             except BaseException as error:
                 self.__exit__(type(error), error, None)
                 raise

@@ -103,18 +103,20 @@ def recent_collectives() -> list[CollectiveRecord]:
     return list(_records)
 
 
-def enter(call: Call) -> CollectiveRecord:
-    """Record a call, and check that every rank of its group is in it; every rank must call this."""
-    structure = call.structure()
-    record = CollectiveRecord(next(_numbers), call.name, call_site(), structure)
+def start(call: Call) -> CollectiveRecord:
+    """Record a call of this rank, and answer questions from now on."""
+    record = CollectiveRecord(next(_numbers), call.name, call_site(), call.structure())
     _records.append(record)
     _Responder.start_once()
-    if (
-        not call.has_headers
-        and len({each.agreed for each in exchange_headers(call, agreed=repr(structure))}) > 1
-    ):
-        raise_disagreement(call)
     return record
+
+
+def compare(call: Call, record: CollectiveRecord) -> None:
+    """Raise unless every rank of the group is in this call; every rank must call this."""
+    if call.has_headers:
+        return
+    if len({each.agreed for each in exchange_headers(call, agreed=repr(record.structure))}) > 1:
+        raise_disagreement(call)
 
 
 def ask(store: Any) -> str:
