@@ -78,6 +78,7 @@ def fork_ranks() -> None:
     # It imports more of torch, which every rank would do at the end of its first call.
     forget_meshes()
     torch.set_num_threads(1)
+    # A collection in a rank would otherwise visit, and so copy, all that was imported here.
     gc.collect()
     gc.freeze()
     # Process ids by the descriptor that becomes readable when the process ends.
@@ -118,7 +119,7 @@ def _become_rank(start: RankStart, fd: int) -> None:
 
 
 def _serve(rank: int, connection: Connection, stack: str) -> None:
-    """Serve calls in a rank process until told to exit."""
+    """Serve calls in a rank process until one asks it to exit."""
     global is_rank
     is_rank = True
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -167,7 +167,7 @@ class _Template:
     def poll(self, pid: int) -> int | None:
         """Return the exit code of a rank, or None if it is alive."""
         while pid not in self._exit_codes and wait([self._socket], timeout=0):
-            self.wait_for_an_exit()
+            self._take_exit()
         return self._exit_codes.get(pid)
 
     def wait(self, pid: int, timeout_s: float | None = None) -> int:
@@ -181,13 +181,8 @@ class _Template:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if not wait([self._socket], timeout=left):
                 raise TimeoutError(f"process {pid} has not ended within {timeout_s} s")
-            self.wait_for_an_exit()
+            self._take_exit()
         return self._exit_codes[pid]
-
-    def wait_for_an_exit(self) -> None:
-        """Wait until one more rank has ended."""
-        _, pid, code = self._receive()
-        self._exit_codes[pid] = code
 
     def close(self) -> None:
         """End the process; it ends at the end of the connection."""
@@ -198,6 +193,11 @@ class _Template:
             self._process.kill()
             self._process.wait()
         self._output.close()
+
+    def _take_exit(self) -> None:
+        """Note the exit code of one more rank that has ended; wait for it."""
+        _, pid, code = self._receive()
+        self._exit_codes[pid] = code
 
     def _receive(self) -> tuple[str, int, int]:
         try:

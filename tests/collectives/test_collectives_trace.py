@@ -142,6 +142,18 @@ def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
             assert "rank 2 has not come" in text
 
 
+def _never_come_after_a_disagreement(folder: str) -> str:
+    outcome_text(all_reduce if dist.get_rank() == 2 else reduce_mean, torch.ones(3))
+    return _never_come(folder)
+
+
+def test_a_call_that_disagreed_is_not_the_place_of_a_rank(tmp_path: Path) -> None:
+    function = _never_come_after_a_disagreement
+    texts = run_ranks(traced, 3, True, function, str(tmp_path), group_timeout_s=2)
+    for text in texts[:2]:
+        assert re.search(r"rank 2 is at \S+_trace.py:\d+ in _never_come;", text), text
+
+
 def _lose_rank_1() -> None:
     mean_scalars({"a": 1})
     if dist.get_rank() == 1:

@@ -148,11 +148,12 @@ def test_a_world_of_no_ranks_is_refused() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, *slow(signal.SIGTERM)])
 def test_the_processes_die_with_their_parent(how: signal.Signals, tmp_path: Path) -> None:
-    """Also in the middle of a call, and when the parent cannot say so."""
+    """Also in the middle of a call, when the parent cannot say so, and their template too."""
     Path(tmp_path, "sleepers.py").write_text(
         "import os, pathlib, time\n"
         "def sleep(folder):\n"
-        "    pathlib.Path(folder, f'pid_{os.getpid()}').touch()\n"
+        "    for pid in (os.getpid(), os.getppid()):\n"
+        "        pathlib.Path(folder, f'pid_{pid}').touch()\n"
         "    time.sleep(600)\n"
     )
     code = (
@@ -166,7 +167,7 @@ def test_the_processes_die_with_their_parent(how: signal.Signals, tmp_path: Path
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("pid_*"))) < 2:
+    while len(list(tmp_path.glob("pid_*"))) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     parent.send_signal(how)
