@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,11 @@ from .errors import RegistryKeyError, did_you_mean
 from .registry import Registry
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Update it with each release: `python -c "from stepwrap.registry.scan import *; write_table()"`
+# Update it with each release, with transformers installed:
+# `python -c "from stepwrap.registry.scan import *; write_table()"`
 _TABLE = Path(__file__).with_name("namespaces.json")
+# torchmetrics has these classes only if transformers is installed.
+_NEED_TRANSFORMERS = frozenset({"BERTScore", "InfoLM"})
 _REGISTER = "register_module"
 _log = logging.getLogger(__name__)
 
@@ -154,8 +158,13 @@ class _Table(NamedTuple):
 
 
 def read_table() -> _Table:
-    """Read namespaces.json."""
-    return _Table(**json.loads(_TABLE.read_text(encoding="utf-8")))
+    """Read namespaces.json, without classes that need a package that is not installed."""
+    table = _Table(**json.loads(_TABLE.read_text(encoding="utf-8")))
+    if find_spec("transformers") is None:
+        for classes in table.classes.values():
+            for name in _NEED_TRANSFORMERS & classes.keys():
+                del classes[name]
+    return table
 
 
 def make_classes() -> dict[str, dict[str, str]]:
