@@ -14,7 +14,7 @@ from .evaluate import TestLoop, ValLoop
 from .hook import Hook, HookList
 from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
-from .hooks.ema import EMAHook
+from .hooks.ema import EMAHook, SWAHook
 from .hooks.freeze import FreezeHook
 from .hooks.log import LogHook, TensorBoardHook
 from .hooks.monitors import GradNormHook, ThroughputHook
@@ -61,6 +61,7 @@ __all__ = [
     "ProcessMetric",
     "ProgressHook",
     "ScheduleWindow",
+    "SWAHook",
     "SchedulerHook",
     "ShardedBatchSampler",
     "SpikeError",

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from copy import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import (
@@ -209,15 +209,37 @@ def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
     """Return an iterator over the first batch alone; None if reading would change ``loader``."""
     if isinstance(loader, Sequence):
         return itertools.islice(loader, 1)
+    return _aside(loader, 1) if _can_read_aside(loader) else None
+
+
+def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
+    """Return the batches of pass 0, even while another pass is being read.
+
+    Loaders other than DataLoaders of map-style data sets and sequences are iterated again, so the
+    next pass of such a loader must not depend on earlier ones.
+
+    Raises:
+        ValueError: ``loader`` reads a stream or has a position, which would change.
+    """
+    if _can_read_aside(loader):
+        return _aside(loader, None)
+    if is_stream(loader) or hasattr(loader, "state_dict"):
+        raise ValueError(
+            f"the training data must be readable a second time, but {name_of(loader)} reads a "
+            "stream or has a position; use a map-style data set, or set update_bn: false"
+        )
+    return iter(loader)
+
+
+def _can_read_aside(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
     plain = DataLoader.__iter__, TensorLoader.__iter__
     if not isinstance(loader, DataLoader) or type(loader).__iter__ not in plain:
-        return None
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return None
-    return _first_of(loader)
+        return False
+    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
 
 
-def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
+def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
+    """Yield the first ``most`` batches of pass 0, or all, and leave ``loader`` unchanged."""
     sampler = copy(loader.batch_sampler)
     order = getattr(sampler, "sampler", None)
     if sampler is not None and order is not None:
@@ -229,9 +251,8 @@ def _first_of(loader: DataLoader[Any]) -> Iterator[Any]:
     while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
         datasets.append(dataset)
     with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
-        indices = list(itertools.islice(sampler or (), 1))
-        batches = list(_like(loader, indices, min(1, loader.num_workers)))
-    yield from batches
+        indices = list(itertools.islice(sampler or (), most))
+        yield from _like(loader, indices, min(len(indices), loader.num_workers))
 
 
 def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:

@@ -1,41 +1,41 @@
-"""An exponential moving average of the weights, for evaluation."""
+"""Averages of the weights, for evaluation: exponential (EMA) and with equal weights (SWA)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.distributed import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from ...collectives import distributed_available
 from ...registry import HOOKS
+from ...wrappers.features import model_features, optim_features
 from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
+from ...wrappers.steps.step import as_call
 from ..checkpoints.shards import with_whole_tensors
-from ..checkpoints.weights import plain_name, state_of, user_model
+from ..checkpoints.weights import device_of, plain_name, state_of, user_model
+from ..data.loaders import read_aside
+from ..error_notes import add_note
 from ..hook import Hook
+from ..rng import preserved_rng
 from ..schedule import positive
 from ..state import LoopState
 
+# Updates averages by the present parameters; the number is how many have been averaged before.
+_Rule: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
 
-@HOOKS.register_module()
-class EMAHook(Hook):
-    """Keep an exponential moving average of the model's parameters.
 
-    The average starts with the parameters at the start of training, or after update
-    ``start_step`` (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2;
-    averaging was introduced by Polyak and Juditsky, 1992). Each rank averages its parts of sharded
-    parameters, without any communication. Parameters below 32 bits are averaged in float32.
+class _AveragingHook(Hook):
+    """Keep an average of the model's parameters and evaluate with it.
 
-    Args:
-        decay: The factor of the old average at each update, within [0, 1).
-        every_steps: Optimizer updates between two updates of the average.
-        start_step: Up to and including this update, the average is a copy of the weights.
-        evaluate_with_ema: Evaluate with the averaged weights. The model's weights are restored
-            after the evaluation, even after an error.
-
-    Raises:
-        ValueError: ``decay``, ``every_steps`` or ``start_step`` is not allowed.
+    Subclasses override ``_collect``, and ``_replacements`` if the average has other tensors too.
+    Each rank averages its parts of sharded parameters, without any communication. Parameters below
+    32 bits are averaged in float32.
     """
 
     # Before all other hooks: at the end of an evaluation they see the model's own weights.
@@ -43,53 +43,44 @@ class EMAHook(Hook):
     # `load_state_dict` accepts sliceable objects instead of tensors.
     reads_parts = True
 
-    def __init__(
-        self,
-        decay: float = 0.999,
-        *,
-        every_steps: int = 1,
-        start_step: int = 0,
-        evaluate_with_ema: bool = True,
-    ) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"decay must be within [0, 1), got {decay!r}")
-        if start_step < 0:
-            raise ValueError(f"start_step must be at least 0, got {start_step!r}")
-        self._average_into = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        self._every_steps = positive("every_steps", every_steps)
-        self._start_step = start_step
-        self._evaluate = evaluate_with_ema
+    def __init__(self, average_into: _Rule, *, evaluate: bool) -> None:
+        self._average_into = average_into
+        self._evaluate = evaluate
         self._model: nn.Module | None = None
         self._params: list[nn.Parameter] = []
         self._average: list[Tensor] = []
         self._own: list[Tensor] = []
         self._restored: dict[str, Any] | None = None
+        # Buffers that belong to the average, by name.
+        self._statistics: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def _collect(self, state: LoopState) -> None:
+        """Update the average after an update of the weights, if it is due."""
 
     def on_train_start(self, state: LoopState) -> None:
-        if not self._average:
+        averages = {n: h for n, h in state.stateful.items() if isinstance(h, _AveragingHook)}
+        sources = [name for name, hook in averages.items() if hook._evaluate]
+        if len(sources) > 1:
+            raise ValueError(
+                f"evaluations can use one average only, got {', '.join(sources)}: remove one, or "
+                "set its evaluate_with_ema or evaluate_with_swa to false"
+            )
+        if self._restored is not None:
             self._start(state)
 
     def on_update(self, state: LoopState) -> None:
         if self._restored is not None:
             # Loaded from the rank with more batches at the end of an uneven pass.
             self._start(state)
-        if state.skipped:
-            return
-        since = state.step - self._start_step
-        if since <= 0:
-            _copy(self._average, self._parts())
-        elif since % self._every_steps == 0:
-            pairs = zip(self._parts(), self._average, strict=True)
-            self._average_into(self._average, [p.to(mean.dtype) for p, mean in pairs], 0)
+        if not state.skipped:
+            self._collect(state)
 
     def on_eval_start(self, state: LoopState) -> None:
         if self._restored is not None:
             self._start(state)
         if self._evaluate and self._average:
-            reshard(state.model)
-            parts = self._parts()
-            self._own = [part.detach().clone() for part in parts]
-            _copy(parts, self._average)
+            self._swap_in(state)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         self._restore_own_weights()
@@ -112,6 +103,7 @@ class EMAHook(Hook):
         # Tied parameters have several names.
         named = self._model.named_parameters(remove_duplicate=False)
         average = {plain_name(n): by_param[id(p)] for n, p in named if id(p) in by_param}
+        average |= self._statistics
         own = {plain_name(name): value for name, value in state_of(self._model).items()}
         return {"model": {name: average.get(name, value) for name, value in own.items()}}
 
@@ -122,10 +114,7 @@ class EMAHook(Hook):
             raise TypeError("the saved average must be tensors")
         self._restored = average or None
         self._average = []
-
-    def _parts(self) -> list[Tensor]:
-        """Return this rank's parts of the parameters, which share their memory."""
-        return [local_part(param) for param in self._params]
+        self._model = None
 
     def _start(self, state: LoopState) -> None:
         self._model = user_model(state.model)
@@ -134,7 +123,7 @@ class EMAHook(Hook):
         self._params = [p for _, p in named]
         # A change of 1e-3 of the difference is lost in the eight bits of a bfloat16.
         kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
-        parts = zip(self._parts(), kinds, strict=True)
+        parts = zip(_parts(self._params), kinds, strict=True)
         self._average = [part.detach().to(kind, copy=True) for part, kind in parts]
         if self._restored is not None:
             names = [plain_name(name) for name, _ in named]
@@ -148,15 +137,282 @@ class EMAHook(Hook):
                 copy_whole_(as_global(mean, param), self._restored[name])
             self._restored = None
 
+    def _add(self, count: int = 0) -> None:
+        """Add the present parameters to the average of ``count`` others."""
+        pairs = zip(_parts(self._params), self._average, strict=True)
+        self._average_into(self._average, [p.to(mean.dtype) for p, mean in pairs], count)
+
+    def _replacements(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the model's tensors that an evaluation replaces, each with its replacement."""
+        return list(zip(_parts(self._params), self._average, strict=True))
+
+    def _swap_in(self, state: LoopState) -> None:
+        reshard(state.model)
+        pairs = self._replacements()
+        self._own = [place.detach().clone() for place, _ in pairs]
+        _copy(pairs)
+
     def _restore_own_weights(self) -> None:
         if self._own and self._model is not None:
             # FSDP2 may still hold full parameters gathered from the averages.
             reshard(self._model)
-            _copy(self._parts(), self._own)
+            places = [place for place, _ in self._replacements()]
+            _copy(zip(places, self._own, strict=True))
             self._own = []
 
 
+@HOOKS.register_module()
+class EMAHook(_AveragingHook):
+    """Keep an exponential moving average of the model's parameters.
+
+    The average starts with the parameters at the start of training, or after update
+    ``start_step`` (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2;
+    averaging was introduced by Polyak and Juditsky, 1992). Each rank averages its parts of sharded
+    parameters, without any communication. Parameters below 32 bits are averaged in float32.
+
+    Args:
+        decay: The factor of the old average at each update, within [0, 1).
+        every_steps: Optimizer updates between two updates of the average.
+        start_step: Up to and including this update, the average is a copy of the weights.
+        evaluate_with_ema: Evaluate with the averaged weights. The model's weights are restored
+            after the evaluation, even after an error.
+
+    Raises:
+        ValueError: ``decay``, ``every_steps`` or ``start_step`` is not allowed.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        every_steps: int = 1,
+        start_step: int = 0,
+        evaluate_with_ema: bool = True,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay must be within [0, 1), got {decay!r}")
+        if start_step < 0:
+            raise ValueError(f"start_step must be at least 0, got {start_step!r}")
+        rule: _Rule = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        super().__init__(rule, evaluate=evaluate_with_ema)
+        self._every_steps = positive("every_steps", every_steps)
+        self._start_step = start_step
+
+    def on_train_start(self, state: LoopState) -> None:
+        super().on_train_start(state)
+        if not self._average:
+            self._start(state)
+
+    def _collect(self, state: LoopState) -> None:
+        since = state.step - self._start_step
+        if since <= 0:
+            _copy(zip(self._average, _parts(self._params), strict=True))
+        elif since % self._every_steps == 0:
+            self._add()
+
+
+@HOOKS.register_module()
+class SWAHook(_AveragingHook):
+    """Average the weights of many points of the training with equal weights.
+
+    Stochastic weight averaging (Izmailov et al., "Averaging weights leads to wider optima and
+    better generalization", 2018). Evaluations use the average as soon as it has weights. Before an
+    evaluation with new averaged weights, and at the end of training, the running statistics of
+    BatchNorm are computed for the average over the training data, in a pass without gradients; the
+    ranks average them. The model's own weights and statistics are not changed.
+
+    Args:
+        from_epoch: The first epoch whose final weights are averaged; the first epoch is 1.
+        from_step: The first update after which weights are averaged.
+        every: Epochs, or updates with ``from_step``, between two weights of the average.
+        evaluate_with_swa: Evaluate with the averaged weights.
+        update_bn: Compute the statistics of BatchNorm for the average. Without it, evaluations use
+            the model's own statistics.
+
+    Raises:
+        ValueError: Not exactly one of ``from_epoch`` and ``from_step`` is given, or a number is not
+            allowed. ``on_train_start`` raises it if the training data cannot be read twice.
+    """
+
+    def __init__(
+        self,
+        *,
+        from_epoch: int | None = None,
+        from_step: int | None = None,
+        every: int = 1,
+        evaluate_with_swa: bool = True,
+        update_bn: bool = True,
+    ) -> None:
+        if (from_epoch is None) == (from_step is None):
+            raise ValueError(
+                "SWAHook requires from_epoch or from_step, and only one of them, got "
+                f"from_epoch={from_epoch}, from_step={from_step}"
+            )
+        rule: _Rule = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
+        super().__init__(rule, evaluate=evaluate_with_swa)
+        self._from_epoch = None if from_epoch is None else positive("from_epoch", from_epoch)
+        self._from_step = None if from_step is None else positive("from_step", from_step)
+        self._every = positive("every", every)
+        self._update_bn = update_bn
+        self._count = 0
+        # The last epoch that was considered, and the count at which the statistics were computed.
+        self._epoch = 0
+        self._measured_at = 0
+        self._buffers: dict[str, Tensor] = {}
+
+    def on_train_start(self, state: LoopState) -> None:
+        super().on_train_start(state)
+        if self._update_bn and _batch_norms(state.model):
+            read_aside(state.dataloader)
+
+    def on_save_point(self, state: LoopState) -> None:
+        self._collect_epoch(state)
+
+    def on_eval_start(self, state: LoopState) -> None:
+        self._collect_epoch(state)
+        if self._evaluate:
+            self._measure(state)
+        super().on_eval_start(state)
+
+    def on_train_end(self, state: LoopState) -> None:
+        # After a signal there may be no time for a pass over the data.
+        if not state.signal:
+            self._measure(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights as ``model``, and counters."""
+        counters = {"count": self._count, "epoch": self._epoch, "measured_at": self._measured_at}
+        return {**super().state_dict(), **counters}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        super().load_state_dict(state)
+        self._count, self._epoch = int(state["count"]), int(state["epoch"])
+        self._measured_at = int(state["measured_at"])
+        self._statistics = {}
+
+    def _collect(self, state: LoopState) -> None:
+        if self._from_step is not None:
+            self._collect_if_due(state, state.step - self._from_step)
+
+    def _collect_epoch(self, state: LoopState) -> None:
+        """Collect at the end of an epoch, before its validation."""
+        if self._from_epoch is None or state.batch or state.epoch <= self._epoch:
+            return
+        self._epoch = state.epoch
+        self._collect_if_due(state, state.epoch - self._from_epoch)
+
+    def _collect_if_due(self, state: LoopState, since: int) -> None:
+        if since < 0 or since % self._every:
+            return
+        if self._average:
+            self._add(self._count)
+        else:
+            self._start(state)
+        self._count += 1
+
+    def _start(self, state: LoopState) -> None:
+        restored = self._restored or {}
+        super()._start(state)
+        self._buffers = _running_statistics(state.model) if self._update_bn else {}
+        if self._measured_at:
+            self._statistics = {
+                name: restored[name][...].to(buffer.device, copy=True)
+                for name, buffer in self._buffers.items()
+            }
+
+    def _replacements(self) -> list[tuple[Tensor, Tensor]]:
+        buffers = [(one, self._statistics.get(n, one)) for n, one in self._buffers.items()]
+        return [*super()._replacements(), *buffers]
+
+    def _measure(self, state: LoopState) -> None:
+        """Compute the statistics of BatchNorm for a changed average; every rank must call this."""
+        if self._restored is not None:
+            self._start(state)
+        if not self._buffers or self._measured_at == self._count or state.dataloader is None:
+            return
+        self._swap_in(state)
+        try:
+            _update_batch_norms(state)
+            self._statistics = {name: one.clone() for name, one in self._buffers.items()}
+        finally:
+            self._restore_own_weights()
+        self._measured_at = self._count
+
+
+def _batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the layers with running statistics, by name."""
+    named = user_model(model).named_modules()
+    layers = {plain_name(n): one for n, one in named if isinstance(one, _BatchNorm)}
+    return {name: one for name, one in layers.items() if one.running_mean is not None}
+
+
+def _running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        f"{name}.{key}" if name else key: buffer
+        for name, layer in _batch_norms(model).items()
+        for key, buffer in layer.named_buffers(recurse=False)
+    }
+
+
+def _update_batch_norms(state: LoopState) -> None:
+    """Compute running statistics over the training data; every rank must call this.
+
+    Like ``torch.optim.swa_utils.update_bn``, with the mean over the batches of all ranks.
+    """
+    model: Any = state.model
+    features = model_features(model)
+    layers = _batch_norms(model).values()
+    momenta = [layer.momentum for layer in layers]
+    flags = [(module, module.training) for module in model.modules()]
+    # DDP would replace the statistics of this rank before each forward.
+    forward = model.module if features.averages_ranks else model
+    precision = optim_features(state.optim_wrapper).precision_context or state.precision
+    try:
+        model.train()
+        for layer in layers:
+            layer.reset_running_stats()
+            # The mean over all batches so far.
+            layer.momentum = None
+        with preserved_rng(device_of(model)), torch.no_grad():
+            for batch in read_aside(state.dataloader):
+                args, kwargs = as_call(model.preprocess(batch, training=True))
+                with precision():
+                    forward(*args, **kwargs, mode="loss")
+    except Exception as error:
+        add_note(error, "while SWAHook computed the statistics of BatchNorm; update_bn: false")
+        raise
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum
+        for module, training in flags:
+            module.training = training
+    if distributed_available():
+        for layer in layers:
+            _merge_over_ranks(layer, features.data_group)
+
+
+def _merge_over_ranks(layer: _BatchNorm, group: Any) -> None:
+    """Average the statistics of a layer, weighted by batches; every rank must call this."""
+    buffers = dict(layer.named_buffers(recurse=False))
+    own = buffers["num_batches_tracked"]
+    total = own.clone()
+    all_reduce(total, group=group)
+    if not total:
+        # No forward uses the layer.
+        return
+    for name in ("running_mean", "running_var"):
+        buffers[name].mul_(own / total)
+        all_reduce(buffers[name], group=group)
+    own.copy_(total)
+
+
+def _parts(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's parts of the parameters, which share their memory."""
+    return [local_part(param) for param in params]
+
+
 @torch.no_grad()
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first tensor of each pair."""
+    for target, source in pairs:
         target.copy_(source)

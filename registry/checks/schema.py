@@ -15,6 +15,7 @@ HOOK_TYPES = {
     "throughput": "ThroughputHook",
     "early_stop": "EarlyStopHook",
     "ema": "EMAHook",
+    "swa": "SWAHook",
     "grad_norm": "GradNormHook",
     "nan_guard": "NanGuardHook",
     "spike_guard": "SpikeGuardHook",

@@ -209,6 +209,19 @@ def test_the_page_on_hooks_lists_every_argument_and_default() -> None:
     }
 
 
+@pytest.mark.slow
+def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
+    (tmp_path / "circle.py").write_text(blocks(README, "python")[-1])
+    (example,) = blocks(section(page("hooks"), "swa: SWAHook"), "yaml")
+    (tmp_path / "circle.yaml").write_text(blocks(README, "yaml")[0])
+    (tmp_path / "swa.yaml").write_text(f"_base_: circle.yaml\n{example}")
+    run("-m", "stepwrap.runner", "train", "swa.yaml", cwd=tmp_path)
+    # The averages of the epochs 3, 4 and 5.
+    (state,) = (tmp_path / "runs" / "swa" / "checkpoints").glob("step_00000320/state.pt")
+    swa = torch.load(state, weights_only=True)["stateful"]["hooks.swa"]
+    assert swa["count"] == 3
+
+
 # Collectives.
 
 DOORS = {"own": stepwrap.collectives, "mmengine": stepwrap.collectives.dist}

@@ -32,7 +32,7 @@ DOORS = {
         LogHook LoopState MeanLoss MetricInputs NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
-        SpikeGuardHook Stateful
+        SWAHook SpikeGuardHook Stateful
         TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng

@@ -1,0 +1,227 @@
+"""The average of the weights with equal weights, and its statistics of BatchNorm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hook_runs import data, loader, metrics, new_state, train, weights
+from marks import slow
+from ranks import run_ranks
+from sharded_runs import batch, make_run
+from sharded_runs import train as train_sharded
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
+from torch.utils.data import IterableDataset
+
+from stepwrap.loops import (
+    CheckpointHook,
+    EMAHook,
+    IterTrainLoop,
+    SWAHook,
+    ValLoop,
+    build_loader,
+    find_checkpoint,
+    load_checkpoint,
+)
+from stepwrap.loops.hook import Hook, HookList
+from stepwrap.loops.state import LoopState
+
+
+class TorchsAverage(Hook):
+    """Averages the user's model with torch's `AveragedModel`."""
+
+    def __init__(self, *, steps: range = range(0), epochs: range = range(0)) -> None:
+        self.steps, self.epochs = steps, epochs
+        self.model: Any = None
+        self.evaluated: list[list[Tensor]] = []
+
+    def on_train_start(self, state: LoopState) -> None:
+        self.model = AveragedModel(state.model.module, multi_avg_fn=get_swa_multi_avg_fn())
+
+    def on_update(self, state: LoopState) -> None:
+        if state.step in self.steps:
+            self.model.update_parameters(state.model.module)
+
+    def on_epoch_end(self, state: LoopState) -> None:
+        if state.epoch + 1 in self.epochs:
+            self.model.update_parameters(state.model.module)
+
+    def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
+        self.evaluated.append(weights(state))
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def same(swa: SWAHook, expected: nn.Module) -> None:
+    averages = swa.state_dict()["model"]
+    for name, want in expected.named_parameters():
+        torch.testing.assert_close(averages[name], want.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_by_steps_it_is_the_average_of_torch(every: int) -> None:
+    seen, swa = TorchsAverage(steps=range(3, 99, every)), SWAHook(from_step=3, every=every)
+    train(new_state(), [swa, seen], epochs=3)
+    same(swa, seen.model.module)
+
+
+def test_by_epochs_it_is_the_average_of_torch_and_validations_use_it() -> None:
+    seen, swa = TorchsAverage(epochs=range(2, 99, 2)), SWAHook(from_epoch=2, every=2)
+    train(new_state(), [swa, seen], epochs=5)
+    same(swa, seen.model.module)
+    averages = list(swa.state_dict()["model"].values())
+    assert all(map(torch.equal, seen.evaluated[-1], averages))
+    assert not any(map(torch.equal, seen.evaluated[0], averages))
+
+
+def test_by_epochs_it_counts_the_passes_of_a_loop_over_steps() -> None:
+    swa = SWAHook(from_epoch=2)
+    loop = IterTrainLoop(loader(), max_steps=15, val_loop=ValLoop(loader(8), metrics()))
+    loop.run(new_state(), HookList([swa]))
+    # Passes of 4 updates: epochs 2 and 3 were complete.
+    assert swa.state_dict()["count"] == 2
+
+
+def test_the_statistics_of_batchnorm_are_those_of_torch() -> None:
+    state, swa, plain = new_state(net=normed()), SWAHook(from_step=2), new_state(net=normed())
+    seen = TorchsAverage(steps=range(2, 99))
+    train(state, [swa, seen])
+    train(plain, [])
+    averages = swa.state_dict()["model"]
+    inputs = [batch[0] for batch in loader()]
+    net = seen.model.module.net
+    update_bn(inputs, net)
+    for name, want in net.named_buffers():
+        torch.testing.assert_close(averages[f"net.{name}"], want, rtol=1e-5, atol=1e-6)
+    # Neither the weights nor the statistics of the training have changed.
+    for name, value in plain.model.module.state_dict().items():
+        assert torch.equal(value, state.model.module.state_dict()[name])
+        assert state.model.module.net[1].momentum == 0.1
+
+
+def test_it_resumes_exactly_from_a_checkpoint_in_the_middle(tmp_path: Path) -> None:
+    def run(folder: str, *extra: Hook, resume: bool = False, epochs: int = 3) -> dict[str, Any]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        state, swa = new_state(net=net, run_dir=tmp_path / folder), SWAHook(from_epoch=1)
+        saver = CheckpointHook(every_steps=6)
+        state.stateful |= {"hooks.swa": swa, "hooks.checkpoint": saver}
+        if resume:
+            load_checkpoint(find_checkpoint(tmp_path / folder)).restore(state)
+        train(state, [swa, saver, *extra], epochs=epochs, dataloader=shuffled())
+        return swa.state_dict()
+
+    class Stop(Hook):
+        def on_update(self, state: LoopState) -> None:
+            if state.step == 6:
+                state.request_stop("enough")
+
+    def shuffled() -> Any:
+        return build_loader(data(), batch_size=4, shuffle=True, train=True)
+
+    whole = run("whole")
+    run("parts", Stop())
+    resumed = run("parts", resume=True)
+    assert resumed["count"] == whole["count"] == 3
+    for name, want in whole["model"].items():
+        assert torch.equal(resumed["model"][name], want), name
+
+
+def test_a_test_alone_uses_the_average_and_its_statistics(tmp_path: Path) -> None:
+    state, swa = new_state(net=normed(), run_dir=tmp_path), SWAHook(from_epoch=1)
+    state.stateful["hooks.swa"] = swa
+    train(state, [swa, CheckpointHook()])
+    checkpoint = load_checkpoint(find_checkpoint(tmp_path))
+    assert checkpoint.meta["evaluated"] == ["state.pt", "stateful", "hooks.swa", "model"]
+    other, restored = new_state(net=normed()), SWAHook(from_epoch=1)
+    other.stateful["hooks.swa"] = restored
+    checkpoint.load_model(other.model)
+    checkpoint.load_states(other)
+    restored.on_eval_start(other)
+    found = {name: value.clone() for name, value in other.model.module.state_dict().items()}
+    restored.on_eval_end(other, {})
+    for name, want in swa.state_dict()["model"].items():
+        assert torch.equal(found[name], want)
+        assert torch.equal(
+            other.model.module.state_dict()[name], state.model.module.state_dict()[name]
+        )
+
+
+def test_settings_that_cannot_be() -> None:
+    for wrong in ({}, {"from_epoch": 1, "from_step": 1}):
+        with pytest.raises(ValueError, match="requires from_epoch or from_step, and only one"):
+            SWAHook(**wrong)
+    with pytest.raises(ValueError, match="every must be a whole number >= 1, got 0"):
+        SWAHook(from_epoch=1, every=0)
+    swa, ema, state = SWAHook(from_epoch=1), EMAHook(), new_state()
+    state.stateful |= {"hooks.ema": ema, "hooks.swa": swa}
+    with pytest.raises(ValueError, match=r"one average only, got hooks.ema, hooks.swa"):
+        train(state, [swa, ema])
+
+
+def test_a_stream_cannot_be_read_twice_for_batchnorm() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(data())
+
+        def __len__(self) -> int:
+            return 16
+
+    stream = build_loader(Stream(), batch_size=4)
+    with pytest.raises(ValueError, match="readable a second time, but DataLoader .*update_bn"):
+        train(new_state(net=normed()), [SWAHook(from_epoch=1)], dataloader=stream)
+    train(new_state(net=normed()), [SWAHook(from_epoch=1, update_bn=False)], dataloader=stream)
+
+
+def _statistics_of_rank() -> dict[str, Tensor]:
+    state, swa = new_state(net=normed()), SWAHook(from_epoch=1)
+    train(state, [swa], dataloader=loader(batch_size=4 // max(1, _size())))
+    return swa.state_dict()["model"]
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _averaged_by_hand(kind: str) -> bool:
+    """Whether the average of a sharded model is the mean of its weights."""
+    state, swa = make_run(kind), SWAHook(from_step=2)
+    state.stateful["hooks.ema"] = swa
+    seen = []
+    for index in range(4):
+        train_sharded(state, [index])
+        seen.append([_whole(p) for p in state.model.module.parameters()])
+    averages = [_whole(value) for value in swa.state_dict()["model"].values()]
+    expected = [torch.stack(three).mean(0) for three in zip(*seen[1:], strict=True)]
+    own = state.model.val_step([batch(state, 9)[0]])["preds"].clone()
+    swa.on_eval_start(state)
+    other = state.model.val_step([batch(state, 9)[0]])["preds"].clone()
+    swa.on_eval_end(state, {})
+    back = state.model.val_step([batch(state, 9)[0]])["preds"]
+    assert torch.equal(own, back)
+    assert not torch.equal(own, other)
+    return all(map(torch.allclose, averages, expected))
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), *slow(("ddp", 2), ("hsdp", 4))])
+def test_sharded_weights_are_averaged_in_parts(kind: str, size: int) -> None:
+    assert run_ranks(_averaged_by_hand, size, kind) == [True] * size
+
+
+def test_the_ranks_agree_on_the_statistics() -> None:
+    first, second = run_ranks(_statistics_of_rank, 2)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    assert int(first["net.1.num_batches_tracked"]) == 8
