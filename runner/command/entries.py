@@ -157,6 +157,18 @@ export = Command(
     usage=f"{RUN} --to FORMAT [options]",
     section="data",
 )
+init = Command(
+    "init",
+    f"{__package__}.init_command:run_init",
+    "create a project with a config, a model, data and a test",
+    (
+        click.Option(
+            ["--name"], type=path_name, metavar="NAME", help="its name; default: the folder's name"
+        ),
+    ),
+    usage="DIR [--name NAME]",
+    most=1,
+)
 check = Command(
     "check",
     f"{_RUNS}:run_check",
