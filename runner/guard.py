@@ -115,6 +115,10 @@ class Ranks:
     exit code. After a failure the other ranks are killed if they have not ended in a few seconds,
     or in 10 minutes while ``folder`` has a file ``saving_*``.
 
+    Args:
+        folder: the private folder of the launch.
+        display: called several times per second and once after the end of each rank.
+
     Attributes:
         results: the pickled result of each rank, by rank.
         failures: the errors of ranks, including those that ended without reporting one.
@@ -123,11 +127,11 @@ class Ranks:
             Ctrl-C kills them.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, display: Callable[[], None]) -> None:
         self.results: dict[int, bytes] = {}
         self.failures: list[Failure] = []
         self.received: list[int] = []
-        self._folder = folder
+        self._folder, self._display = folder, display
         self._running: dict[int, _Rank] = {}
         self._deadline = self._last_deadline = float("inf")
 
@@ -171,6 +175,7 @@ class Ranks:
             if has_ended:
                 one.pipe.close()
                 self._note_end(rank, self._running.pop(rank))
+        self._display()
         self._pass_signals_on()
         self._kill_overdue()
 

@@ -37,6 +37,7 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
+from ..loops.hooks.progress import DISPLAY_DIR, in_notebook, show_displays
 from ..parallel import free_memory
 from .failure import Failure, LaunchError, OversubscribedError, Terminated
 from .guard import (
@@ -78,7 +79,8 @@ def launch(
     Otherwise processes are started, and ``fn``, ``args`` and the results are pickled. The ranks
     meet through files in a private folder, which ``STEPWRAP_LAUNCH_DIR`` names, so no store listens
     on the network. gloo uses the loopback interface unless ``GLOO_SOCKET_IFNAME`` is set
-    (docs/rpc.md explains which stores listen).
+    (docs/rpc.md explains which stores listen). In a notebook, the progress of rank 0 is displayed
+    below the cell.
 
     Args:
         fn: a module-level function, or any function defined in a notebook or at a prompt. Except
@@ -274,10 +276,13 @@ def _start(
     # Only this user can read the folder: it holds the store in which the ranks meet.
     folder = Path(tempfile.mkdtemp(prefix="stepwrap_launch_"))
     shared = {**shared, "STEPWRAP_LAUNCH_DIR": str(folder)}
+    display = _nothing
+    if in_notebook():
+        shared[DISPLAY_DIR], display = str(folder), partial(show_displays, folder)
     # With ample memory, skip the wait for the imports of the first rank, which takes seconds.
     is_ample = oversubscribe or nproc * _AMPLE < free_memory("cpu")
     try:
-        with Ranks(folder) as ranks, receiving_signals(ranks):
+        with Ranks(folder, display) as ranks, receiving_signals(ranks):
             for rank in range(nproc):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with blocking_signals(), with_variables({**shared, **own}):
@@ -296,6 +301,10 @@ def _start(
             raise KeyboardInterrupt
         raise Terminated(ranks.received[0])
     return {rank: pickle.loads(result) for rank, result in sorted(ranks.results.items())}
+
+
+def _nothing() -> None:
+    """Do nothing: outside a notebook, rank 0 prints its progress."""
 
 
 def _variables(nproc: int) -> dict[str, str]:

@@ -1,14 +1,19 @@
-"""Print the records of a run as lines of text, and show a progress bar on a terminal."""
+"""Print the records of a run as lines; show a progress bar on a terminal or in a notebook."""
 
 from __future__ import annotations
 
 import atexit
+import io
+import json
 import math
 import os
 import sys
+import uuid
+from collections import deque
 from collections.abc import Collection, Mapping
 from datetime import timedelta
-from time import perf_counter
+from pathlib import Path
+from time import perf_counter, time_ns
 from typing import TYPE_CHECKING, Any
 
 from ...collectives import get_rank
@@ -17,6 +22,7 @@ from ..hook import EVENTS, Hook
 from ..state import LoopState, Phase
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import TaskID
 
 # These values are formatted separately, at the end of the line.
@@ -24,6 +30,11 @@ _SPEED_KEYS = ("samples_per_s", "tokens_per_s", "mfu", "steps_per_s", "data_shar
 _DATA_SHARE_SHOWN = 0.1
 # Time constant: after this many seconds, a step's weight in the estimate has fallen to 1/e.
 _MEMORY_S = 30.0
+# The folder of a launch from a notebook, in which rank 0 leaves what the notebook is to display.
+DISPLAY_DIR = "STEPWRAP_DISPLAY_DIR"
+# The size of the display in a notebook.
+_COLUMNS, _LINES = 100, 20
+_HTML = '<pre style="white-space: pre-wrap; line-height: normal">{code}</pre>'
 
 
 def train_line(state: LoopState, record: Mapping[str, float]) -> str:
@@ -108,11 +119,10 @@ class _TimeLeft:
 
 
 class _Bar:
-    """A progress bar on a terminal, below the lines. Drawing takes about half a millisecond."""
+    """A progress bar below lines of text; subclasses draw it."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         # Imported lazily: only runs with a bar need it.
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         # A refreshing thread would compete with the training loop for the interpreter.
@@ -121,16 +131,12 @@ class _Bar:
             BarColumn(bar_width=None),
             TextColumn("{task.fields[count]}"),
             TextColumn("{task.fields[eta]}"),
-            console=Console(file=sys.stdout),
+            console=console,
             auto_refresh=False,
             expand=True,
         )
         self._train: TaskID | None = None
         self._eval: TaskID | None = None
-        self._lines: list[str] = []
-        self._progress.start()
-        # Shows the cursor again after errors that hooks are not notified of.
-        atexit.register(self._progress.stop)
 
     def advance(self, state: LoopState, eta: str) -> None:
         place: dict[str, Any] = {
@@ -158,7 +164,31 @@ class _Bar:
             self._eval = None
 
     def say(self, line: str) -> None:
-        """Print a line above the bar, the next time it is drawn."""
+        """Show a line above the bar, the next time it is drawn."""
+        raise NotImplementedError
+
+    def draw(self) -> None:
+        """Show the new lines and the present state of the bar."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Draw a last time."""
+        self.draw()
+
+
+class _TerminalBar(_Bar):
+    """A bar that stays on the last lines of a terminal. Drawing takes about half a millisecond."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        super().__init__(Console(file=sys.stdout))
+        self._lines: list[str] = []
+        self._progress.start()
+        # Shows the cursor again after errors that hooks are not notified of.
+        atexit.register(self._progress.stop)
+
+    def say(self, line: str) -> None:
         self._lines.append(line)
 
     def draw(self) -> None:
@@ -169,22 +199,96 @@ class _Bar:
         self._progress.refresh()
 
     def close(self) -> None:
-        self.draw()
+        super().close()
         self._progress.stop()
         atexit.unregister(self._progress.stop)
 
 
-def _shows_bar() -> bool:
+class _NotebookBar(_Bar):
+    """A display below a notebook's cell, with the latest lines and the bar, updated in place.
+
+    On a rank that a notebook launched, each drawing replaces a file that ``show_displays`` reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._name = uuid.uuid4().hex
+        folder = os.environ.get(DISPLAY_DIR)
+        self._path = None if folder is None else Path(folder) / f"{time_ns()}.display"
+        self._is_new = True
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+
+    def draw(self) -> None:
+        data = self._rendered()
+        if self._path is None:
+            _display(data, self._name, is_new=self._is_new)
+            self._is_new = False
+            return
+        draft = self._path.with_suffix(".draft")
+        draft.write_text(json.dumps({"name": self._name, "data": data}))
+        draft.replace(self._path)
+
+    def _rendered(self) -> dict[str, str]:
+        from rich.console import Console
+
+        # Records what it prints, with the colours of a terminal, in any process.
+        console = Console(
+            file=io.StringIO(),
+            record=True,
+            width=_COLUMNS,
+            force_terminal=True,
+            force_jupyter=False,
+            color_system="truecolor",
+        )
+        if self._lines:
+            console.print("\n".join(self._lines), markup=False, highlight=False, soft_wrap=True)
+        console.print(self._progress.get_renderable())
+        html = console.export_html(inline_styles=True, code_format=_HTML, clear=False)
+        return {"text/plain": console.export_text().rstrip(), "text/html": html}
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+
+
+def show_displays(folder: Path) -> None:
+    """Show in this notebook what rank 0 has left in ``folder`` since the last call."""
+    for path in sorted(folder.glob("*.display")):
+        taken = path.with_suffix(".taken")
+        is_new = not taken.exists()
+        # Rank 0 may replace the file at any time, so read it under another name.
+        path.replace(taken)
+        _display(**json.loads(taken.read_text()), is_new=is_new)
+
+
+def _display(data: dict[str, str], name: str, *, is_new: bool) -> None:
+    from IPython.display import display, update_display
+
+    show = display if is_new else update_display
+    show(data, raw=True, display_id=name)  # type: ignore[no-untyped-call]
+
+
+def _bar_kind() -> type[_TerminalBar] | type[_NotebookBar] | None:
+    """Return the bar for the place where the output of this process is shown; None for a file."""
+    if in_notebook() or DISPLAY_DIR in os.environ:
+        return _NotebookBar
     # A dumb terminal, such as an editor's shell, cannot move its cursor.
-    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    is_dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+    return _TerminalBar if sys.stdout.isatty() and not is_dumb else None
 
 
 @HOOKS.register_module()
 class ProgressHook(Hook):
     """Print a line for each log record and evaluation; on a terminal, also show a progress bar.
 
-    Writes to the standard output of rank 0; the other ranks print nothing. ``LogHook`` writes all
-    records into files.
+    Writes to the standard output of rank 0; the other ranks print nothing. In a notebook, the bar
+    and the last 20 lines are one display below the cell, updated in place, also for the ranks that
+    ``launch`` starts there. ``LogHook`` writes all records into files.
 
     Args:
         refresh_s: Seconds between two drawings of the bar, more than 0.
@@ -210,7 +314,7 @@ class ProgressHook(Hook):
         """Ignore all events on ranks other than 0, and updates of the bar if there is none."""
         if get_rank() != 0:
             return EVENTS
-        return () if _shows_bar() else ("on_update", "on_eval_batch_end")
+        return () if _bar_kind() else ("on_update", "on_eval_batch_end")
 
     def on_train_start(self, state: LoopState) -> None:
         self._time_left = _TimeLeft(state.step)
@@ -261,8 +365,9 @@ class ProgressHook(Hook):
         self._close()
 
     def _open(self) -> None:
-        if self._bar is None and _shows_bar():
-            self._bar, self._due_s = _Bar(), 0.0
+        kind = _bar_kind()
+        if self._bar is None and kind is not None:
+            self._bar, self._due_s = kind(), 0.0
 
     def _close(self) -> None:
         self._time_left = None

@@ -50,6 +50,11 @@ _SHIPPED = Path(__file__).resolve().parents[2] / "configs"
 _MAX_CHAIN = 50
 
 
+def shipped_configs() -> dict[str, Path]:
+    """Map the names of the shipped configs to their files."""
+    return {one.stem: one for one in _sources_in(_SHIPPED) if one.suffix != ".py"}
+
+
 def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") -> Path:
     """Return a config file: by its path, the path of a run's folder, or the name of a shipped one.
 
@@ -59,7 +64,7 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     # os.path.isfile also accepts names that are not valid paths.
     if os.path.isfile(path):
         return path
-    shipped = {one.stem: one for one in _sources_in(_SHIPPED) if one.suffix != ".py"}
+    shipped = shipped_configs()
     if str(name) in shipped:
         return shipped[str(name)]
     if os.path.isfile(path / "config.yaml"):

@@ -5,6 +5,7 @@ This module does not import torch, so that the help of every command appears qui
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -14,8 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
+from ...registry.text.files import shipped_configs
 
 # The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
@@ -57,7 +60,7 @@ class Command(click.Command):
         section: str | None = None,
     ) -> None:
         words = click.Argument(
-            ["words"], nargs=-1, metavar=usage, type=click.Path(readable=False), required=False
+            ["words"], nargs=-1, metavar=usage, required=False, shell_complete=self._proposals
         )
         super().__init__(
             name,
@@ -82,6 +85,16 @@ class Command(click.Command):
         if self._section is not None:
             options.examined = self._examine(options, self._section)
         return int(resolve_name(self._body)(options))
+
+    def _proposals(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Propose files to a shell, or the shipped configs if no file has such a name."""
+        is_config = self._usage.startswith("CONFIG") and not ctx.params.get("words")
+        if not is_config or glob.glob(f"{glob.escape(incomplete)}*"):
+            return [CompletionItem(incomplete, type="file")]
+        names = [name for name in shipped_configs() if name.startswith(incomplete)]
+        return [CompletionItem(name) for name in names]
 
     def _check_words(self, words: list[str]) -> None:
         problem = ""

@@ -50,3 +50,10 @@ def test_language_model_beats_the_unigram_entropy(tmp_path: Path) -> None:
     assert 2.5 < record["unigram"] < 3.5
     assert record["loss"] < record["unigram"] - 0.5
     assert "unigram" in out
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_copy_in_a_folder_of_ones_own_has_the_same_settings(name: str, tmp_path: Path) -> None:
+    copy = tmp_path / "mine.yaml"
+    copy.write_text((ROOT / "configs" / f"{name}.yaml").read_text())
+    assert load_config(copy).to_dict() == load_config(name).to_dict()

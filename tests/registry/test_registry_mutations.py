@@ -25,7 +25,7 @@ from stepwrap.registry import (
 Write = Callable[[str, str], Path]
 
 SHIPPED = [
-    path.read_text().replace("_base_: digits_single.yaml", "_base_: digits_single")
+    path.read_text()
     for path in sorted(map(Path, files("stepwrap.configs").iterdir()))  # type: ignore[arg-type]
     if path.suffix == ".yaml"
 ]

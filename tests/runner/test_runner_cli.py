@@ -4,6 +4,8 @@ import inspect
 import json
 import os
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -457,16 +459,56 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "proposed"),
-    [("stepwrap tr", "plain,train"), ("stepwrap train --ov", "plain,--oversubscribe")],
+    [
+        ("stepwrap tr", "plain,train"),
+        ("stepwrap train --ov", "plain,--oversubscribe"),
+        ("stepwrap train mine.yaml --device cu", "plain,cuda"),
+        ("stepwrap train mi", "file,mi"),
+        ("stepwrap check digits_s", "plain,digits_single"),
+        ("stepwrap train digits_single digits_s", "file,digits_s"),
+        ("stepwrap replay digits_s", "file,digits_s"),
+    ],
 )
-def test_a_shell_completes_commands_and_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, typed: str, proposed: str
+def test_a_shell_completes_commands_options_and_configs(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path, typed: str, proposed: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").touch()
     monkeypatch.setenv("_STEPWRAP_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
     assert main([]) == 0
     assert capsys.readouterr().out.splitlines() == [proposed]
+
+
+BASH = """
+eval "$(_STEPWRAP_COMPLETE=bash_source stepwrap)"
+proposals() {
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+    _stepwrap_completion stepwrap 2> /dev/null  # compopt reports that no completion is running
+    echo "${COMPREPLY[@]}"
+}
+proposals stepwrap ver
+proposals stepwrap train --ov
+proposals stepwrap train digits_s
+proposals stepwrap train mine.yaml --device c
+"""
+
+
+@pytest.mark.slow
+def test_bash_completes_with_the_line_of_the_page(tmp_path: Path) -> None:
+    assert BASH.splitlines()[1] in (Path(__file__).parents[2] / "docs/commands.md").read_text()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "--norc", "-c", BASH],
+        cwd=tmp_path, env={**os.environ, "PATH": path}, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "verify-resume version",
+        "--oversubscribe",
+        "digits_single",
+        "cpu cuda",
+    ]
 
 
 @pytest.mark.slow

@@ -1,0 +1,91 @@
+"""The Dockerfile's instructions, as far as they can be checked without docker."""
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from pages import page, section
+from source_tree import FOLDERS, ROOT
+
+IGNORED = (ROOT / ".dockerignore").read_text().split()
+
+
+def instructions() -> list[tuple[str, str]]:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    whole = [line for line in lines if line and not line.startswith("#")]
+    return [tuple(line.split(maxsplit=1)) for line in whole]
+
+
+def of_kind(kind: str) -> list[str]:
+    return [text for name, text in instructions() if name == kind]
+
+
+def is_ignored(path: Path) -> bool:
+    parts = [*path.parents, path]
+    return any(fnmatch(str(one), pattern) for one in parts for pattern in IGNORED)
+
+
+def context() -> list[Path]:
+    """Return the files of the repository that docker gets."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    files = [Path(line) for line in listed.stdout.splitlines()]
+    return [one for one in files if (ROOT / one).is_file() and not is_ignored(one)]
+
+
+def test_each_copied_file_exists_and_each_installed_extra_is_declared() -> None:
+    names = {str(one) for one in context()}
+    assert {one.partition("/")[0] for one in names} >= {*FOLDERS, "setup.cfg", "README.md"}
+    assert not [one for one in names if one.startswith(("tests/", ".git", "docs/"))]
+    copied = [text.split()[0] for text in of_kind("COPY")]
+    assert copied == ["constraints.txt", "."]
+    assert "constraints.txt" in names
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    arguments = dict(text.split("=", 1) for text in of_kind("ARG"))
+    assert set(arguments["EXTRAS"].split(",")) <= set(parser["options.extras_require"])
+    assert "stepwrap[${EXTRAS}]" in of_kind("RUN")[-1]
+    assert 'ENTRYPOINT ["stepwrap"]' in (ROOT / "Dockerfile").read_text()
+    assert parser["options.entry_points"]["console_scripts"].strip().startswith("stepwrap =")
+    shown = section(page("commands"), "In a container")
+    assert set(re.findall(r"--build-arg (\w+)=", shown)) == set(arguments)
+
+
+def test_the_commands_of_the_image_are_valid() -> None:
+    for text in of_kind("RUN"):
+        subprocess.run(["bash", "-n", "-c", text], check=True)
+    pips = [text for text in of_kind("RUN") if text.startswith("pip install")]
+    for text in pips:
+        options = re.findall(r"(?<= )--?[a-z][\w-]*", text)
+        command = [sys.executable, "-m", "pip", "install", "--help"]
+        known = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert [one for one in options if not re.search(rf"{one}\b", known)] == []
+
+
+@pytest.mark.slow
+def test_the_context_of_the_image_has_all_that_the_package_needs(tmp_path: Path) -> None:
+    for one in context():
+        (tmp_path / "context" / one).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / one, tmp_path / "context" / one)
+    command = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path))
+    subprocess.run([sys.executable, *command, str(tmp_path / "context")], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    sources = {f"stepwrap/{one}" for one in context() if one.parts[0] in FOLDERS}
+    sources = {one for one in sources if not one.startswith("stepwrap/version/")}
+    assert {one for one in sources if not one.endswith(".pyi")} <= packed
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwrap.runner", "--help"],
+        cwd=tmp_path, env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "train and validate" in done.stdout
