@@ -10,17 +10,55 @@ import torch
 from loop_parts import assert_identical, make_loader, make_state, weights_of
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from stepwrap.loops import (
     EpochTrainLoop,
     Hook,
     HookList,
     LoopState,
+    build_loader,
     find_checkpoint,
     load_checkpoint,
     save_alone,
 )
 from stepwrap.wrappers import OptimWrapper, OptimWrapperDict, SingleDevice, SupervisedModel
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    """Six samples, one of which is broken or has another length."""
+
+    def __init__(self, *, broken: int = -1, long: int = -1) -> None:
+        self.broken, self.long = broken, long
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == self.broken:
+            raise ValueError("a broken sample")
+        return torch.ones(5 if index == self.long else 4), 0
+
+
+def stack(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([one for one, _ in samples]), torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.parametrize(
+    ("fault", "given"),
+    [("broken", []), ("long", ["1 x [float32 (4,), int], 1 x [float32 (5,), int]"])],
+)
+@pytest.mark.parametrize("collate", [None, stack])
+def test_only_an_error_of_the_collate_function_is_noted_with_its_samples(
+    fault: str, given: list[str], collate: Any
+) -> None:
+    loader = build_loader(Samples(**{fault: 3}), batch_size=2, collate=collate)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList())
+    first, *others = caught.value.__notes__  # type: ignore[attr-defined]
+    assert first.startswith("while reading batch 2 of epoch 1 from Samples at ")
+    assert [note.partition(" was given ")[2] for note in others] == given
+    assert all(note.startswith("stack at " if collate else "default_collate") for note in others)
 
 
 class Fail(Hook):

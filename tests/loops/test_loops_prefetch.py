@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from stepwrap.loops import (
     EpochTrainLoop,
+    Hook,
     HookList,
     IterTrainLoop,
     LoopState,
@@ -70,6 +71,33 @@ def test_an_error_of_a_worker_names_its_batch() -> None:
         "while reading batch 3 of epoch 1 from Broken at " in note
         for note in caught.value.__notes__  # type: ignore[attr-defined]
     )
+
+
+def test_a_loader_in_memory_is_read_one_batch_ahead() -> None:
+    events: list[str] = []
+
+    class Rows(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is Tensor.index_select:
+                events.append("read")
+            return super().__torch_function__(func, types, args, kwargs)
+
+    class Steps(Hook):
+        def on_batch_start(self, state: LoopState, batch: Any) -> None:
+            events.append("step")
+
+    inputs, targets = make_data(6).tensors
+    loader = build_loader(
+        TensorDataset(inputs.as_subclass(Rows), targets), batch_size=2, train=True
+    )
+    for prefetch, order in ((True, "read read step read step step"), (False, "read step " * 3)):
+        events.clear()
+        loop = EpochTrainLoop(loader, max_epochs=1, prefetch_to_device=prefetch)
+        loop.run(make_state(), HookList([Steps()]))
+        assert " ".join(events) == order.strip()
 
 
 def make_loader(kind: str) -> Any:

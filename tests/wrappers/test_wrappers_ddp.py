@@ -261,3 +261,12 @@ def test_an_error_inside_passes_through() -> None:
     with pytest.raises(KeyError), model.join():
         raise KeyError("inside")
     train(model, batches(1))
+
+
+def test_uneven_inputs_takes_the_arguments_of_join_but_its_switch() -> None:
+    names = ("divide_by_initial_world_size", "throw_on_early_termination")
+    for name in names:
+        StepDistributedDataParallel.check_options({"uneven_inputs": {name: False}})
+    text = f"uneven_inputs has no argument 'enable'; it takes {', '.join(names)}"
+    with pytest.raises(TypeError, match=text):
+        StepDistributedDataParallel.check_options({"uneven_inputs": {"enable": False}})
