@@ -6,14 +6,14 @@ import logging
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, FreezeHook, NoteStepHook, find_checkpoint
+from ..loops import CheckpointHook, FreezeHook, Hook, NoteStepHook, find_checkpoint
 from ..loops.metrics.inputs import MetricInputsError
 from ..registry import (
     Config,
@@ -72,6 +72,8 @@ class Job:
     out: str = ""
     # A folder in which each rank records its step, for a launcher that restarts the job.
     steps: str = ""
+    # Hooks that the command adds to the config's hooks, by name.
+    hooks: Mapping[str, Hook] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def _run_here(job: Job) -> Outcome:
         job = replace(job, run=replace(job.run, run_dir=str(folder)))
         with as_mistakes_in(job.config):
             parts = build_parts(_without_loaded(job), LOOPS_OF[job.command], one_batch=job.dry_run)
-        hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"]}
+        hooks = {"config.yaml": ConfigWriter(job.config), **parts["hooks"], **job.hooks}
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
         runner = Runner(**{**parts, "hooks": hooks})

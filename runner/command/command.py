@@ -23,7 +23,7 @@ from ...registry.text.files import shipped_configs
 # The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
 # The argument of a command's body: its options, the positional arguments as `words` and, for a
-# command that runs a config, the examined config as `examined`.
+# command that runs a config, the examined config as `examined`, made of `source` and `overrides`.
 Options = SimpleNamespace
 
 
@@ -123,6 +123,7 @@ class Command(click.Command):
             steps = [*(config.select("train.skip_steps") or ()), *without]
             overrides.append(f"train.skip_steps={json.dumps(steps)}")
             config = load_config(source, overrides)
+        options.source, options.overrides = source, overrides
         examined = examine_names(config)
         problems = examined.problems
         if examined.config.select(needed) is None:

@@ -210,6 +210,50 @@ list_registries = Command(
 plot = Command(
     "plot", f"{_PRINTS}:run_plot", "draw curves.png in each RUN_DIR", usage="RUN_DIR ..."
 )
+sweep = Command(
+    "sweep",
+    f"{__package__}.sweep_command:run_sweep",
+    "search the best values of settings, with a run for each trial",
+    (
+        click.Option(
+            ["--space"],
+            type=path_name,
+            required=True,
+            metavar="FILE",
+            help="a YAML file that maps settings to the values to try",
+        ),
+        click.Option(
+            ["--trials"],
+            type=positive,
+            default="20",
+            metavar="N",
+            help="total number of trials, also of a resumed sweep; default: 20",
+        ),
+        click.Option(
+            ["--metric"],
+            metavar="NAME",
+            help="a validation metric; default: keep_best of the checkpoint hook, or the first",
+        ),
+        click.Option(
+            ["--mode"],
+            type=click.Choice(["max", "min"]),
+            help="whether higher values of it are better; default: known from the metric",
+        ),
+        click.Option(
+            ["--folder"],
+            type=path_name,
+            metavar="DIR",
+            help="the sweep's folder; default: sweeps/NAME, with the config's name",
+        ),
+        flag("resume", "continue the sweep in its folder"),
+        flag("no-prune", "run all trials to their end"),
+        NPROC,
+        OVERSUBSCRIBE,
+        DEVICE,
+    ),
+    usage=f"{RUN} --space FILE [options]",
+    section="data.val",
+)
 convert = Command(
     "convert",
     f"{_PRINTS}:run_convert",

@@ -134,7 +134,7 @@ _FILES = {
     "README.md": _README,
     ".gitignore": _GITIGNORE,
 }
-# The formats of `str.format`; Python files have braces of their own.
+# Only these are formatted, because Python files contain braces.
 _WITH_NAME = ("config.yaml", "README.md")
 
 

@@ -222,6 +222,21 @@ def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
     assert swa["count"] == 3
 
 
+@pytest.mark.slow
+def test_the_page_on_sweeps(tmp_path: Path) -> None:
+    text = page("sweeps")
+    (tmp_path / "circle.py").write_text(blocks(README, "python")[-1])
+    (tmp_path / "circle.yaml").write_text(blocks(README, "yaml")[0])
+    (tmp_path / "space.yaml").write_text(blocks(text, "yaml")[0])
+    command, shown = blocks(text, "")
+    (words,) = found(r"^stepwrap (.*)$", command)
+    out = run("-m", "stepwrap.runner", *words.split(), cwd=tmp_path)
+    for line in shown.splitlines():
+        # Numbers depend on the machine.
+        pattern = re.sub(r"\d+", r"\\d+", re.escape(line.partition("optimizer.lr=")[0]))
+        assert re.search(pattern, out), line
+
+
 # Collectives.
 
 DOORS = {"own": stepwrap.collectives, "mmengine": stepwrap.collectives.dist}

@@ -1,0 +1,382 @@
+"""A search for good values of settings: the space, the study of Optuna, a run for each trial."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...collectives import broadcast, get_rank
+from ...loops import Hook, LoopState, Phase, mix_seed
+from ...loops.metrics.evaluation import WatchedMetric
+from ...registry import ConfigError, Problem, did_you_mean, load_config
+from ...registry.errors import shown, shown_value
+from ...registry.text.files import parse
+from ..failure import LaunchError, Terminated
+from ..jobs import Job, Outcome, on_ranks, run_job
+from ..run_folder import saved_checkpoints
+from ..sections import read_sections
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.storages import JournalStorage
+    from optuna.trial import FrozenTrial, Trial
+
+_RANGE = ("low", "high", "log", "step")
+_EXAMPLE = "such as optimizer.lr: {low: 1e-4, high: 1e-1, log: true}"
+_STUDY = "sweep"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The values of one setting that a sweep tries: a range or a list of choices.
+
+    Attributes:
+        origin: file and line.
+        given: ``low``, ``high``, ``log`` and ``step``, or ``choices``, as in the file.
+    """
+
+    origin: str
+    given: Mapping[str, Any]
+
+    @property
+    def samples(self) -> list[Any]:
+        """The choices, or the ends of the range."""
+        return list(self.given.get("choices", [self.given.get("low"), self.given.get("high")]))
+
+    def distribution(self) -> BaseDistribution:
+        """Return the values for Optuna; choices as JSON, because Optuna stores no lists."""
+        from optuna import distributions
+
+        if "choices" in self.given:
+            return distributions.CategoricalDistribution(list(map(json.dumps, self.samples)))
+        log, step = self.given.get("log", False), self.given.get("step")
+        low, high = self.samples
+        if all(isinstance(one, int) for one in (low, high, step or 1)):
+            return distributions.IntDistribution(low, high, log=log, step=step or 1)
+        return distributions.FloatDistribution(low, high, log=log, step=step)
+
+    def value(self, stored: Any) -> Any:
+        """Return the setting's value for a value that Optuna stores."""
+        return json.loads(stored) if "choices" in self.given else stored
+
+
+def read_space(path: str) -> dict[str, Setting]:
+    """Read the file that maps keys of a config, dotted or nested, to the values to try.
+
+    Raises:
+        ConfigError: the file cannot be read or has mistakes; the error lists all of them.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = getattr(error, "strerror", None) or str(error)
+        raise ConfigError([Problem("", f"the space {path} cannot be read: {what}")]) from error
+    values, origins = parse(text, shown(path))
+    if not isinstance(values, dict) or not values:
+        what = f"a space must map settings to the values to try, {_EXAMPLE}"
+        raise ConfigError([Problem("", what, origins[""])])
+    space = {key: Setting(origins[key], given) for key, given in _flat(values, "")}
+    problems = []
+    for key, setting in space.items():
+        what, at = _mistake_in(setting.given)
+        origin = origins.get(f"{key}.{at}", setting.origin)
+        problems += [Problem(key, what, origin)] if what else []
+    if problems:
+        raise ConfigError(problems)
+    return space
+
+
+def _flat(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, given in values.items():
+        at = f"{above}{key}"
+        nested = isinstance(given, dict) and given and not {*_RANGE, "choices"} & given.keys()
+        if nested and all(isinstance(one, dict) for one in given.values()):
+            yield from _flat(given, f"{at}.")
+        else:
+            yield at, given
+
+
+def _mistake_in(given: Any) -> tuple[str, str]:
+    """Return what is wrong with the values of a setting, and the key concerned; "" if nothing."""
+    if not isinstance(given, dict):
+        what = "must be {low: ..., high: ...} or {choices: [...]}"
+        return f"{what}, got {shown_value(given)}", ""
+    known = (*_RANGE, "choices")
+    if unknown := [key for key in given if key not in known]:
+        name = str(unknown[0])
+        hint = did_you_mean(name, known) or f"; there is {', '.join(known)}"
+        return f"{name} is unknown{hint}", name
+    if "choices" in given:
+        choices = given["choices"]
+        if len(given) > 1:
+            return "choices and a range (low, high, log, step) exclude each other", "choices"
+        if not isinstance(choices, list) or not choices:
+            return f"choices must be a list of values, got {shown_value(choices)}", "choices"
+        return "", ""
+    return _mistake_in_range(given)
+
+
+def _mistake_in_range(given: Mapping[str, Any]) -> tuple[str, str]:
+    for key in ("low", "high", "step"):
+        value = given.get(key)
+        if key == "step" and value is None:
+            continue
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+        ):
+            return f"{key} must be a number, got {shown_value(value)}", key
+    low, high, step, log = given["low"], given["high"], given.get("step"), given.get("log", False)
+    if not isinstance(log, bool):
+        return f"log must be true or false, got {shown_value(log)}", "log"
+    if not low < high:
+        return f"low must be less than high, got {low} and {high}", "low"
+    if step is not None and (step <= 0 or log):
+        what = "log and step exclude each other" if log else f"step must be positive, got {step}"
+        return what, "step"
+    return (f"log needs a low above 0, got {low}", "low") if log and low <= 0 else ("", "")
+
+
+def check_space(space: Mapping[str, Setting], source: str, overrides: Sequence[str]) -> None:
+    """Check each choice and the ends of each range in the config.
+
+    Raises:
+        ConfigError: the config does not accept a value, or has no such setting.
+    """
+    for at in range(max(len(setting.samples) for setting in space.values())):
+        values = {key: one.samples[at % len(one.samples)] for key, one in space.items()}
+        try:
+            read_sections(load_config(source, [*overrides, *as_overrides(values)]))
+        except ConfigError as error:
+            raise ConfigError([_located(one, space) for one in error.problems]) from error
+
+
+def _located(problem: Problem, space: Mapping[str, Setting]) -> Problem:
+    """Replace an override as the origin of a problem by the line of the space."""
+    key = next((key for key in space if problem.origin.startswith(f"override {key}=")), None)
+    return problem if key is None else replace(problem, origin=space[key].origin)
+
+
+def as_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return ``key=value`` texts for the command line, with values in YAML."""
+    return [f"{key}={_text(value)}" for key, value in values.items()]
+
+
+def _text(value: Any) -> str:
+    try:
+        is_plain = isinstance(value, str) and parse(value, "")[0] == value
+    except ConfigError:
+        is_plain = False
+    return value if is_plain else json.dumps(value)
+
+
+class TrialHook(Hook):
+    """Report each validation to the study, and stop the run if the study prunes the trial.
+
+    Args:
+        folder: the sweep's folder.
+        trial_id: the id of the trial in the study's storage.
+        metric: the name of the validation metric.
+        prune: ask whether to prune.
+    """
+
+    def __init__(self, folder: Path, trial_id: int, metric: str, *, prune: bool) -> None:
+        self._folder, self._trial_id, self._prune = folder, trial_id, prune
+        self._watched = WatchedMetric(metric, None, setting="stepwrap sweep: --metric")
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        if state.phase is not Phase.VAL or not metrics:
+            return
+        value = self._watched.value_in(metrics)
+        is_last = state.max_steps is not None and state.step >= state.max_steps
+        # Rank 0 asks for all.
+        if broadcast(get_rank() == 0 and self._report(value, state.step, is_last)):
+            state.request_stop(f"the sweep pruned the trial at {self._watched.name} {value:.4g}")
+
+    def _report(self, value: float, step: int, is_last: bool) -> bool:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.load_study(study_name=_STUDY, storage=_storage(self._folder))
+        trial = optuna.trial.Trial(study, self._trial_id)
+        trial.report(value, step)
+        is_pruned = self._prune and not is_last and trial.should_prune()
+        if is_pruned:
+            trial.set_user_attr("pruned", True)
+        return is_pruned
+
+
+class Sweep:
+    """The trials of a sweep, stored in its folder, so that a killed sweep can continue.
+
+    Args:
+        folder: the sweep's folder.
+        space: the settings to vary.
+        metric: the name of the validation metric.
+        higher_is_better: whether higher values of it are better.
+        seed: the seed of the search.
+
+    Raises:
+        ValueError: the folder has a sweep of another space, metric or direction.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        space: Mapping[str, Setting],
+        *,
+        metric: str,
+        higher_is_better: bool,
+        seed: int,
+    ) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.folder, self.space, self.metric = folder, space, metric
+        self._higher_is_better = higher_is_better
+        directions = optuna.study.StudyDirection
+        direction = directions.MAXIMIZE if higher_is_better else directions.MINIMIZE
+        self._study: Study = optuna.create_study(
+            study_name=_STUDY,
+            storage=_storage(folder),
+            direction=direction,
+            load_if_exists=True,
+        )
+        # Another session of the sweep must draw other values.
+        count = len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = optuna.samplers.TPESampler(seed=mix_seed(seed, count) % 2**32)
+        given = {key: dict(one.given) for key, one in space.items()}
+        settings = {"space": given, "metric": metric, "mode": "max" if higher_is_better else "min"}
+        before = self._study.user_attrs.get("settings", settings)
+        if changed := [key for key in settings if settings[key] != before[key]]:
+            raise ValueError(f"{folder} holds a sweep with another {' and '.join(changed)}")
+        self._study.set_user_attr("settings", settings)
+
+    @property
+    def trials(self) -> list[FrozenTrial]:
+        """The trials that have ended, without those that were interrupted."""
+        ended = (one for one in self._study.get_trials() if one.state.is_finished())
+        return [one for one in ended if "interrupted" not in one.user_attrs]
+
+    def ranked(self) -> list[FrozenTrial]:
+        """Return the completed trials, the best first, then the pruned ones."""
+        sign = -1 if self._higher_is_better else 1
+        with_value = [one for one in self.trials if one.value is not None]
+        return sorted(with_value, key=lambda one: (is_pruned(one), sign * (one.value or 0.0)))
+
+    def values_of(self, trial: FrozenTrial | Trial) -> dict[str, Any]:
+        """Return the values that a trial tries, by key."""
+        return {key: one.value(trial.params[key]) for key, one in self.space.items()}
+
+    def run_dir(self, trial: FrozenTrial | Trial) -> Path:
+        """Return the folder of a trial's run."""
+        return self.folder / str(trial.user_attrs["folder"])
+
+    def repeat_interrupted(self) -> None:
+        """Put trials that a signal ended into the queue; they continue in their folders."""
+        import optuna
+
+        for one in self._study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            optuna.trial.Trial(self._study, one._trial_id).set_user_attr("interrupted", True)
+            self._study.tell(one.number, state=optuna.trial.TrialState.FAIL)
+            self._study.enqueue_trial(one.params, user_attrs=one.user_attrs)
+
+    def next_trial(self) -> Trial:
+        """Return a trial with new values, or one that was interrupted."""
+        trial = self._study.ask({key: one.distribution() for key, one in self.space.items()})
+        if "folder" not in trial.user_attrs:
+            trial.set_user_attr("folder", f"trial_{trial.number:04d}")
+        return trial
+
+    def run(
+        self, trial: Trial, source: str, overrides: Sequence[str], *, prune: bool
+    ) -> FrozenTrial:
+        """Train with the values of a trial and return the result; errors of the run are part of it.
+
+        Raises:
+            ConfigError: this machine is too small for the number of processes.
+            KeyboardInterrupt: Ctrl-C stopped the run; ``repeat_interrupted`` continues it.
+            Terminated: SIGTERM stopped the run.
+        """
+        from optuna.trial import TrialState
+
+        hook = TrialHook(self.folder, trial._trial_id, self.metric, prune=prune)
+        run_dir = self.run_dir(trial)
+        words = [
+            *overrides,
+            *as_overrides(self.values_of(trial)),
+            f"run_dir={json.dumps(str(run_dir))}",
+        ]
+        try:
+            value = _train(source, words, hook, run_dir).get(self.metric, math.nan)
+        except (ConfigError, LaunchError) as error:
+            if isinstance(error, ConfigError) and error.problems[0].key == "launch.nproc":
+                # The machine is too small for any trial.
+                raise
+            trial.set_user_attr("error", str(error).partition("\n")[0])
+            return self._study.tell(trial, state=TrialState.FAIL)
+        if math.isnan(value):
+            trial.set_user_attr("error", f"{self.metric} is nan")
+            return self._study.tell(trial, state=TrialState.FAIL)
+        # The hook may have changed the stored trial.
+        stored = next(one for one in self._study.get_trials() if one.number == trial.number)
+        if is_pruned(stored):
+            return self._study.tell(trial, state=TrialState.PRUNED)
+        return self._study.tell(trial, value)
+
+
+def is_pruned(trial: FrozenTrial) -> bool:
+    """Whether a trial was stopped early, because others were better."""
+    return bool(trial.user_attrs.get("pruned"))
+
+
+def _storage(folder: Path) -> JournalStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(folder / "study.log")))
+
+
+def _train(source: str, overrides: Sequence[str], hook: Hook, run_dir: Path) -> dict[str, float]:
+    """Train on the ranks of the run, and return the last validation; tests are left out."""
+    config = load_config(source, overrides)
+    run = read_sections(config)
+    run = replace(run, data=replace(run.data, test=None))
+    is_begun = bool(saved_checkpoints(run_dir))
+    job = Job("train", config, run, resume=is_begun, fresh=not is_begun, hooks={"trial": hook})
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # A variable makes `launch` start a process even for a single rank.
+    threads = os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()
+    variables = {"OMP_NUM_THREADS": str(threads)} if run.launch.nproc == 1 else {}
+    try:
+        results = on_ranks(run, _run_trial, (job, run_dir / "output.txt"), environment=variables)
+    except LaunchError as error:
+        if error.is_stopping:
+            raise KeyboardInterrupt from error
+        with (run_dir / "output.txt").open("a") as file:
+            file.writelines(f"rank {one.rank}: {one.trace}\n" for one in reversed(error.failures))
+        raise
+    outcome = results[0]
+    if outcome.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.signal:
+        raise Terminated(outcome.signal)
+    return outcome.metrics.get("val", {})
+
+
+def _run_trial(job: Job, output: Path) -> Outcome:
+    """Run a job on one rank, with its output in a file."""
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    return run_job(job)
