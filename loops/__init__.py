@@ -16,13 +16,17 @@ from .hooks.checkpoint import CheckpointHook
 from .hooks.early_stop import EarlyStopHook
 from .hooks.ema import EMAHook, SWAHook
 from .hooks.freeze import FreezeHook
-from .hooks.log import LogHook, TensorBoardHook
 from .hooks.monitors import GradNormHook, ThroughputHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.note_step import NoteStepHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
+from .loggers.files import LogHook
+from .loggers.logger import LoggerHook
+from .loggers.mlflow import MLflowHook
+from .loggers.tensorboard import TensorBoardHook
+from .loggers.wandb import WandbHook
 from .metrics.evaluation import ProcessMetric
 from .metrics.inputs import MetricInputs
 from .predictions.hook import PredictionHook
@@ -49,7 +53,9 @@ __all__ = [
     "HookList",
     "IterTrainLoop",
     "LogHook",
+    "LoggerHook",
     "LoopState",
+    "MLflowHook",
     "MeanLoss",
     "MetricInputs",
     "NanGuardHook",
@@ -71,6 +77,7 @@ __all__ = [
     "TestLoop",
     "ThroughputHook",
     "ValLoop",
+    "WandbHook",
     "build_loader",
     "find_checkpoint",
     "list_checkpoints",

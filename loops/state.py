@@ -334,6 +334,9 @@ class LoopState:
             not change.
         restored_from: Folder and serial number of the checkpoint that was restored, until the run
             saves the next one.
+        settings: The resolved config, or other settings, for loggers.
+        media_loggers: Functions ``(state, kind, name, item)`` of loggers; kinds are "image",
+            "figure" and "text".
     """
 
     model: nn.Module
@@ -366,6 +369,8 @@ class LoopState:
     skip_steps: set[int] | None = None
     skipped: bool = False
     restored_from: tuple[Path, int] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    media_loggers: list[Callable[[LoopState, str, str, Any], None]] = field(default_factory=list)
 
     def __repr__(self) -> str:
         # A notebook prints what `train` returns.
@@ -390,6 +395,41 @@ class LoopState:
         if not reason:
             raise ValueError("request_stop needs a reason that can be shown to the user")
         self.stop_reason = self.stop_reason or reason
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Show an image of rank 0 in every logger; calls of other ranks have no effect.
+
+        Args:
+            name: The name of the image, such as "val/input".
+            image: A tensor (channels, height, width) or (height, width); an array
+                (height, width, channels) or (height, width); or a PIL image. It has 1, 3 or 4
+                channels; floats are from 0 to 1, integers from 0 to 255.
+
+        Raises:
+            ValueError: The name could not be the path of a file, or the image has another shape.
+        """
+        self._log_media("image", name, image)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """Show a ``matplotlib`` figure of rank 0 in every logger; it stays open.
+
+        Raises:
+            TypeError: ``figure`` is not a figure.
+            ValueError: The name could not be the path of a file.
+        """
+        self._log_media("figure", name, figure)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Show a text of rank 0 in every logger.
+
+        Raises:
+            ValueError: The name could not be the path of a file.
+        """
+        self._log_media("text", name, text)
+
+    def _log_media(self, kind: str, name: str, item: Any) -> None:
+        for receive in self.media_loggers:
+            receive(self, kind, name, item)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters, the clock, the last metrics and the data layout."""

@@ -161,6 +161,7 @@ class Runner:
             parts = build_parts(run)
             parts["hooks"] = {"config.yaml": ConfigWriter(config), **parts["hooks"]}
             runner = cls(**parts)
+        runner.state.settings = config.to_dict()
         runner._is_traced = run.trace_collectives
         return runner
 

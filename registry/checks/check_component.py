@@ -100,6 +100,8 @@ def _class_problems(
     wrong = [*argument_problems(target, [*given], runtime_args), *value_problems(target, given)]
     for problem in wrong:
         yield Problem(f"{where}.{problem.name}", problem.what)
+    if (require := getattr(target, "require_packages", None)) is not None:
+        yield from object_problems(lambda _: require(), None, f"{where}.type")
     for key, value in given.items():
         if key not in plain_names(target):
             yield from _nested_problems(value, table, f"{where}.{key}", runtime_args)

@@ -20,6 +20,8 @@ HOOK_TYPES = {
     "nan_guard": "NanGuardHook",
     "spike_guard": "SpikeGuardHook",
     "tensorboard": "TensorBoardHook",
+    "wandb": "WandbHook",
+    "mlflow": "MLflowHook",
     "ledger": "LedgerHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")

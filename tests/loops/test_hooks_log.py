@@ -141,9 +141,9 @@ def test_no_folder_no_files(make: Any, tmp_path: Path, monkeypatch: pytest.Monke
 def test_console_lines_when_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     train(new_state(run_dir=tmp_path / "a"), [LogHook()], epochs=1)
-    assert not [r for r in caplog.records if r.name.endswith("hooks.log")]
+    assert not [r for r in caplog.records if r.name.endswith("loggers.files")]
     train(new_state(run_dir=tmp_path / "b"), [LogHook(console=True)], epochs=1)
-    lines = [r.message for r in caplog.records if r.name.endswith("hooks.log")]
+    lines = [r.message for r in caplog.records if r.name.endswith("loggers.files")]
     assert [line.split()[0] for line in lines] == ["epoch", "epoch", "val"]
 
 

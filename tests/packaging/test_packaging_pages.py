@@ -164,6 +164,13 @@ def test_the_page_on_predictions(tmp_path: Path) -> None:
     assert set(yaml.safe_load(data)) == {"dataset", "batch_size"}
 
 
+def test_the_examples_of_loggers_run(tmp_path: Path) -> None:
+    shown, custom = blocks(page("loggers"), "python")
+    run("-c", f"{shown}\n{custom}\nPrintLogger()", cwd=tmp_path)
+    hooks = yaml.safe_load(blocks(page("loggers"), "yaml")[0])["hooks"]
+    assert hooks.keys() <= HOOK_TYPES.keys()
+
+
 def test_the_page_on_the_command_names_all_of_it() -> None:
     context = click.Context(COMMANDS)
     ours = (name for name, entry in COMMANDS.entries.items() if entry.dist.name == "stepwrap")

@@ -29,11 +29,11 @@ DOORS = {
     "loops": """
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
         EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList IterTrainLoop
-        LogHook LoopState MeanLoss MetricInputs NanGuardHook
+        LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SWAHook SpikeGuardHook Stateful
-        TensorBoardHook TestLoop ThroughputHook ValLoop build_loader find_checkpoint
+        TensorBoardHook TestLoop ThroughputHook ValLoop WandbHook build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
     """,

@@ -1,4 +1,4 @@
-"""Write the records of a run: as JSON lines, as a CSV table, and for TensorBoard."""
+"""Write the records of a run as JSON lines and as a CSV table, and media as files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...collectives import get_rank
 from ...registry import HOOKS
-from ..hook import Hook
+from ..hooks.progress import eval_line, train_line
 from ..state import LoopState, Phase
-from .progress import eval_line, train_line
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from .logger import LoggerHook, is_new_run
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +27,7 @@ _FIXED = ("step", "epoch", "phase", "time")
 
 
 @HOOKS.register_module()
-class LogHook(Hook):
+class LogHook(LoggerHook):
     """Write each log record and evaluation into ``metrics.jsonl`` and ``metrics.csv``.
 
     Only rank 0 writes, into ``state.run_dir``; nothing is written if that is None. docs/hooks.md
@@ -39,7 +35,8 @@ class LogHook(Hook):
     end of its name. A resumed run drops the records after the restored checkpoint, so that no step
     appears twice. If the earlier run ended inside a log interval, the first record of the resumed
     run replaces the record of that part. A separate evaluation adds to the files, even while a
-    training run writes them.
+    training run writes them. Images, figures and texts become files in ``media``, whose names end
+    with the update.
 
     Args:
         console: Also log each record as a line at INFO, in the format of ``ProgressHook``.
@@ -48,12 +45,14 @@ class LogHook(Hook):
     order = 70
 
     def __init__(self, *, console: bool = False) -> None:
+        super().__init__()
         self._console = console
         self._has_folder = False
         # The updates of the log interval that the end of an earlier run cut short.
         self._cut_short = range(0)
 
     def on_train_start(self, state: LoopState) -> None:
+        self._attach(state)
         self._keep(state, lambda record: _is_past(record, state))
         if state.logs.means():
             self._cut_short = range(state.recorded_at + 1, state.step + 1)
@@ -64,15 +63,25 @@ class LogHook(Hook):
             steps, self._cut_short = self._cut_short, range(0)
             train = Phase.TRAIN.value
             self._keep(state, lambda r: r.get("phase") != train or r.get("step") not in steps)
-        self._write(state, "train", record)
+        super().on_log(state, record)
         if self._console and get_rank() == 0:
             logger.info("%s", train_line(state, record))
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        if metrics:
-            self._write(state, state.phase.value, metrics)
+        super().on_eval_end(state, metrics)
         if self._console and get_rank() == 0:
             logger.info("%s", eval_line(state, metrics))
+
+    def media(self, state: LoopState, name: str, item: Any) -> None:
+        assert state.run_dir is not None
+        path = state.run_dir / "media" / f"{name}_{state.step}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(item, str):
+            path.with_name(f"{path.name}.txt").write_text(item, encoding="utf-8")
+        elif hasattr(item, "savefig"):
+            item.savefig(path.with_name(f"{path.name}.png"))
+        else:
+            _save_image(item, path.with_name(f"{path.name}.png"))
 
     def _keep(self, state: LoopState, keep: Callable[[Record], bool]) -> None:
         """Drop the records for which ``keep`` is false."""
@@ -83,10 +92,9 @@ class LogHook(Hook):
             _replace(lines, map(_json_line, filter(keep, _records_in(lines))))
             _rewrite_table(state.run_dir)
 
-    def _write(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
+    def scalars(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
         folder = state.run_dir
-        if folder is None or get_rank() != 0:
-            return
+        assert folder is not None
         if not self._has_folder:
             folder.mkdir(parents=True, exist_ok=True)
             self._has_folder = True
@@ -110,9 +118,7 @@ class LogHook(Hook):
 def _is_past(record: Record, state: LoopState) -> bool:
     """Return whether a record precedes the restored checkpoint, so that it stays in the file."""
     step = record.get("step")
-    # Without an update or a validation, the run starts from the beginning.
-    is_new = state.step == 0 and state.evaluated_at != 0
-    if not isinstance(step, (int, float)) or step > state.step or is_new:
+    if not isinstance(step, (int, float)) or step > state.step or is_new_run(state):
         return False
     if step < state.step or record.get("phase") != Phase.VAL.value:
         return True
@@ -174,56 +180,12 @@ def _append(path: Path, line: str) -> None:
         file.write(line.encode())
 
 
-@HOOKS.register_module()
-class TensorBoardHook(Hook):
-    """Write ``train/...``, ``val/...`` and ``test/...`` scalars into ``<run_dir>/tensorboard``.
-
-    Only rank 0 writes; nothing is written if ``state.run_dir`` is None. The horizontal axis is the
-    optimizer update. A resumed run hides values that were written after the restored checkpoint.
-
-    Raises:
-        ImportError: TensorBoard is not installed.
-    """
-
-    order = 72
-
-    def __init__(self) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError(
-                "TensorBoardHook needs TensorBoard; install it with "
-                "`pip install stepwrap[tensorboard]`"
-            )
-        self._writer: SummaryWriter | None = None
-
-    def on_train_start(self, state: LoopState) -> None:
-        if self._writer is None and state.run_dir is not None and get_rank() == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(state.run_dir / "tensorboard", purge_step=state.step + 1)
-
-    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self._write(state, "train", record)
-
-    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self.on_train_start(state)
-        self._write(state, state.phase.value, metrics)
-
-    def on_run_end(self, state: LoopState) -> None:
-        self._close()
-
-    def on_train_end(self, state: LoopState) -> None:
-        self._close()
-
-    def on_exception(self, state: LoopState, error: BaseException) -> None:
-        self._close()
-
-    def _write(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
-        if self._writer is not None:
-            for name, value in values.items():
-                self._writer.add_scalar(f"{phase}/{name}", value, state.step)
-            self._writer.flush()
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+def _save_image(image: Any, path: Path) -> None:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError(
+            "state.log_image needs Pillow to write PNG files; install it with "
+            "`pip install stepwrap[plots]`"
+        ) from error
+    Image.fromarray(image).save(path)

@@ -1,0 +1,166 @@
+"""The base class of loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any, ClassVar, NamedTuple
+
+from ...collectives import get_rank
+from ..hook import Hook
+from ..state import LoopState, Phase
+from .media import checked_media
+
+Setting = bool | int | float | str
+
+
+class Package(NamedTuple):
+    """A package that a logger needs, its name in messages, and the extra that installs it."""
+
+    module: str
+    title: str
+    extra: str
+
+
+class LoggerHook(Hook):
+    """Base class of hooks that write records, settings and media to one place.
+
+    Override ``scalars``, ``settings`` and ``media``, or some of them, and ``close`` if something
+    stays open. They are only called on rank 0, and only if ``state.run_dir`` is set.
+
+    Attributes:
+        package: The package that the logger needs, if it is optional.
+
+    Raises:
+        ImportError: The package is not installed.
+    """
+
+    order = 71
+    package: ClassVar[Package | None] = None
+
+    def __init__(self) -> None:
+        self.require_packages()
+        # The last metrics of each phase, under names such as "val/accuracy".
+        self._metrics: dict[str, float] = {}
+        self._has_written = False
+
+    @classmethod
+    def require_packages(cls) -> None:
+        """Raise ImportError if a package is missing; the check of a config calls this too."""
+        needed = cls.package
+        if needed is not None and find_spec(needed.module) is None:
+            raise ImportError(
+                f"{cls.__name__} needs {needed.title}; install it with "
+                f"`pip install stepwrap[{needed.extra}]`"
+            )
+
+    def scalars(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
+        """Write values at the update ``state.step``.
+
+        Args:
+            state: The state of the loop.
+            phase: "train", "val" or "test".
+            values: A log record or the metrics of an evaluation.
+        """
+
+    def settings(
+        self, state: LoopState, settings: Mapping[str, Setting], metrics: Mapping[str, float]
+    ) -> None:
+        """Write the settings of the run; called when training starts and when the run ends.
+
+        Args:
+            state: The state of the loop.
+            settings: ``state.settings`` with names such as "optimizer.lr".
+            metrics: Names such as "val/accuracy" and the last values; empty when training starts.
+        """
+
+    def media(self, state: LoopState, name: str, item: Any) -> None:
+        """Write an image, a figure or a text at the update ``state.step``.
+
+        Args:
+            state: The state of the loop.
+            name: A name, whose parts may be separated by "/".
+            item: A ``numpy.ndarray`` (height, width) or (height, width, channels) of bytes, a
+                ``matplotlib`` figure, or a ``str``.
+        """
+
+    def close(self, failed: bool) -> None:
+        """Close what is open; the next call of another method opens it again.
+
+        Args:
+            failed: Whether the run ended with an error.
+        """
+
+    def on_run_start(self, state: LoopState) -> None:
+        self._attach(state)
+
+    on_eval_start = on_run_start
+
+    def on_train_start(self, state: LoopState) -> None:
+        if self._attach(state):
+            self.settings(state, dict(flat_settings(state.settings)), {})
+
+    def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if self._attach(state):
+            self.scalars(state, Phase.TRAIN.value, record)
+
+    def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
+        if metrics and self._attach(state):
+            phase = state.phase.value
+            self._metrics |= {f"{phase}/{name}": value for name, value in metrics.items()}
+            self._has_written = True
+            self.scalars(state, phase, metrics)
+
+    def on_train_end(self, state: LoopState) -> None:
+        if self._has_written:
+            self._has_written = False
+            self.settings(state, dict(flat_settings(state.settings)), dict(self._metrics))
+        self.close(failed=False)
+
+    # A separate evaluation has no `on_train_end`.
+    on_run_end = on_train_end
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self.close(failed=True)
+
+    def _attach(self, state: LoopState) -> bool:
+        """Receive the media of ``state``; return whether this rank writes."""
+        if get_rank() != 0 or state.run_dir is None:
+            return False
+        if self._receive not in state.media_loggers:
+            state.media_loggers.append(self._receive)
+        return True
+
+    def _receive(self, state: LoopState, kind: str, name: str, item: Any) -> None:
+        self.media(state, name, checked_media(kind, name, item))
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Setting]]:
+    """Yield nested settings under names such as "optimizer.lr"; other values become text."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_settings(value, f"{prefix}{key}.")
+        else:
+            simple = isinstance(value, bool | int | float | str)
+            yield f"{prefix}{key}", value if simple else str(value)
+
+
+def is_new_run(state: LoopState) -> bool:
+    """Return whether training starts from the beginning, not from a checkpoint."""
+    return state.phase is Phase.TRAIN and state.step == 0 and state.evaluated_at != 0
+
+
+def run_id(state: LoopState, service: str, create: Callable[[], str]) -> str:
+    """Return the id of this run at a service, so that a resumed run continues there.
+
+    It is stored in ``<run_dir>/<service>_id.txt``; a run from the beginning gets another one.
+    """
+    folder = state.run_dir
+    assert folder is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{service}_id.txt"
+    if path.exists() and not is_new_run(state):
+        return path.read_text(encoding="utf-8").strip()
+    name = create()
+    path.write_text(f"{name}\n", encoding="utf-8")
+    return name
