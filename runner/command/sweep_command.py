@@ -40,7 +40,7 @@ def run_sweep(options: Options) -> int:
     check_space(space, options.source, options.overrides)
     metric, higher_is_better = _goal(options, run)
     folder = Path(options.folder or Path("sweeps", run.name))
-    if (folder / "study.log").exists() and not options.resume:
+    if any(folder.glob("trial_*/output.txt")) and not options.resume:
         what = f"{folder} already holds a sweep: continue it with --resume, or choose another one"
         raise mistake(f"stepwrap sweep: {what} with --folder")
     with raising_stops(), locked_run_dir(folder):
@@ -65,8 +65,8 @@ def _goal(options: Options, run: RunSections) -> tuple[str, bool]:
     name = (options.metric or best or next(iter(metrics), "")).removeprefix("val/")
     if not any(f"{name}/".startswith(f"{one}/") for one in metrics):
         known = ", ".join(metrics) or "none: the config needs metrics"
-        hint = did_you_mean(name, metrics)
-        what = f"--metric must name a validation metric, got {name!r}{hint}; there is {known}"
+        hint = did_you_mean(name, metrics) or f"; there is {known}"
+        what = f"--metric must name a validation metric, got {name!r}{hint}"
         raise mistake(f"stepwrap sweep: {what}")
     higher = direction_of(name, directions_of(metrics))
     if options.mode is None and higher is None:

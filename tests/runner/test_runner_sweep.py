@@ -135,13 +135,13 @@ def test_trials_on_two_ranks_go_on_after_failures(
 ) -> None:
     broken = "data.train.dataset.bad: {choices: [-1, 5]}\n"
     (tmp_path / "space.yaml").write_text(SPACE + broken)
-    words = ["--trials", "6", "--nproc", "2", "train.max_epochs=1"]
+    words = ["--trials", "3", "--nproc", "2", "train.max_epochs=1"]
     code, out, err = start("sweep", "points.yaml", "--space", "space.yaml", *words).finish()
     assert code == 0, out + err
     failed = re.findall(r"failed: ValueError: sample 5 is broken .*\(see (\S+)\)", out)
-    assert failed
+    assert 0 < len(failed) < 3
     assert "sample 5 is broken" in (tmp_path / failed[0]).read_text()
-    assert f"6 trials: {6 - len(failed)} completed, 0 pruned, {len(failed)} failed" in out
+    assert f"3 trials: {3 - len(failed)} completed, 0 pruned, {len(failed)} failed" in out
     command = re.search(r"^train with its values: stepwrap (train .*)$", out, re.MULTILINE)[1]
     assert "--nproc=2" in command
     assert "data.train.dataset.bad=-1" in command
