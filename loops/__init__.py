@@ -19,6 +19,7 @@ from .hooks.freeze import FreezeHook
 from .hooks.monitors import GradNormHook, ThroughputHook
 from .hooks.nan_guard import NanGuardHook, NonFiniteError
 from .hooks.note_step import NoteStepHook
+from .hooks.profile import ProfileHook, SystemHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
@@ -65,6 +66,7 @@ __all__ = [
     "PolyLR",
     "PredictionHook",
     "ProcessMetric",
+    "ProfileHook",
     "ProgressHook",
     "ScheduleWindow",
     "SWAHook",
@@ -73,6 +75,7 @@ __all__ = [
     "SpikeError",
     "SpikeGuardHook",
     "Stateful",
+    "SystemHook",
     "TensorBoardHook",
     "TestLoop",
     "ThroughputHook",

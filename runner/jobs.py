@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..collectives import agent_store, broadcast, get_rank, synchronize
-from ..loops import CheckpointHook, FreezeHook, Hook, NoteStepHook, find_checkpoint
+from ..loops import CheckpointHook, FreezeHook, Hook, NoteStepHook, ProfileHook, find_checkpoint
 from ..loops.metrics.inputs import MetricInputsError
 from ..registry import (
     Config,
@@ -327,7 +327,12 @@ def _console_log(debug: bool) -> Iterator[None]:
         if is_shown:
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
             # Always shown: resumed checkpoint, loaded weights, chosen wrapper, result of compiling.
-            ours = (f"{__package__}.runner", f"{__package__}.pretrained", FreezeHook.__module__)
+            ours = (
+                f"{__package__}.runner",
+                f"{__package__}.pretrained",
+                FreezeHook.__module__,
+                ProfileHook.__module__,
+            )
             for name in (*ours, auto.__module__, "stepwrap.wrappers.compiled"):
                 logging.getLogger(name).setLevel(logging.INFO)
         else:

@@ -19,6 +19,8 @@ HOOK_TYPES = {
     "grad_norm": "GradNormHook",
     "nan_guard": "NanGuardHook",
     "spike_guard": "SpikeGuardHook",
+    "profile": "ProfileHook",
+    "system": "SystemHook",
     "tensorboard": "TensorBoardHook",
     "wandb": "WandbHook",
     "mlflow": "MLflowHook",

@@ -119,6 +119,9 @@ class Command(click.Command):
             if value is not None:
                 overrides.append(f"{key}={json.dumps(value)}")
         config = load_config(source, overrides)
+        if given.get("profile") and not config.select("hooks.profile"):
+            overrides.append("hooks.profile=true")
+            config = load_config(source, overrides)
         if without := given.get("without_step"):
             steps = [*(config.select("train.skip_steps") or ()), *without]
             overrides.append(f"train.skip_steps={json.dumps(steps)}")
@@ -221,6 +224,7 @@ RESUME = _path(
     "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
 )
 FRESH = flag("fresh", "delete the existing results in the run folder")
+PROFILE = flag("profile", "profile some steps, and print the costliest operations (hooks.profile)")
 WITHOUT_STEP = click.Option(
     ["--without-step"],
     type=_steps,

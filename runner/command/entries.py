@@ -16,6 +16,7 @@ from .command import (
     MAX_RESTARTS,
     NPROC,
     OVERSUBSCRIBE,
+    PROFILE,
     RESUME,
     RUN,
     RUN_DIR,
@@ -37,7 +38,7 @@ train = Command(
     "train",
     f"{_RUNS}:run_train",
     "train and validate, then test if data.test is set",
-    (*_RUNNING, MAX_RESTARTS, RESUME, FRESH, WITHOUT_STEP),
+    (*_RUNNING, MAX_RESTARTS, RESUME, FRESH, WITHOUT_STEP, PROFILE),
     usage=f"{RUN} [options]",
     section="train",
 )
@@ -168,6 +169,21 @@ init = Command(
     ),
     usage="DIR [--name NAME]",
     most=1,
+)
+summary = Command(
+    "summary",
+    f"{__package__}.summary_command:run_summary",
+    "print the model's layers, shapes, parameters and FLOPs",
+    (
+        click.Option(
+            ["--depth"],
+            type=positive,
+            metavar="N",
+            help="leave out layers inside more than N others; default: all layers",
+        ),
+    ),
+    usage=RUN,
+    section="data",
 )
 check = Command(
     "check",

@@ -28,6 +28,7 @@ from ..sections import read_sections
 from .command import Options, mistake
 from .print_commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
+from .summary_command import size_lines, summary_of
 
 
 def run_train(options: Options) -> int:
@@ -131,9 +132,23 @@ def run_check(options: Options) -> int:
     print(f"{options.words[0]}: no mistakes; every part can be built")
     print(f"model: {kind.__name__}, {count:,} parameters")
     print(f"wrapper: {type(parts['model']).__name__}")
+    for line in _size(options):
+        print(line)
     print(f"loops: {', '.join(loops) or 'none'}")
     print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
     return 0
+
+
+def _size(options: Options) -> Iterator[str]:
+    """Yield lines about the size of the model; reading its data may fail in other ways."""
+    try:
+        summary = summary_of(options)
+    except ConfigError as error:
+        yield f"forward: not measured: {error}"
+        return
+    yield from size_lines(summary)
+    if summary.error is not None:
+        yield f"forward: not measured: {type(summary.error).__name__}: {summary.error}"
 
 
 def _run(job: Job) -> int:

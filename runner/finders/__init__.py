@@ -1,4 +1,4 @@
-"""Searches for good settings, each of which trains several times.
+"""What to know or choose before a run: the summary of a model, and searches for good settings.
 
-Imports everything in the runner except its commands. Start with sweep.py.
+May import everything in ``runner`` except the commands. Start with ``sweep.py``.
 """

@@ -30,9 +30,9 @@ DOORS = {
         Cadence Checkpoint CheckpointError CheckpointHook EMAHook EarlyStopHook
         EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList IterTrainLoop
         LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs NanGuardHook
-        NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProcessMetric
+        NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
-        SWAHook SpikeGuardHook Stateful
+        SWAHook SpikeGuardHook Stateful SystemHook
         TensorBoardHook TestLoop ThroughputHook ValLoop WandbHook build_loader find_checkpoint
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng

@@ -1,0 +1,71 @@
+"""The command ``summary``, and the lines about the model that ``check`` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+from ...registry import MODELS, RunSections, build_tree
+from ..failure import as_mistakes_in, building
+from ..parts import example_batch
+from ..sections import read_sections
+from ..finders.summary import Summary, summarize, with_unit
+from .command import Options
+
+_MAX_WIDTH = 100
+
+
+def run_summary(options: Options) -> int:
+    """Print the layers of a config's model, its parameters and the FLOPs of one batch."""
+    # Imported lazily: only this command draws a table.
+    from rich.console import Console
+    from rich.table import Table
+
+    summary = summary_of(options)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer", no_wrap=True, overflow="ellipsis")
+    table.add_column("class", no_wrap=True, overflow="ellipsis")
+    table.add_column("output", no_wrap=True)
+    table.add_column("parameters", no_wrap=True, justify="right")
+    for layer in summary.layers:
+        path = layer.name.split(".")
+        if options.depth is None or len(path) <= options.depth:
+            shape = "" if layer.shape is None else str(layer.shape)
+            name = f"{'  ' * (len(path) - 1)}{path[-1]}"
+            table.add_row(name, layer.kind, shape, f"{layer.parameters:,}")
+    console = Console(highlight=False)
+    console.width = min(console.width, _MAX_WIDTH)
+    console.print(table, markup=False)
+    for line in size_lines(summary):
+        print(line)
+    if summary.error is None:
+        return 0
+    what = " ".join(f"{type(summary.error).__name__}: {summary.error}".split())
+    print(f"the forward of the first batch failed, so shapes are missing: {what}", file=sys.stderr)
+    return 1
+
+
+def summary_of(options: Options) -> Summary:
+    """Build the model and the first batch of a config, and summarize the model."""
+    run = read_sections(options.examined)
+    with as_mistakes_in(options.examined.config):
+        return summarize(_model(run), example_batch(run))
+
+
+def _model(run: RunSections) -> nn.Module:
+    with building("model"):
+        model: nn.Module = build_tree(run.model, MODELS)
+    return model
+
+
+def size_lines(summary: Summary) -> Iterator[str]:
+    """Yield the numbers of parameters, and the FLOPs if the forward succeeded."""
+    trainable = f"{summary.trainable:,} trainable, {summary.size_bytes / 2**20:.3g} MiB"
+    yield f"parameters: {summary.parameters:,} ({trainable})"
+    if summary.error is None:
+        each = f", {with_unit(summary.flops / summary.samples, 'FLOPs')} for one sample"
+        total = with_unit(summary.flops, "FLOPs")
+        samples = f"a batch of {summary.samples}" if summary.samples else "the first batch"
+        yield f"forward: {total} for {samples}{each if summary.samples else ''}"

@@ -1,0 +1,127 @@
+"""The layers of a model: classes, output shapes, parameters, and the FLOPs of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...loops.evaluate import evaluation_mode
+from ...wrappers import SingleDevice
+from ...wrappers.steps.step import as_call
+
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module of a model.
+
+    Attributes:
+        name: its path, such as "net.0".
+        kind: the name of its class.
+        parameters: number of parameters, including those of its children.
+        shape: shape of its first output tensor at its last call; None if it was not called.
+    """
+
+    name: str
+    kind: str
+    parameters: int
+    shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A model's layers and size.
+
+    Attributes:
+        layers: all modules except the model itself, parents before their children.
+        parameters: number of parameters; shared ones count once.
+        trainable: number of parameters that require a gradient.
+        size_bytes: size of the parameters and buffers.
+        samples: samples of the batch; 0 if unknown.
+        flops: floating-point operations of the forward of the batch; 0 if it failed.
+        error: the error of the forward, if it failed.
+    """
+
+    layers: list[Layer]
+    parameters: int
+    trainable: int
+    size_bytes: int
+    samples: int = 0
+    flops: int = 0
+    error: Exception | None = field(default=None, compare=False)
+
+
+def summarize(model: nn.Module, batch: Any) -> Summary:
+    """Return the layers of a model, with the shapes and FLOPs of one forward in evaluation mode.
+
+    Args:
+        model: a model on the CPU, which is called with ``mode="tensor"``.
+        batch: a batch as the loader gives it.
+    """
+    shapes: dict[nn.Module, tuple[int, ...]] = {}
+    samples, flops, error = 0, 0, None
+    try:
+        with evaluation_mode(model), torch.no_grad(), _recording(model, shapes):
+            prepared = SingleDevice(model).preprocess(batch, training=False)
+            tensors = [one for one in tree_leaves(prepared) if isinstance(one, Tensor) and one.ndim]
+            samples = len(tensors[0]) if tensors else 0
+            args, kwargs = as_call(prepared)
+            with FlopCounterMode(display=False) as counter:
+                model(*args, **kwargs, mode="tensor")
+            flops = counter.get_total_flops()
+    except Exception as caught:
+        error = caught
+    parameters = list(model.parameters())
+    stored = [*parameters, *model.buffers()]
+    return Summary(
+        layers=[
+            Layer(name, type(module).__name__, _count(module.parameters()), shapes.get(module))
+            for name, module in model.named_modules()
+            if name
+        ],
+        parameters=_count(parameters),
+        trainable=_count(one for one in parameters if one.requires_grad),
+        size_bytes=sum(one.numel() * one.element_size() for one in stored),
+        samples=samples,
+        flops=flops,
+        error=error,
+    )
+
+
+def with_unit(number: float, unit: str) -> str:
+    """Return a number with a prefix of its unit: ``with_unit(1234567, "FLOPs")`` is 1.23 MFLOPs."""
+    for factor, prefix in _UNITS:
+        if number >= factor:
+            return f"{number / factor:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def _count(parameters: Any) -> int:
+    return sum(one.numel() for one in parameters)
+
+
+@contextmanager
+def _recording(model: nn.Module, shapes: dict[nn.Module, tuple[int, ...]]) -> Iterator[None]:
+    """Record the shape of each module's first output tensor."""
+    with ExitStack() as handles:
+        for module in model.modules():
+            handle = module.register_forward_hook(partial(_record, shapes))
+            handles.callback(handle.remove)
+        yield
+
+
+def _record(
+    shapes: dict[nn.Module, tuple[int, ...]], module: nn.Module, args: Any, output: Any
+) -> None:
+    tensors = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
+    if tensors:
+        shapes[module] = tuple(tensors[0].shape)

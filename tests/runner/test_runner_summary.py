@@ -1,0 +1,85 @@
+"""``stepwrap summary``: layers, shapes, parameters and FLOPs of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from programs import ended
+from torch import Tensor, nn
+
+from stepwrap.runner.command.cli import main
+from stepwrap.runner.finders.summary import summarize, with_unit
+from stepwrap.wrappers import BaseModel, SupervisedModel
+
+
+def make_model() -> SupervisedModel:
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Flatten(), nn.Linear(256, 10))
+    net[0].requires_grad_(False)
+    return SupervisedModel(net, nn.CrossEntropyLoss())
+
+
+def test_layers_shapes_parameters_and_flops_of_a_model() -> None:
+    batch = (torch.rand(2, 1, 8, 8), torch.tensor([0, 1]))
+    found = summarize(make_model(), batch)
+    assert found.error is None
+    rows = {one.name: (one.kind, one.shape, one.parameters) for one in found.layers}
+    assert rows["net"] == ("Sequential", (2, 10), 40 + 2570)
+    assert rows["net.0"] == ("Conv2d", (2, 4, 8, 8), 40)
+    assert rows["net.2"] == ("Linear", (2, 10), 2570)
+    assert (found.parameters, found.trainable, found.samples) == (2610, 2570, 2)
+    assert found.size_bytes == 4 * 2610
+    # Two operations for each product: the convolution has 9 per output, the layer 256.
+    assert found.flops == 2 * (2 * 4 * 64 * 9 + 2 * 10 * 256)
+
+
+class Broken(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor, mode: str = "loss") -> Tensor:
+        return self.inner(inputs)
+
+
+def test_a_forward_that_fails_is_reported_and_leaves_the_model_as_it_was() -> None:
+    model = Broken().train()
+    found = summarize(model, [torch.rand(2, 4)])
+    assert "cannot be multiplied" in str(found.error)
+    assert {one.name: one.shape for one in found.layers}["inner"] is None
+    assert found.parameters == 12
+    assert model.training
+    assert not model.inner._forward_hooks
+
+
+def test_units() -> None:
+    assert with_unit(1_234_567, "FLOPs") == "1.23 MFLOPs"
+    assert with_unit(12, "FLOPs") == "12 FLOPs"
+
+
+def test_the_command_fits_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["summary", "digits_single"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layer", "class", "output", "parameters"]
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-2].startswith("parameters: ")
+    assert "FLOPs for a batch of" in lines[-1]
+    assert main(["summary", "digits_single", "--depth", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) < len(lines)
+    assert main(["check", "digits_single"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert lines[-2] in shown
+    assert lines[-1] in shown
+
+
+@pytest.mark.slow
+def test_train_with_profile(tmp_path: Path) -> None:
+    words = ["train", "digits_single", "--profile", "train.max_epochs=1", "hooks.profile.steps=5"]
+    done = ended("-m", "stepwrap.runner", *words, "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "profile of steps 11 to 15" in done.stderr
+    assert (tmp_path / "run" / "profile" / "rank0.json").stat().st_size > 0
