@@ -276,6 +276,7 @@ next(iter(build_loader(TensorDataset(torch.zeros(8)), **options)))
 """
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_prepared_for_a_dead_process_ends() -> None:
     # The worker has the other end of the pipe as well.
     words = [sys.executable, "-c", _KILLED]

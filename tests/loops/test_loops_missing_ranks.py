@@ -126,9 +126,10 @@ SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
             *(False, "stop", "on_update", r"training \(step 2, epoch 0\)"),
             "rank 1 does not answer: it has died, is stuck, has been stopped or has not begun",
         ),
-        (
+        pytest.param(
             *(False, "sleep", "on_eval_batch_start", r"validation \(step 2, epoch 1\)"),
             SLEEPS + r"validation \(step 2, epoch 1\)\. ",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *(True, "sleep", "on_update", r"training \(step 2, epoch 0\)"),
@@ -149,6 +150,7 @@ def test_a_loop_names_the_rank_that_does_not_come(
         assert re.search(expected, texts[rank]), "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
     texts = run_ranks(train_by_hand, 3, tmp_path)
     for rank in (0, 2):

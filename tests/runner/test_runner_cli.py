@@ -165,6 +165,7 @@ def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsy
     assert {record["phase"] for record in records(folder)} == {"train", "val", "test"}
 
 
+@pytest.mark.slow
 def test_the_written_config_repeats_the_run(run: Path) -> None:
     assert main(["train", "points.yaml", "optimizer.lr=0.02", "seed=5"]) == 0
     assert main(["train", "runs/points/config.yaml", "--run-dir", "again"]) == 0
@@ -336,6 +337,7 @@ def test_plot_draws_on_demand(run: Path, capsys: Capture) -> None:
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plot_draws_every_run_that_is_named(tmp_path: Path, capsys: Capture) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -352,6 +354,7 @@ def test_steps_per_second_have_no_curve(tmp_path: Path) -> None:
     assert list(read_curves(tmp_path)) == ["samples_per_s"]
 
 
+@pytest.mark.slow
 def test_curves_are_in_the_order_of_steps_after_an_evaluation(run: Path) -> None:
     assert main(["train", "points.yaml"]) == 0
     first = next((run / "runs/points/checkpoints").glob("step_*"))

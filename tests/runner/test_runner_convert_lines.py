@@ -34,6 +34,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # The first one waits for imports.
 @settings(deadline=None)
 @given(st.dictionaries(KEYS.map("section_{}".format), TREES, min_size=1, max_size=3))
+@pytest.mark.slow
 def test_every_line_is_that_of_its_key(tmp_path_factory: Any, values: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("lines") / "mm.py"
     path.write_text("".join(f"{key} = {pformat(one, width=1)}\n" for key, one in values.items()))

@@ -191,6 +191,7 @@ def weights_by_us(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
     return {name.replace(".module.", "."): one for name, one in weights(model.module).items()}
 
 
+@pytest.mark.slow
 def test_several_optimizers_in_one_process_and_on_two_ranks(tmp_path: Path) -> None:
     path = tmp_path / "duel.py"
     path.write_text(DUEL.replace("BATCH", "8"))

@@ -105,6 +105,7 @@ def options(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, tuple[f
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@pytest.mark.slow
 def test_rates_and_decays_are_those_of_mmengine(tmp_path: Path, paramwise: dict[str, Any]) -> None:
     model, optimizer = Net(), {"type": "SGD", "lr": 0.3, "weight_decay": 0.7}
     given_to_both = {"optimizer": optimizer, "paramwise_cfg": paramwise}

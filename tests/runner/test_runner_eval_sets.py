@@ -121,6 +121,7 @@ def test_an_unknown_head_is_a_mistake_in_the_config(
     assert f"points.yaml:{text.splitlines().index('metrics:') + 2}: " in error
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs(run: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "configs.md").read_text()
     text = page.partition("\n## Evaluation\n")[2].partition("```yaml\n")[2].partition("```")[0]

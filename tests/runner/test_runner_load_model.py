@@ -23,6 +23,7 @@ def accuracy_on_validation(model: torch.nn.Module) -> float:
     return float(right.float().mean())
 
 
+@pytest.mark.slow
 def test_the_evaluated_model_of_a_paused_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = "hooks.stop={type: runner_parts.SignalHook, at_step: 31}"
     assert main(["train", "points.yaml", EMA, stop]) == 128 + signal.SIGTERM

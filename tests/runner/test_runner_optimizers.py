@@ -141,6 +141,7 @@ def test_two_optimizers_train_as_by_hand(gan: Path) -> None:
         torch.testing.assert_close(value, hand.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 def test_rates_are_logged_by_optimizer_and_group(gan: Path) -> None:
     runner_of(gan, "out", SINGLE).train()
     logged = [one for one in records(gan / "out") if "lr/discriminator" in one]
@@ -165,7 +166,7 @@ def _stopped_and_resumed(folder: str, wrapper: str, counts: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("counts", [1, 5])
+@pytest.mark.parametrize("counts", [*slow(1), 5])
 def test_resume_is_exact(gan: Path, counts: int) -> None:
     assert _stopped_and_resumed(str(gan), "single", counts)
 
@@ -342,6 +343,7 @@ def _groups_of_a_resumed_run(folder: str) -> list[list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_groups_go_on_under_another_wrapper(run: Path) -> None:
     for whole, parts in run_ranks(_groups_of_a_resumed_run, 2, str(run)):
         assert whole[0] == parts[0]

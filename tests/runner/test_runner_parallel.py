@@ -89,6 +89,7 @@ def test_built_on_the_meta_device() -> None:
     assert worst(2, config) <= 2e-6
 
 
+@pytest.mark.slow
 def test_split_and_built_on_the_meta_device() -> None:
     sections = {"mesh": {"data": 2, "tensor": 2}, "init_device": "meta", **TP}
     assert worst(4, with_("AdamW", 2, "float32", wrapper={"type": "fsdp"}, **sections)) <= 2e-6

@@ -18,6 +18,7 @@ TENSOR = (
 TRAIN = ("train", "points.yaml", "hooks.ema={decay: 0.9}")
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_tested_and_continued_elsewhere(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
