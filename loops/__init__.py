@@ -23,6 +23,7 @@ from .hooks.profile import ProfileHook, SystemHook
 from .hooks.progress import ProgressHook
 from .hooks.scheduler import PolyLR, SchedulerHook, ScheduleWindow
 from .hooks.spike_guard import SpikeError, SpikeGuardHook
+from .hooks.time_limit import TimeLimitHook
 from .loggers.files import LogHook
 from .loggers.logger import LoggerHook
 from .loggers.mlflow import MLflowHook
@@ -79,6 +80,7 @@ __all__ = [
     "TensorBoardHook",
     "TestLoop",
     "ThroughputHook",
+    "TimeLimitHook",
     "ValLoop",
     "WandbHook",
     "build_loader",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
+from torch.utils.data import IterableDataset, Subset
 
 from ..collectives import get_rank, get_world_size
 from ..loops import (
@@ -25,6 +26,7 @@ from ..loops import (
     build_loader,
     seed_rng,
 )
+from ..loops.data.loaders import length_of
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -192,6 +194,7 @@ def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[
 
 def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
     """Build the loader ``data.<name>`` of one shard: its index and the number of shards."""
+    run, limit = _limits(run, name)
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
@@ -204,17 +207,23 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
                 options["prefetch_factor"] = section.prefetch_factor
             with building(f"data.{name}.dataset"):
                 dataset = build_tree(section.dataset, DATASETS)
+            seed = run.seed if section.seed is None else section.seed
+            selects = limit is not None and section.in_memory not in (True, "device")
+            if limit is not None and selects and not isinstance(dataset, IterableDataset):
+                wanted = limit * section.batch_size * shard[1]
+                dataset, limit = _selected(dataset, wanted, seed, section.shuffle), None
             on_device = section.in_memory == "device"
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
                 dataset,
                 # With uneven inputs no sample needs to be repeated to fill up a rank.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
-                seed=run.seed if section.seed is None else section.seed,
+                seed=seed,
                 shard=shard,
                 **options,
             )
-    return FirstBatch(loader) if one_batch else loader
+    limit = 1 if one_batch else limit
+    return loader if limit is None else FirstBatches(loader, limit)
 
 
 def example_batch(run: RunSections) -> Any:
@@ -229,18 +238,47 @@ def example_batch(run: RunSections) -> Any:
     raise ValueError(f"data.{name} has no batches")
 
 
-class FirstBatch:
-    """A loader that yields only the first batch of another loader."""
+class FirstBatches:
+    """A loader that yields only the first batches of another loader."""
 
-    def __init__(self, loader: Iterable[Any]) -> None:
+    def __init__(self, loader: Iterable[Any], count: int) -> None:
         self._loader = loader
+        length = length_of(loader)
+        self._count = count if length is None else min(count, length)
         self.dataset = getattr(loader, "dataset", None)
 
     def __len__(self) -> int:
-        return 1
+        return self._count
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._loader, 1)
+        return islice(self._loader, self._count)
+
+
+def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:
+    """Return the settings that name the data of a loader, and the number of its batches, if set.
+
+    With ``overfit``, every loader reads the first batches of the training data, in order.
+    """
+    if run.overfit is None:
+        return run, run.limit_batches
+    section: Any = run.data.train
+    if isinstance(section, LoaderSection):
+        section = replace(section, shuffle=False, drop_last=False)
+    top, _, one = name.partition(".")
+    if one:
+        section = SetsSection(sets={one: section})
+    return replace(run, data=replace(run.data, **{top: section})), run.overfit
+
+
+def _selected(dataset: Any, count: int, seed: int, shuffled: bool) -> Any:
+    """Return ``count`` samples: the first ones or, if the loader shuffles, a random selection."""
+    if count >= len(dataset):
+        return dataset
+    chosen: Sequence[int] = range(count)
+    if shuffled:
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        chosen = order[:count].tolist()
+    return Subset(dataset, chosen)
 
 
 def _build_optimization(run: RunSections, model: nn.Module) -> tuple[Any, dict[str, Hook]]:

@@ -21,6 +21,7 @@ HOOK_TYPES = {
     "spike_guard": "SpikeGuardHook",
     "profile": "ProfileHook",
     "system": "SystemHook",
+    "time_limit": "TimeLimitHook",
     "tensorboard": "TensorBoardHook",
     "wandb": "WandbHook",
     "mlflow": "MLflowHook",
@@ -220,6 +221,8 @@ class RunSections:
             by name too.
         schedulers: always a list.
         metrics: the metrics by name.
+        limit_batches: the largest number of batches per pass and rank, for a quick try.
+        overfit: train and evaluate on this many batches of the training data only, in order.
         val, test: None if ``data`` lacks them.
         ledger: the section ``ledger``, an alternative to ``hooks.ledger``.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
@@ -256,6 +259,8 @@ class RunSections:
     optim_wrapper: Component = field(default_factory=dict)
     schedulers: list[SchedulerSection] = field(default_factory=list)
     data: DataSection = field(default_factory=DataSection)
+    limit_batches: int | None = field(default=None, metadata={"minimum": 1})
+    overfit: int | None = field(default=None, metadata={"minimum": 1})
     train: Component | None = None
     val: Component | None = None
     test: Component | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -167,6 +168,17 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """Convert an option's value to a positive number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise click.BadParameter(f"must be a positive number, got {text!r}")
+    return number
+
+
 def from_zero(text: str) -> int:
     """Convert an option's value to a non-negative integer."""
     if not text.isdecimal():
@@ -196,7 +208,10 @@ def _path(*names: str, help: str) -> click.Option:
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 DEBUG = flag("debug", "show the full traceback of an error")
 # Config settings that a command-line option of the same name replaces.
-_SETTINGS = ("launch.nproc", "launch.oversubscribe", "launch.max_restarts", "run_dir", "device")
+_SETTINGS = (
+    *("launch.nproc", "launch.oversubscribe", "launch.max_restarts", "run_dir", "device"),
+    *("limit_batches", "overfit"),
+)
 NPROC = click.Option(
     ["--nproc"], type=positive, metavar="N", help="processes on this machine (launch.nproc)"
 )
@@ -224,6 +239,18 @@ RESUME = _path(
     "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
 )
 FRESH = flag("fresh", "delete the existing results in the run folder")
+LIMIT_BATCHES = click.Option(
+    ["--limit-batches"],
+    type=positive,
+    metavar="N",
+    help="read at most N batches in each pass (limit_batches)",
+)
+OVERFIT = click.Option(
+    ["--overfit"],
+    type=positive,
+    metavar="N",
+    help="train and evaluate on N batches of the training data only (overfit)",
+)
 PROFILE = flag("profile", "profile some steps, and print the costliest operations (hooks.profile)")
 WITHOUT_STEP = click.Option(
     ["--without-step"],

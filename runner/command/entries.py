@@ -13,8 +13,10 @@ from .command import (
     DEVICE,
     DRY_RUN,
     FRESH,
+    LIMIT_BATCHES,
     MAX_RESTARTS,
     NPROC,
+    OVERFIT,
     OVERSUBSCRIBE,
     PROFILE,
     RESUME,
@@ -23,6 +25,7 @@ from .command import (
     WITHOUT_STEP,
     Command,
     Options,
+    above_zero,
     flag,
     mistake,
     path_name,
@@ -38,7 +41,7 @@ train = Command(
     "train",
     f"{_RUNS}:run_train",
     "train and validate, then test if data.test is set",
-    (*_RUNNING, MAX_RESTARTS, RESUME, FRESH, WITHOUT_STEP, PROFILE),
+    (*_RUNNING, MAX_RESTARTS, RESUME, FRESH, WITHOUT_STEP, OVERFIT, LIMIT_BATCHES, PROFILE),
     usage=f"{RUN} [options]",
     section="train",
 )
@@ -169,6 +172,72 @@ init = Command(
     ),
     usage="DIR [--name NAME]",
     most=1,
+)
+_TRYING = (NPROC, OVERSUBSCRIBE, DEVICE)
+lr_find = Command(
+    "lr-find",
+    f"{__package__}.finder_commands:run_lr_find",
+    "train with a rising learning rate, and suggest one",
+    (
+        click.Option(
+            ["--low"],
+            type=above_zero,
+            default="1e-7",
+            metavar="RATE",
+            help="the first learning rate; default: 1e-7",
+        ),
+        click.Option(
+            ["--high"],
+            type=above_zero,
+            default="10",
+            metavar="RATE",
+            help="the last learning rate; default: 10",
+        ),
+        click.Option(
+            ["--steps"],
+            type=positive,
+            default="100",
+            metavar="N",
+            help="number of updates; default: 100",
+        ),
+        click.Option(
+            ["--optimizer"],
+            type=path_name,
+            metavar="NAME",
+            help="the optimizer whose rate rises, if there are several; default: the first",
+        ),
+        click.Option(
+            ["--out"],
+            type=path_name,
+            metavar="FILE",
+            help="the picture of the curve; default: lr_find.png",
+        ),
+        *_TRYING,
+    ),
+    usage=f"{RUN} [options]",
+    section="train",
+)
+batch_size_find = Command(
+    "batch-size-find",
+    f"{__package__}.finder_commands:run_batch_size_find",
+    "find the largest batch size that fits into memory",
+    (
+        click.Option(
+            ["--max-size"],
+            type=positive,
+            metavar="N",
+            help="the largest batch size to try",
+        ),
+        click.Option(
+            ["--memory-gib"],
+            type=above_zero,
+            metavar="G",
+            help="limit the address space of each process, for runs on the CPU",
+        ),
+        *_TRYING,
+    ),
+    usage=f"{RUN} [options]",
+    section="train",
 )
 summary = Command(
     "summary",

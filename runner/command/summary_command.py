@@ -9,9 +9,9 @@ from torch import nn
 
 from ...registry import MODELS, RunSections, build_tree
 from ..failure import as_mistakes_in, building
+from ..finders.summary import Summary, summarize, with_unit
 from ..parts import example_batch
 from ..sections import read_sections
-from ..finders.summary import Summary, summarize, with_unit
 from .command import Options
 
 _MAX_WIDTH = 100

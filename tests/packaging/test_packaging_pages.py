@@ -164,6 +164,14 @@ def test_the_page_on_predictions(tmp_path: Path) -> None:
     assert set(yaml.safe_load(data)) == {"dataset", "batch_size"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["profiling", "trying_out"])
+def test_the_first_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
+    (commands, *_) = blocks(page(name), "")
+    for command in found(r"^stepwrap (.*)$", commands):
+        run("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
+
+
 def test_the_examples_of_loggers_run(tmp_path: Path) -> None:
     shown, custom = blocks(page("loggers"), "python")
     run("-c", f"{shown}\n{custom}\nPrintLogger()", cwd=tmp_path)

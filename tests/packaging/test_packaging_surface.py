@@ -33,7 +33,8 @@ DOORS = {
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
         ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SWAHook SpikeGuardHook Stateful SystemHook
-        TensorBoardHook TestLoop ThroughputHook ValLoop WandbHook build_loader find_checkpoint
+        TensorBoardHook TestLoop ThroughputHook TimeLimitHook ValLoop WandbHook build_loader
+        find_checkpoint
         list_checkpoints load_checkpoint mix_seed prefetch_to_device prune_checkpoints save_alone
         save_checkpoint seed_rng
     """,

@@ -1,0 +1,31 @@
+"""End training after a time."""
+
+from __future__ import annotations
+
+from ...registry import HOOKS
+from ..hook import Hook
+from ..state import LoopState
+
+
+@HOOKS.register_module()
+class TimeLimitHook(Hook):
+    """End training after a number of seconds, as at any other end, with a checkpoint.
+
+    The time is ``state.clock_s``, which is equal on all ranks and updated about once per second. It
+    contains evaluations, and earlier parts of a run that was resumed.
+
+    Args:
+        max_seconds: Seconds of training, more than 0.
+
+    Raises:
+        ValueError: ``max_seconds`` is not more than 0.
+    """
+
+    def __init__(self, *, max_seconds: float) -> None:
+        if not max_seconds > 0:
+            raise ValueError(f"max_seconds must be more than 0, got {max_seconds!r}")
+        self._max_s = max_seconds
+
+    def on_update(self, state: LoopState) -> None:
+        if state.together and state.clock_s >= self._max_s:
+            state.request_stop(f"max_seconds is {self._max_s:g}")

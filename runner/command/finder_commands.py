@@ -1,0 +1,95 @@
+"""The commands that find a learning rate and a batch size."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from ...registry import ConfigError, LoaderSection, Problem, RunSections, did_you_mean
+from ..finders.batch_size import Fit, largest_batch_size, try_batch_size
+from ..finders.learning_rate import draw_range_test, optimizer_names, run_range_test
+from ..guard import raising_stops
+from ..jobs import Job, on_ranks
+from ..launcher import started_outside
+from ..sections import read_sections
+from .command import Options, mistake
+from .print_commands import plots_available
+
+_ROWS = 12
+
+
+def run_lr_find(options: Options) -> int:
+    """Train with a rising learning rate; print and draw the losses, and suggest a rate."""
+    run = _training(options)
+    names = optimizer_names(run.optimizer)
+    name = options.optimizer or names[0]
+    if name not in names:
+        hint = did_you_mean(name, names) or f"; there is {', '.join(names)}"
+        raise mistake(f"stepwrap lr-find: --optimizer: there is no optimizer {name!r}{hint}")
+    if not 0 < options.low < options.high:
+        what = f"--low must be above 0 and below --high, got {options.low:g} and {options.high:g}"
+        raise mistake(f"stepwrap lr-find: {what}")
+    job = Job("train", options.examined.config, run, debug=options.debug)
+    with raising_stops():
+        arguments = (job, options.low, options.high, options.steps, name)
+        result = on_ranks(run, run_range_test, arguments)[0]
+    print("learning rate   loss")
+    for at in range(0, len(result.rates), max(1, len(result.rates) // _ROWS)):
+        print(f"{result.rates[at]:<13.2e}   {result.losses[at]:.4g}")
+    if result.diverged:
+        print("the test ended early because the loss diverged")
+    if plots_available():
+        path = Path(options.out or "lr_find.png")
+        draw_range_test(result, path)
+        print(f"curve: {path}")
+    else:
+        print("no curve: drawing needs matplotlib, pip install 'stepwrap[plots]'")
+    if result.suggestion is None:
+        print("no suggestion: the loss does not fall in this range; try another --low or --high")
+        return 1
+    key = f"optimizer.{name}.lr" if name else "optimizer.lr"
+    print(f"suggestion: {result.suggestion:.2g}, where the loss falls fastest")
+    print(f"train with it: {_train_with(options, f'{key}={result.suggestion:.2g}')}")
+    return 0
+
+
+def run_batch_size_find(options: Options) -> int:
+    """Try batch sizes in short trainings; print the largest one that fits into memory."""
+    run = _training(options)
+    section = run.data.train
+    if not isinstance(section, LoaderSection):
+        what = "batch-size-find needs a section with batch_size, not a custom loader"
+        raise ConfigError([Problem("data.train", what)])
+    job = Job("train", options.examined.config, run, debug=options.debug)
+
+    def fits(size: int) -> Fit:
+        result = try_batch_size(job, size, options.memory_gib)
+        print(f"batch size {size}: {result.value}", flush=True)
+        return result
+
+    with raising_stops():
+        size, reason = largest_batch_size(fits, section.batch_size, options.max_size)
+    if not size:
+        print("not even one sample fits")
+        return 1
+    why = {Fit.TOO_FEW_SAMPLES: ", limited by the data set", Fit.FITS: ", the largest one allowed"}
+    print(f"largest batch size per process: {size}{why.get(reason, '')}")
+    print(f"train with it: {_train_with(options, f'data.train.batch_size={size}')}")
+    return 0
+
+
+def _training(options: Options) -> RunSections:
+    if started_outside():
+        what = "starts its processes itself; use --nproc instead of torchrun or srun"
+        raise mistake(f"stepwrap {options.command} {what}")
+    run = read_sections(options.examined)
+    if run.train is None:
+        what = f"{options.command} needs this section, but it is missing"
+        raise ConfigError([Problem("train", what)])
+    return run
+
+
+def _train_with(options: Options, override: str) -> str:
+    given = {"nproc": options.nproc, "device": options.device}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return shlex.join(["stepwrap", "train", *options.words, *flags, override])

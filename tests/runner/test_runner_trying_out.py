@@ -1,0 +1,186 @@
+"""Overfitting, limited batches, and the searches for a learning rate and a batch size."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import ended
+
+from stepwrap.registry import load_config
+from stepwrap.runner import Runner
+from stepwrap.runner.command.cli import main
+from stepwrap.runner.finders.batch_size import Fit, largest_batch_size
+from stepwrap.runner.finders.learning_rate import RangeTest
+from stepwrap.runner.sections import read_sections
+
+QUIET = ["hooks.progress=false", "hooks.checkpoint=false"]
+
+
+def runner(tmp_path: Path, *words: str) -> Runner:
+    return Runner.from_config(load_config("digits_single", [f"run_dir={tmp_path}", *QUIET, *words]))
+
+
+def first_batches(made: Runner) -> dict[str, list[Any]]:
+    loops = {"train": made._train_loop, "val": made._val_loop, "test": made._test_loop}
+    return {name: [batch[1] for batch in loop.dataloader] for name, loop in loops.items()}
+
+
+def test_limited_batches_are_the_same_in_each_pass(tmp_path: Path) -> None:
+    made = runner(tmp_path, "limit_batches=2", "data.train.batch_size=16")
+    state = made.train()
+    assert state.step == 2 * state.epoch
+    batches = first_batches(made)
+    assert [len(one) for one in batches["train"]] == [16, 16]
+    assert len(batches["val"]) <= 2
+    again = first_batches(runner(tmp_path / "b", "limit_batches=2", "data.train.batch_size=16"))
+    sorted_labels = [
+        sorted(label for one in found["train"] for label in one.tolist())
+        for found in (batches, again)
+    ]
+    assert sorted_labels[0] == sorted_labels[1]
+    # A random selection has several classes, unlike the first samples of a sorted data set.
+    assert len(set(sorted_labels[0])) > 4
+
+
+def test_overfitting_trains_and_evaluates_on_the_same_samples(tmp_path: Path) -> None:
+    words = ("overfit=1", "data.train.batch_size=32", "train.max_epochs=60", "schedulers=[]")
+    made = runner(tmp_path, *words)
+    state = made.train()
+    batches = first_batches(made)
+    assert [one.tolist() for one in batches["train"]] == [one.tolist() for one in batches["val"]]
+    assert [one.tolist() for one in batches["train"]] == [one.tolist() for one in batches["test"]]
+    assert state.step == 60
+    assert state.metrics["accuracy"] == 1.0
+    assert made.test()["accuracy"] == 1.0
+
+
+def test_a_limit_of_a_custom_loader_or_of_tensors_in_memory(tmp_path: Path) -> None:
+    made = runner(tmp_path, "limit_batches=1", "data.train.in_memory=true")
+    assert len(made._train_loop.dataloader) == 1
+    assert len(first_batches(made)["train"]) == 1
+
+
+def test_the_options_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "digits_single", "--overfit", "0"]) == 2
+    assert "must be a positive integer, got '0'" in capsys.readouterr().err
+    assert read_sections(load_config("digits_single", ["overfit=3"])).overfit == 3
+
+
+def test_the_suggestion_is_where_the_loss_falls_fastest() -> None:
+    rates = [10 ** (at / 10 - 5) for at in range(50)]
+    losses = [2 - 1.5 / (1 + math.exp(-(at - 25))) + (at > 40) * (at - 40) for at in range(50)]
+    assert RangeTest(rates, losses, False).suggestion == pytest.approx(rates[25])
+    assert RangeTest(rates, [1.0] * 50, False).suggestion is None
+    assert RangeTest(rates[:2], [1.0, 2.0], True).suggestion is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "start", "most", "found"),
+    [(100, 8, None, 96), (3, 8, None, 3), (0, 8, None, 0), (1000, 8, 64, 64), (1000, 8, 50, 50)],
+)
+def test_the_largest_size_is_found_in_few_tries(
+    limit: int, start: int, most: int | None, found: int
+) -> None:
+    tried: list[int] = []
+
+    def fits(size: int) -> Fit:
+        tried.append(size)
+        return Fit.FITS if size <= limit else Fit.TOO_LARGE
+
+    good, reason = largest_batch_size(fits, start, most)
+    assert good == found
+    assert len(tried) < 12
+    assert len(tried) == len(set(tried))
+    assert (reason is Fit.FITS) == (good == most)
+
+
+def test_lr_find_draws_a_curve_and_suggests_a_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["lr-find", "digits_single", "--low", "1e-5", "--high", "100", "--steps", "40"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "suggestion: " in out
+    rate = float(out.rsplit("optimizer.lr=", 1)[1])
+    assert 1e-5 < rate < 1
+    assert {path.name for path in tmp_path.iterdir()} <= {"lr_find.png"}
+    assert main([*words, "--optimizer", "x"]) == 2
+    assert "there is no optimizer 'x'" in capsys.readouterr().err
+    assert main(["lr-find", "digits_single", "--low", "2", "--high", "1"]) == 2
+    assert "--low must be above 0 and below --high, got 2 and 1" in capsys.readouterr().err
+
+
+HUNGRY = """
+import torch
+from torch import nn
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        return torch.ones(4), torch.tensor(0)
+
+
+class Hungry(nn.Module):
+    # Allocates 256 MiB per sample, on one rank only, without using them.
+    def __init__(self, rank=-1):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.rank = rank
+
+    def forward(self, inputs):
+        from stepwrap.collectives import get_rank
+
+        if self.rank in (-1, get_rank()):
+            self.kept = torch.empty(len(inputs), 2**26)
+        return self.layer(inputs)
+"""
+CONFIG = {
+    "model": {
+        "type": "SupervisedModel",
+        "net": {"type": "hungry.Hungry", "rank": 1},
+        "loss": {"type": "CrossEntropyLoss"},
+    },
+    "optimizer": {"type": "SGD", "lr": 0.1},
+    "data": {"train": {"dataset": {"type": "hungry.Points"}, "batch_size": 8}},
+    "train": {"type": "EpochTrainLoop", "max_epochs": 1},
+}
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_does_not_block_the_others(tmp_path: Path) -> None:
+    (tmp_path / "hungry.py").write_text(HUNGRY)
+    (tmp_path / "config.yaml").write_text(json.dumps(CONFIG))
+    words = ["batch-size-find", "config.yaml", "--nproc", "2", "--memory-gib", "24"]
+    done = ended("-m", "stepwrap.runner", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "batch size 8: fits" in lines
+    assert any(line.endswith(": out of memory") for line in lines)
+    size = int(lines[-1].rsplit("=", 1)[1])
+    # 24 GiB of address space hold less than 96 samples of 256 MiB.
+    assert 8 <= size < 96
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_data_set_may_be_too_small_for_larger_batches(tmp_path: Path) -> None:
+    words = ["batch-size-find", "digits_single", "data.train.batch_size=512", "--max-size", "4096"]
+    done = ended("-m", "stepwrap.runner", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "limited by the data set" in done.stdout
+
+
+@pytest.mark.slow
+def test_lr_find_on_two_ranks(tmp_path: Path) -> None:
+    words = ["lr-find", "digits_ddp", "--nproc", "2", "--low", "1e-5", "--steps", "30"]
+    done = ended("-m", "stepwrap.runner", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "train with it: stepwrap train digits_ddp --nproc=2 optimizer.lr=" in done.stdout
