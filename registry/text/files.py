@@ -76,6 +76,8 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
         # Only stems are compared: equal suffixes would make all names similar.
         by_stem = {stem: stem for stem in shipped}
         by_stem |= {other.stem: other.name for other in _sources_in(path.parent)}
+        runs = [one.parent.name for one in path.parent.glob("*/config.yaml")]
+        by_stem |= {run: str(Path(name).with_name(run)) for run in sorted(runs)}
         near = [by_stem[stem] for stem in nearest(path.stem, by_stem)]
         hint = f"; did you mean {one_of(near)}?" if near else ""
         if not hint and not path.suffix and shipped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -83,6 +84,10 @@ class _PredictCommand(Command):
                 # Without a type it is a loader of build_loader: read every sample once, in order.
                 section |= {"shuffle": False, "drop_last": False}
         else:
+            hint = did_you_mean(data, ("train", "val", "test"))
+            if hint and not Path(data).exists():
+                what = f"--data: there is no file {data}, and no such section of data{hint}"
+                raise mistake(f"stepwrap predict: {what}")
             section = _section_in(data)
         return source, [f"data.test={json.dumps({'_delete_': True, **section})}", *overrides]
 

@@ -84,6 +84,9 @@ class RangeTestHook(Hook):
         self._set(self._first)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
+        if "loss" not in record:
+            found = ", ".join(record)
+            raise KeyError(f"lr-find needs a train_step that logs 'loss', but it logs {found}")
         loss = record["loss"]
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
         self.rates.append(self._rate)

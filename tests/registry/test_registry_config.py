@@ -222,6 +222,10 @@ def test_unreadable_files_are_told(write: Write, workplace: Path) -> None:
         refused("trian.yaml")
         == "the config file trian.yaml does not exist; did you mean train.yaml?"
     )
+    (workplace / "runs/digits").mkdir(parents=True)
+    (workplace / "runs/digits/config.yaml").touch()
+    nearest = "the config file runs/digit does not exist; did you mean runs/digits"
+    assert refused("runs/digit").startswith(nearest)
     assert "is a folder, not a config file" in refused(".")
     assert "binary.yaml: the file cannot be read: UnicodeDecodeError" in refused("binary.yaml")
     assert "control.yaml:2: the character '\\x01' is not allowed" in refused("control.yaml")

@@ -101,7 +101,8 @@ def test_a_rank_that_fails_leaves_nothing_behind(
         ),
         (["--out", "p.csv"], "--out: predictions are written to files that end in .jsonl, .par"),
         (["--out", "points.npz"], "--out: predictions need a new file, and points.npz exists"),
-        (["--out", "p.npz", "--data", "tset"], "the config file tset does not exist"),
+        (["--out", "p.npz", "--data", "tset"], "no such section of data; did you mean test?"),
+        (["--out", "p.npz", "--data", "nowhere"], "the config file nowhere does not exist"),
         (
             ["--out", "p.npz", "--checkpoint", "bset"],
             "checkpoint bset does not exist; did you mean b",

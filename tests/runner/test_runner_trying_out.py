@@ -115,6 +115,28 @@ def test_lr_find_draws_a_curve_and_suggests_a_rate(
     assert "--low must be above 0 and below --high, got 2 and 1" in capsys.readouterr().err
 
 
+RENAMED = """
+from stepwrap.wrappers import SingleDevice
+
+
+class Renamed(SingleDevice):
+    def train_step(self, data, optim_wrapper):
+        return {"score": super().train_step(data, optim_wrapper)["loss"]}
+"""
+
+
+def test_lr_find_needs_a_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "renamed_step.py").write_text(RENAMED)
+    words = ["lr-find", "digits_single", "wrapper.type=renamed_step.Renamed"]
+    assert main(words) == 1
+    needed = "lr-find needs a train_step that logs 'loss', but it logs score"
+    assert needed in capsys.readouterr().err
+
+
 HUNGRY = """
 import torch
 from torch import nn
