@@ -1,4 +1,4 @@
-"""Notes on errors: which ranks are missing, which part of the user's code failed, which batch."""
+"""Add notes to errors: the ranks that are missing, the user's code that failed, the batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_note(error: BaseException, text: str) -> None:
 def note_failure(error: BaseException, state: LoopState, loader: Any, step_name: str) -> None:
     """Add notes to an error about the step, or the batch of ``loader``, that caused it.
 
-    The notes use the traceback, so that successful steps need no records.
+    All facts come from the traceback, so steps that succeed need not record anything.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     passes = (frame for frame in reversed(frames) if frame.f_code.co_name == "_pass")
@@ -65,7 +65,8 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step_name:
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:
     """Describe types and shapes of nested data in one line.
 
-    With ``ranges``, also show the value ranges of integer tensors on the CPU, and plain numbers.
+    With ``ranges``, show also the smallest and largest value of integer tensors on the CPU, and the
+    values of plain numbers.
     """
     try:
         return _described(data, ranges, depth)
@@ -89,7 +90,7 @@ def _described(data: Any, ranges: bool, depth: int) -> str:
 
 
 def describe_samples(samples: Any) -> str:
-    """Return the number of samples of each kind as a line."""
+    """Describe samples in one line: how many there are of each type and shape."""
     if not isinstance(samples, Sequence):
         return describe(samples)
     kinds = Counter(describe(one, ranges=False) for one in samples)

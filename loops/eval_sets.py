@@ -17,10 +17,10 @@ from .state import LoopState, Phase
 class EvalSets(Evaluation):
     """Several data sets by name, evaluated one after another as one validation or test.
 
-    The name of a set comes before the names of its results: "noisy/accuracy". Hooks see one
-    evaluation: ``on_eval_start`` before the first set, ``on_eval_end`` with the results of all sets
-    after the last one. In between ``state.eval_set`` is the name of the set. If an evaluation is
-    interrupted, none of its results count.
+    The names of the results begin with the set: "noisy/accuracy". Hooks see one evaluation:
+    ``on_eval_start`` before the first set, and ``on_eval_end`` with all results after the last one.
+    In between, ``state.eval_set`` is the name of the current set. If an evaluation is interrupted,
+    none of its results count.
 
     Args:
         loops: A ``ValLoop`` for each set, or a ``TestLoop`` for each set, with its own metrics.
@@ -82,9 +82,9 @@ class EvalSets(Evaluation):
 
 @contextmanager
 def _in_set(state: LoopState, name: str) -> Iterator[None]:
-    """Set ``state.eval_set``; restore the results in the state at the end.
+    """Set ``state.eval_set``, and undo the changes that the set's loop makes to other attributes.
 
-    The loop of one set stores them as if its set were the whole validation.
+    The loop stores its metrics in the state as if its set were the whole validation.
     """
     before = state.metrics, state.evaluated_at, state.higher_is_better
     state.eval_set = name

@@ -42,11 +42,11 @@ _PLAIN = (bool, int, float, str, type(None))
 class Rounds:
     """The batches of an evaluation on this rank.
 
-    Without ``together`` these are the loader's batches. With it, every rank makes the same number
-    of steps: a rank that has run out repeats its last batch, which is not counted, and a rank
-    without any gets a batch of another rank. Before each step the ranks exchange whether to
-    continue. An exception of a loader, a metric or a hook is kept until this exchange, and then
-    ends the evaluation on all ranks.
+    If ``together`` is false, these are the loader's batches. If it is true, every rank makes the
+    same number of steps: a rank that has run out of batches repeats its last one, and a rank
+    without batches gets one of another rank; neither is counted. Before each step the ranks agree
+    whether to continue. An exception in a loader, a metric or a hook is kept until then, and ends
+    the evaluation on all ranks.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Rounds:
         self._failure: Exception | None = None
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return batches, each with whether its samples count; endless with ``together``."""
+        """Return (batch, whether its samples count) pairs, without end if ``together`` is true."""
         if not self._together:
             return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
         return self._endless()
@@ -143,9 +143,10 @@ class _EvalLoop(Evaluation):
             If every rank must call each step (the model's ``collective_eval``), a rank that has
             run out continues with a batch that is not counted.
         metrics: Metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
-            order on every rank. If a step returns a mapping, each metric gets the values named by
-            its arguments; any other result is passed as ``update(outputs, batch)``, or
-            ``add(outputs, batch)``. ``MetricInputs`` selects other values.
+            order on every rank. If a step returns a mapping, each argument of a metric's ``update``
+            or ``add`` gets the value of that name. Any other result is passed as
+            ``update(outputs, batch)`` or ``add(outputs, batch)``. ``MetricInputs`` selects other
+            values.
     """
 
     phase: ClassVar[Phase]
@@ -258,7 +259,7 @@ class _EvalLoop(Evaluation):
         return dict(results)
 
     def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
-        """Run all batches; return False if a request to stop has cut them short."""
+        """Run all batches; return False if a request to stop interrupted them."""
         together = distributed_available() and model_features(state.model).collective_eval
         # A stop that was requested earlier, for example in a stopped training, does not count.
         polled = 0.0 if state.stop_reason else math.inf if together else self._last_polled_batch()
@@ -292,9 +293,10 @@ class _EvalLoop(Evaluation):
         return True
 
     def _last_polled_batch(self) -> float:
-        """Return the smallest number of batches of a rank: 0 if unknown, infinity on one process.
+        """Return the number of batches after which to poll: those that every rank has.
 
-        After that batch some ranks have finished, so the ranks can no longer poll together.
+        This is the smallest number of batches on any rank, 0 if a number is unknown, and infinity
+        for a single process. Later, ranks that have finished could not take part in a poll.
         """
         if self._polled_batches is None:
             lengths = all_gather_object(length_of(self.dataloader))

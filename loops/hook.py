@@ -18,7 +18,7 @@ class Hook:
     """Base class of objects that listen to the events of a run.
 
     Override the events you need. Only overridden events are called, in ascending ``order``; hooks
-    of equal order keep the order in which they were given. One run is
+    of equal order keep the order in which they were given. A run calls the events in this order:
 
         on_run_start
           on_train_start
@@ -45,7 +45,7 @@ class Hook:
         _check_events(cls, vars(cls))
 
     def ignores(self) -> Collection[str]:
-        """Return overridden events to leave out; called whenever a ``HookList`` is built."""
+        """Return overridden events that need no call; read whenever a ``HookList`` is built."""
         return ()
 
     def on_run_start(self, state: LoopState) -> None:
@@ -73,7 +73,7 @@ class Hook:
         """A training step is done; ``logs`` are detached tensors on the device."""
 
     def on_update(self, state: LoopState) -> None:
-        """The weights were updated, or ``state.skipped`` is set; ``state.step`` is this update."""
+        """An update is done, or was skipped (``state.skipped``); ``state.step`` counts it."""
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
         """Add this rank's scalars to ``scalars`` before they are averaged over the ranks.
@@ -82,13 +82,13 @@ class Hook:
         """
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        """A log record is complete: means over interval and ranks, equal on every rank."""
+        """A log record is complete: means over the log interval and the ranks, the same on each."""
 
     def on_save_point(self, state: LoopState) -> None:
-        """The log and the validation of this update or epoch are done: the state can be saved.
+        """The state can be saved: the log record and validation that were due are done.
 
-        Called after ``on_update`` and its log and validation, and once more after each pass over
-        the data and its validation (``state.batch`` is 0 there).
+        Called after each update, and once more after each pass over the data (``state.batch`` is 0
+        then).
         """
 
     def on_eval_start(self, state: LoopState) -> None:
@@ -104,12 +104,12 @@ class Hook:
         """An evaluation has ended; ``metrics`` are equal on every rank.
 
         Called exactly once for each ``on_eval_start`` unless an error was raised. ``metrics`` is
-        empty if a request to stop cut the evaluation short (then ``state.stop_reason`` is set) or
-        if it has no metrics.
+        empty if the loop has no metrics, or if a request to stop interrupted the evaluation
+        (``state.stop_reason`` is set then).
         """
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        """A loop failed with ``error``, possibly only on this rank: must not communicate."""
+        """A loop failed with ``error``, possibly on this rank only, so do not communicate here."""
 
 
 EVENTS: tuple[str, ...] = tuple(
@@ -139,10 +139,11 @@ def _require_hook(hook: Any) -> Any:
 
 
 class HookList:
-    """Hooks in calling order, with a tuple of listeners as an attribute for each event.
+    """Hooks in calling order.
 
-    ``emit`` calls the listeners of an event. A training step iterates over the tuples itself,
-    which saves a call per event.
+    For each event, the attribute of that name is a tuple of the hooks' methods, its listeners.
+    ``emit`` calls them. The training loop iterates over the tuples itself, which saves a call per
+    event.
     """
 
     if TYPE_CHECKING:
@@ -167,7 +168,7 @@ class HookList:
             listener(*args)
 
     def without(self, *events: str) -> HookList:
-        """Return the same hooks, of which none listens to ``events``."""
+        """Return a list of the same hooks without listeners for ``events``."""
         others = copy(self)
         for event in events:
             setattr(others, event, ())

@@ -33,7 +33,7 @@ def seed_rng(seed: int) -> None:
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the streams of Python, torch (CPU and CUDA) and NumPy as tensors and numbers."""
     version, words, gauss = random.getstate()
-    # An array, since torch converts a tuple number by number.
+    # Through an array, because torch converts a tuple slowly, number by number.
     numbers = torch.frombuffer(array("q", words), dtype=torch.int64)
     streams: dict[str, Any] = {
         "python": {"version": version, "words": numbers, "gauss": gauss},
@@ -55,7 +55,7 @@ def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def restore_rng(streams: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore the streams of ``capture_rng``; ignore streams that this process does not have."""
+    """Restore the streams of ``capture_rng``; skip CUDA or NumPy if this process lacks them."""
     python = streams["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(streams["torch"])
@@ -82,7 +82,7 @@ def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
 
 @contextmanager
 def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
-    """Restore the random generators in the objects' attributes after the block."""
+    """Restore, after the block, the random generators that are attributes of ``owners``."""
     values = [v for owner in owners for v in getattr(owner, "__dict__", {}).values()]
     restore = [_restorer_of(value) for value in values]
     try:
@@ -93,7 +93,7 @@ def preserved_generators(owners: Iterable[Any]) -> Iterator[None]:
 
 
 def _restorer_of(value: Any) -> Callable[[], Any] | None:
-    """Return a function that restores the present state of a generator; None for other values."""
+    """Return a function that restores a generator's current state; None for other values."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())

@@ -63,10 +63,10 @@ class Cadence:
 
 
 class Budget(ABC):
-    """The length of a training run in epochs or steps, and the validations in between.
+    """The length of a training run and its validations, counted in epochs or in steps.
 
-    The last unit is always followed by a validation. Each interval of ``dynamic`` applies from its
-    milestone on. A subclass defines the unit.
+    A subclass defines which of the two. A validation always follows the last epoch or step. Each
+    interval of ``dynamic`` applies from its milestone on.
     """
 
     unit: ClassVar[str]
@@ -91,19 +91,21 @@ class Budget(ABC):
 
     @abstractmethod
     def done(self, state: LoopState) -> int:
-        """Return the number of finished units."""
+        """Return the number of finished epochs or steps."""
 
     @abstractmethod
     def plan(self, state: LoopState, length: int | None) -> int:
-        """Set the run's length in ``state``; return its number of batches, -1 if unknown.
+        """Set ``max_epochs`` and ``max_steps`` in ``state``, as far as they are known.
+
+        Returns the value that ``state.iteration`` will have at the end of the run; -1 if unknown.
 
         Args:
-            state: The state whose counters say where the run is.
+            state: The state; its counters give the position in the run.
             length: Batches in a pass; None if unknown.
         """
 
     def val_due(self, state: LoopState) -> bool:
-        """Return whether a validation is due; after a stop, the resumed run runs it."""
+        """Return whether a validation is due; False after a stop: a resumed run validates then."""
         done = self.done(state)
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
         is_due = done >= self.begin and (done % interval == 0 or done == self.last)
@@ -181,7 +183,7 @@ def positive(name: str, value: int, *, least: int = 1) -> int:
 
 
 def _updates_done(batch: int, length: int, window: int) -> int:
-    """Return the number of complete windows after ``batch`` batches of a pass.
+    """Return the number of complete accumulation windows after ``batch`` batches of a pass.
 
     At the end of the pass a shorter last window counts too.
     """
@@ -199,15 +201,15 @@ def windows_of(optim_wrapper: Any) -> list[int]:
 
 
 def window_of(optim_wrapper: Any) -> int | None:
-    """Return the batches per update; None if members of a group differ."""
+    """Return the number of batches per update; None if the optimizers of a group differ."""
     windows = set(windows_of(optim_wrapper))
     return windows.pop() if len(windows) == 1 else None
 
 
 def is_weighted(optim_wrapper: Any) -> bool:
-    """Return whether there is a ``loss_weight``.
+    """Return whether the optimizer wrapper has a ``loss_weight``.
 
-    If so, no accumulation window continues into the next pass.
+    If so, accumulation windows end with the pass and do not continue into the next one.
     """
     return optim_features(optim_wrapper).loss_weight is not None
 
@@ -219,11 +221,10 @@ def has_gradients(model: nn.Module) -> bool:
 def start_counting(
     optim_wrapper: Any, model: nn.Module, iteration: int, max_iterations: int
 ) -> None:
-    """Set the optimizer wrapper's first and last batch.
+    """Set the first and the last batch that the optimizer wrapper counts.
 
-    If a checkpoint has restored gradients of an accumulation window, counting starts at the
-    window's first batch, so that the remaining losses have the same factor as without the
-    interruption.
+    If a checkpoint restored gradients of an unfinished accumulation window, counting starts at the
+    window's first batch, so that the remaining losses are scaled as without the interruption.
     """
     if not has_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)

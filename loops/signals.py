@@ -18,7 +18,7 @@ from .state import LoopState, Phase
 _HANDLED = (signal.SIGTERM, signal.SIGINT)
 # Approximate time between two exchanges; several ranks act on a signal only in an exchange.
 _PERIOD_S = 1.0
-# A single process polls this often; a signal makes the next poll due at once.
+# A single process polls at this interval, and at once after a signal.
 _POLL_S = 0.1
 # The maximum number of polls between two exchanges, in case a phase becomes slower.
 _MAX_POLLS = 64
@@ -33,9 +33,9 @@ class StopSignals:
     the scheduler and the launcher may send one. If a launcher started the process (``RANK`` is
     set), they are ignored until the process ends.
 
-    A single process checks at every poll. Several ranks exchange about once a second, at a poll
-    that they chose in the previous exchange, so a signal to any of them stops all at the same
-    update. Every rank must therefore poll equally often in each phase.
+    A single process acts on a signal at the next poll. Several ranks exchange their signals about
+    once a second, at a poll that they chose in the previous exchange, so a signal to any of them
+    stops all at the same update. Every rank must therefore poll equally often in each phase.
     """
 
     def __init__(self, clock_s: float = 0.0) -> None:
@@ -88,7 +88,7 @@ class StopSignals:
     def _agree(self, state: LoopState) -> None:
         clock_s = time.monotonic() - self._start_s if get_rank() == 0 else -1.0
         shared = torch.tensor([self._received, clock_s], dtype=torch.float64, device=comm_device())
-        # The maxima are any rank's signal, and the clock of rank 0.
+        # The maxima are the signal of any rank, and the clock of rank 0 (the others send -1).
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         number, state.clock_s = shared.tolist()
         self._stop(state, int(number))
@@ -134,7 +134,10 @@ class _ExchangePlan:
         return self._polls >= self._due_at
 
     def plan(self, clock_s: float) -> None:
-        """Choose the next exchange: after about one period, at most twice the last interval."""
+        """Choose the poll of the next exchange, about ``_PERIOD_S`` later.
+
+        The number of polls until then at most doubles each time.
+        """
         if self._planned_at_s is not None:
             pace_s = (clock_s - self._planned_at_s) / self._interval
             wanted = int(_PERIOD_S / max(pace_s, 1e-6))

@@ -35,7 +35,11 @@ class Rollback(BaseException):
 
 
 def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
-    """Return the steps given as numbers and as ranges such as "1200-1210"; may raise ValueError."""
+    """Return the step numbers that a list of numbers and ranges such as "1200-1210" contains.
+
+    Raises:
+        ValueError: An entry is neither, or a range is empty or too long.
+    """
     steps: set[int] = set()
     for entry in skip_steps if isinstance(skip_steps, Iterable) else [repr(skip_steps)]:
         ends = re.fullmatch(r"(\d+)(?:-(\d+))?", "" if isinstance(entry, bool) else str(entry))
@@ -52,13 +56,13 @@ def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
 def with_skipped_steps(
     batches: Iterable[Any], train_step: Step, state: LoopState
 ) -> tuple[Iterable[Any], Step]:
-    """Return ``batches`` and ``train_step`` such that ``state.skip_steps`` are not trained.
+    """Wrap ``batches`` and ``train_step`` so that the steps in ``state.skip_steps`` do not train.
 
-    The batches of skipped steps are read without changing the random streams, so that the other
-    steps keep theirs.
+    Their batches are read, but the random streams are restored afterwards: later steps draw the
+    same random numbers as if the skipped steps did not exist.
 
     Raises:
-        ValueError: Several optimizers accumulate gradients, so that it is unknown which
+        ValueError: There are several optimizers and one accumulates gradients. It is unknown which
             micro-batches each of them would have counted.
     """
     if state.skip_steps is None:
@@ -97,12 +101,12 @@ def _skip_batch(optim_wrapper: Any) -> None:
             member.last_weight = 0.0
     if hasattr(optim_wrapper, "_inner_count"):
         optim_wrapper._inner_count += 1
-    # After a resume inside a window there are gradients of its first batches.
+    # After a resume inside an accumulation window, gradients of its first batches are present.
     optim_wrapper.zero_grad()
 
 
 def buffer_restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the present buffers of ``model``."""
+    """Return a function that restores the current values of the buffers of ``model``."""
     kept = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in user_model(model).modules()
@@ -119,10 +123,10 @@ def buffer_restorer(model: nn.Module) -> Callable[[], None]:
 
 
 def window_restorer(state: LoopState) -> Callable[[], None]:
-    """Return a function that undoes a window's changes, except in weights and counters.
+    """Return a function that undoes what the batches of an accumulation window changed.
 
     It restores the buffers, the random streams, and the state that a training step carries from
-    batch to batch.
+    batch to batch, but neither weights nor counters.
     """
     wrapper: Any = state.model
     restore_buffers, device = buffer_restorer(wrapper), device_of(wrapper)

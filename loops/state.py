@@ -26,7 +26,7 @@ _BatchLogs: TypeAlias = "tuple[int, Mapping[str, Any]]"
 
 
 class WeightedLogs(dict[str, Any]):
-    """The logs of a batch, and the weight that ``loss_weight`` gives them in means.
+    """The logs of a batch, and their weight in means, which ``loss_weight`` determines.
 
     The weight is 0 if the batch does not count. Logs without a weight count equally.
     """
@@ -37,20 +37,21 @@ class WeightedLogs(dict[str, Any]):
 
 
 class LogBuffer:
-    """A buffer for the logs of training steps that does not wait for the device.
+    """Collect the logs of training steps without waiting for the device.
 
-    ``append`` takes (update, logs). It is a list's method, to save a Python call for every batch.
+    ``append((update, logs))`` adds the logs of a batch. It is the ``append`` of a list, which saves
+    a Python call for every batch.
     """
 
     def __init__(self) -> None:
         self._raw: list[_BatchLogs] = []
         self._sums: dict[str, tuple[Tensor, float | Tensor]] = {}
-        # For each name, update and text of the first value in `_sums` that is not finite.
+        # By name: the update and the text of the first non-finite value that `_sums` contains.
         self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
 
     def start(self) -> None:
-        """Drop the raw values of an earlier training; keep values from a checkpoint."""
+        """Drop raw values that an earlier training left; keep values from a checkpoint."""
         self._raw[:] = [one for one in self._raw if one[0] == _RESTORED]
 
     def means(self) -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ class LogBuffer:
         return {name: total / count for name, (total, count) in self.sums().items()}
 
     def fold(self) -> None:
-        """Reduce the raw values to sums on the device; waits for the device."""
+        """Replace the raw values by sums on the device; waits for the device."""
         sums, nonfinite = self.sums(), self._nonfinite
         if not all(are_finite([total for total, _ in sums.values()])):
             for step, name, text in _not_finite(self._raw, _RESTORED):
@@ -71,7 +72,7 @@ class LogBuffer:
         self._raw.clear()
 
     def drop(self, update: int) -> None:
-        """Drop the logs of the batches of the last update."""
+        """Drop the logs of ``update``, which must be the last one."""
         while self._raw and self._raw[-1][0] == update:
             self._raw.pop()
 
@@ -132,10 +133,10 @@ def _by_name(raw: Sequence[_BatchLogs]) -> dict[str, tuple[list[Any], list[Any]]
 
 
 def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[str, Any]:
-    """Return the mean of all saved ranks' states, from which any number of ranks can continue.
+    """Average the ``LogBuffer`` states of all saved ranks, for a run with any number of ranks.
 
     Weighted values are scaled by ``rank_ratio``, the number of data ranks when saving divided by
-    the present number, so that their total weight over all ranks stays the same.
+    the current number, so that their total weight over all ranks stays the same.
     """
     sums: dict[str, tuple[Tensor, float | Tensor]] = {}
     weighted = False
@@ -152,7 +153,13 @@ def mean_logs(states: Sequence[Mapping[str, Any]], rank_ratio: float) -> dict[st
 
 
 def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict[str, float]:
-    """Return means over the ranks; ``weighted`` logs count by weight; every rank must call this."""
+    """Return the means over the ranks; every rank must call this.
+
+    Args:
+        scalars: Values of this rank; all ranks count equally.
+        weighted: Logs of this rank that count by their weights, if there are any. They replace
+            scalars of the same name.
+    """
     sums = {} if weighted is None else weighted.sums()
     weights = {f"{name} weight": count for name, (_, count) in sums.items()}
     totals = {name: total for name, (total, _) in sums.items()}
@@ -253,7 +260,8 @@ class WeightSource(Stateful, Protocol):
     """A part whose state contains the weights that evaluations use.
 
     Attributes:
-        evaluated_entry: The key of these weights in the state; empty for the model's weights.
+        evaluated_entry: The key of these weights in the state; empty if evaluations use the
+            model's own weights.
     """
 
     evaluated_entry: str
@@ -261,10 +269,11 @@ class WeightSource(Stateful, Protocol):
 
 @runtime_checkable
 class PartReader(Stateful, Protocol):
-    """A part that may read only its slices of saved tensors.
+    """A part that may read slices of saved tensors instead of whole tensors.
 
     Attributes:
-        reads_parts: Whether ``load_state_dict`` accepts sliceable objects instead of tensors.
+        reads_parts: Whether ``load_state_dict`` accepts ``SavedTensor`` objects, which are read
+            from disk when they are sliced.
     """
 
     reads_parts: bool
@@ -278,7 +287,7 @@ class DataPlace:
         layout: How the data is split into updates, see ``loops.data.layout``; empty before the
             first training.
         reader: The stateful loader or iterator that reads the batches, if there is one.
-        reader_state: Its state from a checkpoint, until the loop has continued from it.
+        reader_state: The reader's state in a checkpoint, until the loop has restored it.
     """
 
     layout: dict[str, int] = field(default_factory=dict)
@@ -316,9 +325,9 @@ class LoopState:
             None if unknown.
         evaluated_at: The ``step`` at which the last validation ended; -1 for never.
         recorded_at: The ``step`` of the last log record of a full interval.
-        logs: The logs of this rank's training steps since then.
-        clock_s: Seconds of training at the last exchange between the ranks: equal on all of them,
-            and kept when a run is resumed.
+        logs: The logs of this rank's training steps since the record at ``recorded_at``.
+        clock_s: Seconds of training, including the time before a resume. Updated when the ranks
+            exchange it, so that it is equal on all of them.
         stop_reason: Why the loop should stop; empty if it should not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: Whether a batch is being read or trained on. The counters do not include it yet,
@@ -397,7 +406,7 @@ class LoopState:
         self.stop_reason = self.stop_reason or reason
 
     def log_image(self, name: str, image: Any) -> None:
-        """Show an image of rank 0 in every logger; calls of other ranks have no effect.
+        """Log an image with every logger; only calls on rank 0 have an effect.
 
         Args:
             name: The name of the image, such as "val/input".
@@ -406,24 +415,24 @@ class LoopState:
                 channels; floats are from 0 to 1, integers from 0 to 255.
 
         Raises:
-            ValueError: The name could not be the path of a file, or the image has another shape.
+            ValueError: The name is not allowed in a file's path, or the image has another shape.
         """
         self._log_media("image", name, image)
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Show a ``matplotlib`` figure of rank 0 in every logger; it stays open.
+        """Log a matplotlib figure with every logger, without closing it; effective on rank 0 only.
 
         Raises:
             TypeError: ``figure`` is not a figure.
-            ValueError: The name could not be the path of a file.
+            ValueError: The name is not allowed in a file's path.
         """
         self._log_media("figure", name, figure)
 
     def log_text(self, name: str, text: str) -> None:
-        """Show a text of rank 0 in every logger.
+        """Log a text with every logger; only calls on rank 0 have an effect.
 
         Raises:
-            ValueError: The name could not be the path of a file.
+            ValueError: The name is not allowed in a file's path.
         """
         self._log_media("text", name, text)
 

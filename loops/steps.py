@@ -34,10 +34,10 @@ def step_of(state: LoopState) -> Step:
 
 
 def _counted(step: Step, name: str, longest: int, is_group: bool) -> Step:
-    """Return a step that checks that each batch is counted as one micro-batch.
+    """Return a step that raises unless ``step`` counts each batch as one micro-batch.
 
-    Other counts would divide the losses by a wrong number. In a group of optimizers, a
-    member may count none, if another one does.
+    With another count the losses would be divided by a wrong number. In a group of optimizers, at
+    least one of them must count the batch.
     """
 
     def counted_step(data: Any, optim_wrapper: Any) -> Any:
@@ -71,10 +71,11 @@ def _weighted(step: Step) -> Step:
 class StepBlocks(Hook):
     """Make a compiled step check for changes of the model only once per block of steps.
 
-    A block has at most ``steps`` steps. A record, a validation or the end of a pass ends it.
+    A block has at most ``steps`` steps. It ends early at a log record, a validation or the end of a
+    pass.
     """
 
-    # After all other hooks, so that the next check finds their changes.
+    # Called after all other hooks, so that the next check finds their changes.
     order = 100
 
     def __init__(self, state: LoopState, steps: int) -> None:

@@ -45,14 +45,17 @@ _EMPTY = (
 
 
 class _TrainLoop:
-    """Train until the budget is used up, starting from the counters of the state."""
+    """Train until the budget is used up, starting from the counters of the state.
+
+    A run consists of one session, and of another one after each rollback to a checkpoint.
+    """
 
     # Set at the start of each session.
     _inputs: PassInputs
     _signals: StopSignals
-    # False at the start and after a rollback, when another session is required.
+    # False if a session is still to run: at the start and after a rollback.
     _ended = False
-    # The step at which this session started; after its final record, the step of that record.
+    # The step of the session's final log record; before it, the step at which the session started.
     _closed_at = 0
 
     def __init__(  # noqa: PLR0913
@@ -132,17 +135,17 @@ class _TrainLoop:
             on_save_point(state)
 
     def _record(self, state: LoopState, hooks: HookList) -> None:
-        """Emit the means since the last record; every rank must call this."""
+        """Emit a log record with the means since the last one; every rank must call this."""
         scalars: Scalars = dict(state.logs.means())
         hooks.emit("collect_logs", state, scalars)
         weighted = state.logs if is_weighted(state.optim_wrapper) else None
         hooks.emit("on_log", state, merged_means(scalars, weighted))
 
     def _record_rest(self, state: LoopState, hooks: HookList) -> None:
-        """Emit the last record of the run, before a validation of the same step.
+        """Emit the final log record, at the end of training or before its last validation.
 
-        Only counters decide whether one is due, since all ranks must agree. The logs are kept, so
-        that a run resumed here records the whole interval.
+        Whether it is due depends only on counters, so all ranks agree. The logs are kept: if a
+        resumed run trains further, its next record covers the whole interval.
         """
         if state.step not in (state.recorded_at, self._closed_at):
             self._closed_at = state.step
@@ -173,7 +176,7 @@ class _TrainLoop:
 
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
-        """Start and end training, handle signals and errors, and restore after a rollback."""
+        """Start and end a session: prepare the state, handle signals and errors, roll back."""
         split_into_updates(state, self.dataloader)
         self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
         if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
@@ -227,8 +230,8 @@ class EpochTrainLoop(_TrainLoop):
     Args:
         dataloader: This rank's batches. Every rank must have the same number of them, unless the
             model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
-            number is unknown or an estimate (iterable data sets), the ranks compare before each
-            batch whether all have one. docs/checkpoints.md explains how a resumed run finds its
+            number is unknown or an estimate (iterable data sets), the ranks check before each batch
+            that all of them have one. docs/checkpoints.md explains how a resumed run finds its
             position in a loader.
         max_epochs: Passes over the data.
         val_loop: The validation loop, or several as ``EvalSets``; None for no validation.
@@ -238,8 +241,8 @@ class EpochTrainLoop(_TrainLoop):
         log_every_steps: Updates between two log records.
         sanity_val: Run one validation batch before training, to find mistakes early; see
             ``ValLoop.try_batch``.
-        skip_steps: Steps that make no update, by their numbers in the log records, or as ranges
-            such as "1200-1210". They are counted like other steps; see docs/hooks.md.
+        skip_steps: Numbers of steps to leave out, as in the log records, or ranges such as
+            "1200-1210". These steps are counted but make no update; see docs/hooks.md.
         prefetch_to_device: Copy each batch to the model's CUDA device on a separate stream, and
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
         steps_per_call: A compiled step checks for changes of the model only once per this many
@@ -278,7 +281,7 @@ class EpochTrainLoop(_TrainLoop):
         self.max_epochs = self.budget.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train from the counters of ``state`` to the end or a stop; every rank must call this."""
+        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
         hooks = self._begin(state, hooks)
         while not self._ended:
             with self._session(state, hooks):
@@ -299,7 +302,8 @@ class EpochTrainLoop(_TrainLoop):
 class IterTrainLoop(_TrainLoop):
     """A training loop that runs for a number of optimizer updates, in as many passes as needed.
 
-    The epoch events surround the whole run; ``state.epoch`` counts the passes.
+    ``state.epoch`` counts the passes, but ``on_epoch_start`` and ``on_epoch_end`` are called only
+    at the start and the end of training.
 
     Args:
         max_steps: Optimizer updates.
@@ -338,7 +342,7 @@ class IterTrainLoop(_TrainLoop):
         self.max_steps = self.budget.last
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
-        """Train from the counters of ``state`` to the end or a stop; every rank must call this."""
+        """Train from the position in ``state`` to the end or a stop; every rank must call this."""
         hooks = self._begin(state, hooks)
         while not self._ended:
             with self._session(state, hooks):

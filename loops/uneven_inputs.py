@@ -21,19 +21,19 @@ _PROGRESS = ("batch", "iteration", "step", "updated_at")
 
 
 class PassInputs:
-    """The batches of a pass: the same number on every rank, with two exceptions.
+    """The batches of a pass; ranks must have the same number of them, with two exceptions.
 
-    With ``uneven_inputs`` of the model wrapper, its ``join`` continues to average gradients after
+    If the model wrapper has ``uneven_inputs``, its ``join`` continues to average gradients after
     a rank has run out of batches. From then on the loop does nothing else that needs all ranks,
-    and ``state.together`` is False. At the end of the pass every rank takes over the counters,
-    optimizers and ``state.stateful`` of the rank with most batches.
+    and ``state.together`` is False. At the end of the pass every rank copies the counters,
+    optimizers and ``state.stateful`` of the rank with the most batches.
 
-    With a ``loss_weight`` a rank that has run out repeats its last batch with a weight of 0, under
-    every model wrapper.
+    If the optimizer wrapper has a ``loss_weight``, a rank that has run out repeats its last batch
+    with a weight of 0, under every model wrapper.
 
-    ``length`` is the largest number of batches of a rank; None if a rank does not know its number.
-    If a number is unknown or an estimate (iterable data sets), the ranks compare before each
-    batch whether all have one.
+    ``length`` is the largest number of batches on any rank; None if a rank does not know its
+    number. If a number is unknown or an estimate (iterable data sets), the ranks check before each
+    batch that all of them have one.
     """
 
     def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:
@@ -50,7 +50,8 @@ class PassInputs:
         self._weighted = is_weighted(state.optim_wrapper)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
-            # Windows end with the pass; an estimated length would end the last too early or late.
+            # The last accumulation window must end with the pass. An estimated length would end it
+            # too early or too late.
             self.length = self.length if is_sure else None
             self._sampler = sampler_of(loader)
             return
@@ -80,7 +81,10 @@ class PassInputs:
             state.together = True
 
     def synchronized(self, batches: Iterable[Any], state: LoopState) -> Iterable[Any]:
-        """Return ``batches``, compared or padded over the ranks; every rank must iterate."""
+        """Return ``batches`` with the exchanges that this kind of pass needs.
+
+        Every rank must iterate over the result to its end.
+        """
         if self._weighted:
             return self._padded(batches, state)
         if self._options is not None:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 FORMAT, SHARDED_FORMAT = 1, 2
 META = "checkpoint.json"
 _COUNTERS = ("step", "epoch", "batch", "iteration")
-# The integers of a description, with their minima.
+# The integers in checkpoint.json, a checkpoint's description, with their smallest allowed values.
 _COUNTS = dict.fromkeys(("format", "serial", "world_size", "data_size"), 1)
 _COUNTS |= dict.fromkeys(_COUNTERS, 0)
 _ENTRIES = {*_COUNTS, "metrics", "best", "reason", "evaluated", "torch", "files", "sha256"}
@@ -53,9 +53,10 @@ def save_checkpoint(
 
     Args:
         folder: ``state.run_dir / "checkpoints"``; the same folder on every rank.
-        state: The state to save, with up-to-date counters; ``on_save_point`` has them.
+        state: The state to save. Its counters must be up to date, as they are in
+            ``on_save_point``.
         reason: "interval", "signal", "exception" or "end".
-        is_best: Whether its metrics are the best so far.
+        is_best: Whether the metrics in ``state`` are the best so far.
 
     Raises:
         CheckpointError: Saving failed on some rank. Raised on every rank; the incomplete
@@ -114,7 +115,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
 def _why_unsafe(state: LoopState) -> str:
     """Explain why a checkpoint with the counters of the last update is unsafe; "" if it is safe.
 
-    An unsafe checkpoint might not match the weights, or could not be resumed.
+    It is unsafe if its counters might not match the weights, or if no run could resume from it.
     """
     if state.updated_at is None:
         return "it is unknown where the running accumulation window began"
@@ -171,7 +172,7 @@ def list_checkpoints(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Return the description in a checkpoint's folder.
+    """Return a checkpoint's description, the content of its checkpoint.json.
 
     Raises:
         CheckpointError: The description is missing, damaged, or of a later format.
@@ -367,9 +368,9 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
 
 
 def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: bool) -> Path:
-    """Describe the draft, publish it, and remove older checkpoints of the same step.
+    """Write the description of the draft, publish it, and remove older checkpoints of this step.
 
-    An ``incomplete`` checkpoint replaces none, and the search for the latest does not find it.
+    An ``incomplete`` checkpoint replaces no other one, and ``find_checkpoint`` does not find it.
     """
     folder, name = draft.parent, f"step_{meta['step']:08d}"
     gone_back = state.restored_from
@@ -397,7 +398,10 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
 
 
 def _abandon(folder: Path, *, after: int) -> None:
-    """Rename checkpoints with a serial number above ``after``, from which the run continues."""
+    """Rename the checkpoints that were saved after the one from which the run continues.
+
+    ``after`` is its serial number.
+    """
     for path, meta in list_checkpoints(folder):
         if meta["serial"] <= after:
             continue

@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def evaluated(self) -> tuple[str, ...]:
-        """The place of the weights that the run's evaluations used: a file, and keys in it."""
+        """The file of the weights that the run's evaluations used, and the keys in its content."""
         return tuple(self.meta.get("evaluated", ("model.pt",)))
 
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
@@ -154,7 +154,10 @@ class Checkpoint:
         state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
     def _load_states(self, state: LoopState, files: Reader) -> tuple[set[str], set[str]]:
-        """Load counters and parts; return parts without a state and states without a part."""
+        """Load counters and ``state.stateful``.
+
+        Returns the names that only this run has, and the names that only the checkpoint has.
+        """
         content = files.tree("state")
         with reading(self.path, "state.pt", "counters"):
             state.load_state_dict(content["counters"])
@@ -192,14 +195,14 @@ class Checkpoint:
             ) from error
 
     def _restore_rank(self, state: LoopState, files: Reader) -> None:
-        """Restore the state of this rank, or the closest approximation at another world size."""
+        """Restore this rank's state, or an approximation if the number of ranks has changed."""
         saved, now = int(self.meta["world_size"]), world_size()
         if saved != now:
             logger.warning(
                 "%s was saved at world size %d, this run has %d: random numbers will differ",
                 *(self.path, saved, now),
             )
-        # Ranks that share a model's layers see the same samples.
+        # The number of ranks that see different batches. Tensor-parallel ranks see the same ones.
         saved_data_ranks = int(self.meta.get("data_size", saved))
         data_ranks = weights.num_data_ranks(state.model)
         state.data.layout.setdefault("ranks", saved_data_ranks)
@@ -237,8 +240,8 @@ class Checkpoint:
     ) -> None:
         """Restore gradients and logs from this rank's file, or as means over all files.
 
-        ``rank_content`` is the content of this rank's file, {} to use all files. ``rank_ratio`` is
-        the number of data ranks when saving divided by the present number.
+        ``rank_content`` is the content of this rank's file, or {} to use all files. ``rank_ratio``
+        is the number of data ranks when saving divided by the current number.
         """
         model, every = weights.user_model(state.model), "rank_*.pt"
 
@@ -262,10 +265,9 @@ class Checkpoint:
             state.logs.load_state_dict(merged, weights.device_of(model))
 
     def _restore_rng(self, model: nn.Module, data_rank: int, spacing: int) -> dict[str, Any]:
-        """Restore the random streams of a saved data rank from its rank file.
+        """Restore the random streams from the file of a data rank, and return its content.
 
-        If the file is missing, derive them from rank 0's. Returns the content of the file, {} if it
-        is missing.
+        If the file is missing, derive the streams from rank 0's, and return {}.
         """
         name = rank_file(data_rank * spacing)
         if name not in self.meta["files"]:

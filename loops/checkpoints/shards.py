@@ -28,7 +28,7 @@ _MARK = "stepwrap.sharded"
 # Tensors that are not sharded and have at most this number of elements are read immediately.
 _SMALL = 1024
 
-# By file and tensor: shape and dtype of the tensor, offsets and sizes of the part.
+# By file and tensor: shape and dtype of the tensor, offsets and sizes of one rank's part.
 Places: TypeAlias = dict[
     str, dict[str, tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]]
 ]
@@ -36,7 +36,12 @@ Table: TypeAlias = dict[str, dict[str, dict[str, Any]]]
 
 
 class Parts:
-    """One rank's contents of a checkpoint: trees, and its parts of sharded tensors."""
+    """One rank's contents of a checkpoint: nested containers, and its parts of sharded tensors.
+
+    Attributes:
+        trees: By file, the containers, in which a marker replaces each sharded tensor.
+        places: By file, where the parts belong.
+    """
 
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self._parts: dict[str, dict[str, Tensor]] = {}
@@ -73,7 +78,14 @@ class Parts:
 
 
 def make_table(places: Sequence[Places]) -> Table:
-    """Assign each part, from all ranks' places, to the first rank that holds it."""
+    """Return the table of all parts; the first rank that holds a part writes it.
+
+    Args:
+        places: The parts that each rank holds.
+
+    Raises:
+        CheckpointError: The parts of a tensor do not make up the whole tensor.
+    """
     table: Table = {}
     for rank, stems in enumerate(places):
         for stem, tensors in stems.items():
@@ -100,7 +112,7 @@ def _shard_file(stem: str, rank: int) -> str:
 
 
 class SavedTensor:
-    """A tensor in files of which any part can be read: ``saved[slices]``, ``saved[...]``."""
+    """A saved tensor; ``saved[slices]`` and ``saved[...]`` read a part or all of it from files."""
 
     def __init__(
         self,
@@ -142,7 +154,11 @@ def overlap(one: _Box, other: _Box) -> tuple[tuple[slice, ...], tuple[slice, ...
 
 
 class Reader:
-    """Read a checkpoint's files whole, or ``by_parts``: through memory maps, tensors on demand."""
+    """Read the files of a checkpoint.
+
+    With ``by_parts``, files are memory-mapped and tensors are read when they are indexed.
+    Otherwise each file is read as a whole.
+    """
 
     def __init__(self, folder: Path, files: Mapping[str, Any], *, by_parts: bool) -> None:
         self._folder = folder
@@ -150,7 +166,7 @@ class Reader:
         self._by_parts = by_parts
         self._open: dict[str, Any] = {}
         self._table: Table = {}
-        # The names of checked files.
+        # The names of the files whose checksums need not be checked again.
         self.checked: set[str] = set()
 
     def check(self, *names: str) -> None:
@@ -172,7 +188,7 @@ class Reader:
             return _map_tree(content, partial(self._resolve, self._table.get(stem, {})))
 
     def file(self, name: str) -> Any:
-        """Return a file's content; if ``by_parts``, tensors are mapped: copy before a change."""
+        """Return a file's content; with ``by_parts``, copy its tensors before changing them."""
         if name in self._open:
             return self._open[name]
         self.check(name)
@@ -225,7 +241,7 @@ def with_whole_tensors(tree: Any) -> Any:
 
 
 def _map_tree(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
-    """Copy nested containers, with items replaced by ``change(item, path)`` if that differs."""
+    """Copy nested containers; ``change(item, path)`` returns the item or a replacement for it."""
     changed = change(value, key)
     if changed is not value:
         return changed

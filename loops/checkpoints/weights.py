@@ -100,9 +100,12 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load tensors or sliceable objects; of sharded tensors, read only this rank's parts.
+    """Load weights into ``model``; of sharded tensors, read only this rank's parts.
 
-    With ``strict=False`` weights may be missing.
+    Args:
+        model: The model.
+        weights: Tensors or ``SavedTensor`` objects by the user's names.
+        strict: Whether every weight must be given.
     """
     present = model.state_dict()
     for name, tensor in _local_parts(model):
@@ -146,7 +149,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
-    """Return offsets and sizes of the parts of sharded parameters."""
+    """Return, by name, offsets and sizes of this rank's parts of sharded parameters."""
     named = [(name, layout_of(p)) for name, p in model.named_parameters() if is_sharded(p)]
     return {plain_name(name): (list(at.offsets), list(at.sizes)) for name, at in named}
 
@@ -182,14 +185,14 @@ def _mean(name: str, layout: Layout, ranks: Sequence[Mapping[str, Any]]) -> Tens
         common = overlap((layout.offsets, layout.sizes), (offsets, sizes))
         if common is not None:
             total[common[0]] += gradient[common[1]]
-    # `total` sums over all ranks. Each distinct part was held by `len(ranks) / parts` ranks, and
-    # the mean over these is wanted.
+    # `total` is a sum over all ranks. Each distinct part was held by `len(ranks) / parts` ranks:
+    # divide by this number.
     parts = len({(tuple(place[0]), tuple(place[1])) for place in places if place is not None}) or 1
     return total * parts / len(ranks)
 
 
 def window_weights(state: LoopState) -> list[float]:
-    """Return for each optimizer wrapper the ``loss_weight`` total of this rank's gradients."""
+    """Return, for each optimizer wrapper, the total weight of the losses in its gradients."""
     return [optim_features(m).window_weight for m in members_of(state.optim_wrapper)]
 
 
@@ -201,8 +204,8 @@ def restore_window_weights(
     Args:
         state: The state whose optimizer wrappers get the weights.
         ranks: The contents of this rank's file, or of all files, whose mean is used.
-        rank_ratio: The number of data ranks when saving, divided by the present number; means
-            over the ranks are scaled by it.
+        rank_ratio: The number of data ranks when saving, divided by the current number; means
+            over the ranks are multiplied by it.
     """
     saved = [content.get("window_weights", []) for content in ranks]
     for member, values in zip(
@@ -217,7 +220,11 @@ def restore_window_weights(
 
 
 def state_to_save(state: LoopState) -> LoopState:
-    """Return the state to save: at the window's start if the window's gradients cannot be saved."""
+    """Return the state to save.
+
+    This is ``state``, unless it is inside an accumulation window whose gradients cannot be saved.
+    Then it is a copy with the counters of the window's start.
+    """
     if not _loses_gradients(state):
         return state
     start = state.updated_at
@@ -250,7 +257,7 @@ def _loses_gradients(state: LoopState) -> bool:
 
 
 def _local_parts(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the plain tensors of ``model`` that are parts of sharded ones, by all their names."""
+    """Return the plain tensors that are parts of sharded ones; tied ones under all their names."""
     named = chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     )

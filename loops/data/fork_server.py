@@ -17,7 +17,7 @@ _IGNORED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def preload_this_module() -> None:
-    """Let the fork server import this module. A server that runs already stays as it is."""
+    """Make the fork server import this module when it starts; a running one is not changed."""
     # multiprocessing can set the list of modules, but not read it.
     server: object = getattr(forkserver, "_forkserver", None)
     modules: list[str] = getattr(server, "_preload_modules", ["__main__"])

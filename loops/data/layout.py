@@ -25,8 +25,9 @@ class _Update:
 
     Attributes:
         size: Samples, over all ranks.
-        equal: Whether all ranks' parts must be equal, since their mean losses have equal weights.
-        only: The only possible number of batches; None for any.
+        equal: Whether all ranks must have equally many samples, since their mean losses have equal
+            weights.
+        only: The only allowed number of batches on each rank; None for any.
     """
 
     size: int
@@ -34,7 +35,7 @@ class _Update:
     only: int | None
 
     def batches(self, ranks: int, batch_size: int) -> int | None:
-        """Return the smallest possible number of batches; None if there is none."""
+        """Return the smallest possible number of batches on each rank; None if there is none."""
         if self.equal and self.size % ranks:
             return None
         least = -(-self.size // (ranks * batch_size))
@@ -67,9 +68,9 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
 
     After a resume an update has the same number of samples on any number of ranks, and the next
     update begins with the next sample of the epoch's order. ``state.batch``, ``state.iteration``
-    and the accumulation are converted to the new batches. Loaders that ``build_loader`` did not
-    create skip the same fraction of the pass: the batch number is converted by the ratio of the
-    numbers of ranks, so some samples may be repeated or missing.
+    and the accumulation are converted to the new batches. A loader that ``build_loader`` did not
+    create continues at the same fraction of the pass: the batch number is multiplied by the ratio
+    of the numbers of ranks, so some samples may be repeated or missing.
 
     Raises:
         ValueError: These ranks cannot split an update; the message says which numbers can.
@@ -120,8 +121,8 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
         # An earlier training of this process had another loader.
         before = {}
     ranks = before.get("ranks", sampler.world_size)
-    # The samples of a chunk. In checkpoints their number is "run", and the samples of an epoch
-    # are "length".
+    # The samples of a chunk, which is one batch for all ranks. In the saved layout their number is
+    # called "run", and the samples of an epoch are called "length".
     chunk = before.get("run", sampler.batch_size * ranks)
     sampler.cut(chunk * window, window, weighted=is_weighted(state.optim_wrapper))
     present = {
@@ -142,7 +143,7 @@ def _fixed_count(state: LoopState, saved: Mapping[str, int], weighted: bool) -> 
     uneven = model_features(state.model).uneven_inputs is not None and not weighted
     closure = optim_features(members[0]).needs_closure
     able = len(members) == 1 and hasattr(members[0], "accumulate") and not (uneven or closure)
-    # Without weights a window may continue in the next epoch.
+    # Without a `loss_weight`, an accumulation window may continue in the next epoch.
     chunks = -(-saved["length"] // saved["run"])
     ends_with_epoch = weighted or chunks % (saved["global_batch"] // saved["run"]) == 0
     return None if able and ends_with_epoch else saved["micro_batches"]
@@ -191,7 +192,7 @@ def _warn_of_changes(sampler: ShardedBatchSampler, saved: Mapping[str, int], win
 
 
 def _skip_same_fraction(state: LoopState) -> None:
-    """Skip the same fraction of the pass on another number of ranks."""
+    """Continue at the same fraction of the pass if the number of ranks has changed."""
     now = weights.num_data_ranks(state.model)
     before = state.data.layout.get("ranks", now)
     if before != now and state.batch:

@@ -1,4 +1,4 @@
-"""Build loaders, start them at a batch, and read their first batch without side effects."""
+"""Build loaders, start them at any batch, and read batches without changing a loader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SeededSamples(Dataset[Any]):
     """A map-style data set whose random numbers in a worker depend only on the batch's key.
 
     Augmentations are therefore the same for any number of workers and after a resume. Without
-    workers they use the streams of the training process, which checkpoints contain.
+    workers they use the random streams of the training process, which checkpoints contain.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -82,8 +82,8 @@ def build_loader(
             device, the rows are copied there once. "auto" does this only if nothing but the speed
             changes, for example with a ``TensorDataset`` on the CPU.
         **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
-            number of ranks; default: the process group's), ``pin_memory`` ("auto": if
-            CUDA is available) and the remaining arguments of ``torch.utils.data.DataLoader``.
+            number of ranks; default: the process group's), ``pin_memory`` (default "auto": pinned
+            if CUDA is available) and other arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
         ValueError: The data set is empty, or an option does not fit it.
@@ -138,7 +138,10 @@ def is_stream(loader: Any) -> bool:
 
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:
-    """Return the data set's size if the sampler repeats samples to make ranks even, else None."""
+    """Return the data set's size if the sampler repeats samples so that ranks have equally many.
+
+    Returns None for other loaders.
+    """
     own = sampler_of(loader)
     if own is not None:
         return own.num_samples if own.pads else None
@@ -193,7 +196,7 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> bool:
-    """Call ``set_epoch`` of a loader's parts that have it; return whether there are any."""
+    """Call ``set_epoch`` of the loader, its samplers and its stream; return whether one has it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
     # Iterable data sets, such as Hugging Face's, may also have an order by epoch.
@@ -215,11 +218,12 @@ def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
 def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
     """Return the batches of pass 0, even while another pass is being read.
 
-    Loaders other than DataLoaders of map-style data sets and sequences are iterated again, so the
-    next pass of such a loader must not depend on earlier ones.
+    A DataLoader of a map-style data set is not changed. Any other loader is iterated once more, so
+    its next pass must not depend on earlier ones.
 
     Raises:
-        ValueError: ``loader`` reads a stream or has a position, which would change.
+        ValueError: ``loader`` reads a stream, or its ``state_dict`` shows that it has a position.
+            Reading would change them.
     """
     if _can_read_aside(loader):
         return _aside(loader, None)
@@ -256,7 +260,7 @@ def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
 
 
 def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that reads the batches of these indices."""
+    """Return a copy of ``loader`` that reads the batches with the given indices."""
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"]
     if num_workers:
         names += ["prefetch_factor", "multiprocessing_context"]

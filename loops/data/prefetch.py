@@ -27,9 +27,8 @@ def prefetch_to_device(
     Args:
         batches: The batches of a loader.
         device: The device of the model.
-        ahead: Read, and begin to copy, one batch ahead. Use False if the loader reports its
-            position, or draws random numbers in this process: it then continues exactly after a
-            resume.
+        ahead: Read one batch ahead and begin to copy it. Use False if the loader has a position to
+            save or draws random numbers in this process; otherwise a resumed run would differ.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -39,7 +38,10 @@ def prefetch_to_device(
 
 
 def can_read_ahead(loader: Any) -> bool:
-    """Return whether reading one batch ahead changes no saved position and no random stream."""
+    """Return whether reading one batch ahead leaves checkpoints correct.
+
+    It does not if the loader has a position to save or draws random numbers in this process.
+    """
     if type(loader) not in (DataLoader, TensorLoader):
         return type(loader) in (list, tuple)
     by_index = sampler_of(loader) is not None
@@ -63,7 +65,7 @@ def _one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def _copies(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """Yield batches that are being copied, each with an event for the end of the copy."""
+    """Yield the copies of batches before they are complete, with an event for their completion."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     for batch in batches:
         user = torch.cuda.current_stream(device)
@@ -81,7 +83,7 @@ def _arriving(copies: Iterable[Any], device: torch.device) -> Iterator[Any]:
 def _copied(data: Any, device: torch.device, user: torch.cuda.Stream) -> Any:
     if hasattr(data, "record_stream"):
         copy = data.to(device, non_blocking=True)
-        # Keeps the memory from being reused before the stream `user` has finished with it.
+        # Do not reuse the memory before the stream `user` has finished with it.
         copy.record_stream(user)
         return copy
     if isinstance(data, Mapping):

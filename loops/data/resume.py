@@ -22,8 +22,8 @@ from .workers import iterate
 
 logger = logging.getLogger(__name__)
 
-# DataLoader reads from its workers in turn. If the saved position is inside a round, a worker
-# whose batch of this round was already read yields a batch of these instead.
+# DataLoader reads one batch from each worker in turn. If the saved position is inside such a round,
+# workers whose batch was already read yield a batch of these placeholders.
 _SKIPPED = object()
 _OPTIONS = (
     *("batch_size", "drop_last", "num_workers", "pin_memory", "timeout", "worker_init_fn"),
@@ -49,7 +49,10 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
 def _batches_and_source(
     loader: Iterable[Any], epoch: int, batch: int, place: Any
 ) -> tuple[Iterator[Any], Stateful | None]:
-    """Return batches, from position ``place`` if it is given, and the object that reports it."""
+    """Return the batches and the object that reports their position, if there is one.
+
+    ``place`` is the saved position to start from; None to start from ``epoch`` and ``batch``.
+    """
     if place is None:
         batches = batches_from(loader, epoch, batch)
         return batches, _position_source(loader, batches)
@@ -80,9 +83,9 @@ def _batches_and_source(
 
 
 def _position_source(loader: Iterable[Any], batches: Iterator[Any]) -> Stateful | None:
-    """Return the object that reports the position, if any.
+    """Return the object that reports the position of a loader, or None.
 
-    None as well for a loader of ``build_loader``, whose position is found by index.
+    A loader of ``build_loader`` needs no such object: its position is the number of the batch.
     """
     if sampler_of(loader) is not None:
         return None
@@ -148,7 +151,7 @@ class StreamLoader(DataLoader[Any]):
         stream.seed = self._seed
         # Not a generator function: workers start now, and draw their seed as in any DataLoader.
         batches = super().__iter__()
-        # The workers have a copy by now; workers of the next pass must not get it.
+        # The workers have a copy of `restored` by now; workers of the next pass must not get it.
         stream.restored = None
         return self._noting_places(batches)
 
@@ -268,7 +271,7 @@ class Stream(IterableDataset[Any]):
 
     def place(self) -> dict[str, Any]:
         """Return the position of this copy after a batch, and begin the next batch."""
-        # Copied, since a worker sends the state while it continues to read.
+        # Copied, since a worker continues to read while the state is being sent.
         state = deepcopy(self.samples.state_dict())
         self._batches += 1
         self._start_batch()

@@ -45,9 +45,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
         world_size: The number of shards, which together have all samples.
         drop_last: Leave out an incomplete last chunk.
         even: Give every rank the same number of batches and samples, by repeating the epoch's
-            first samples at its end (training); ``pads`` is True if samples are repeated. Without
-            it each sample is read exactly once, and a rank may have fewer batches than others, or
-            none (evaluation).
+            first samples at its end (training); ``pads`` is True if samples are repeated. If
+            ``even`` is false, each sample is read exactly once, and a rank may have fewer batches
+            than others, or none (evaluation).
 
     Raises:
         ValueError: ``batch_size`` or ``rank`` is out of range, or ``drop_last`` leaves no batch.
@@ -95,7 +95,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         same_batch_count: bool = False,
         weighted: bool = False,
     ) -> None:
-        """Set the number of samples of an update, and of its batches on each rank.
+        """Set the number of samples in an update, and the number of batches of each rank in it.
 
         Args:
             global_batch: Samples per update, over all ranks.
@@ -103,10 +103,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
             epoch_samples: Samples in an epoch; default: by ``num_samples`` and ``drop_last``.
             same_batch_count: Give the last, possibly smaller, update of an epoch as many batches
                 as the others.
-            weighted: Whether the optimizer wrapper has a ``loss_weight``. Then no samples are
-                repeated to make the ranks even, and the ranks' parts of a chunk differ by at most
-                one sample. A rank without samples gets the chunk's first one, for which
-                ``counts`` is False.
+            weighted: Whether the optimizer wrapper has a ``loss_weight``. If so, no samples are
+                repeated to give the ranks equally many: their parts of a chunk differ by at most
+                one sample. A rank without samples gets the chunk's first one, which does not
+                count (``counts`` is False).
 
         Raises:
             ValueError: ``micro_batches`` is less than 1, or so large that a batch would be empty.
@@ -136,7 +136,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     @property
     def batches(self) -> int:
-        """Batches in an epoch, on the rank with most batches."""
+        """Batches in an epoch, on the rank with the most batches."""
         full = self.epoch_samples // self.global_batch
         rest = self.padded_samples - full * self.global_batch
         return full * self.micro_batches - (-rest // self._last_chunk)
@@ -149,7 +149,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return count
 
     def counts(self, batch: int) -> bool:
-        """Return whether this rank has samples in a batch of the epoch, and not only padding."""
+        """Return whether a batch of this rank has samples that count, and not only padding."""
         start, end = self._span(batch)
         return start + self.rank < end
 
@@ -174,7 +174,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return itertools.chain.from_iterable(self._batch_groups(self._epoch, self._first, device))
 
     def _span(self, batch: int) -> tuple[int, int]:
-        """Return the range of positions of all ranks' parts of a batch."""
+        """Return the positions (start, end) of a batch's chunk, which all ranks share."""
         update, index = divmod(batch, self.micro_batches)
         first = update * self.global_batch
         chunk = self._chunk if first + self.global_batch <= self.epoch_samples else self._last_chunk
@@ -210,7 +210,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 yield [samples[self._rank_positions(batch)] for batch in range(begin, end)]
 
     def _samples(self, epoch: int) -> torch.Tensor:
-        """Return the epoch's samples by position."""
+        """Return the sample indices in the epoch's order, with repeated ones at the end."""
         if self._known is None or self._known[0] != epoch:
             order = self._order(epoch)
             if self.padded_samples > self.num_samples:

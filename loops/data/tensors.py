@@ -1,4 +1,4 @@
-"""Loaders over data sets of tensors, whose batches are selected rows."""
+"""Load data sets that consist of tensors, by selecting the rows of each batch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class TensorLoader(DataLoader[Any]):
         dataset: A data set with an attribute ``tensors``: a tensor, or a sequence or mapping of
             tensors. Their rows, along the first dimension, are its samples.
         sampler: The order of the rows.
-        device: Where to keep copies of the tensors and make batches; None to use the tensors
-            themselves.
+        device: The device of the batches, to which the tensors are copied once; None to use the
+            tensors themselves.
         **options: Further arguments of ``DataLoader``.
 
     Raises:
         TypeError: The data set has no such attribute.
-        ValueError: The rows are not its samples.
+        ValueError: The rows differ from the samples of the data set.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TensorLoader(DataLoader[Any]):
         return self._batches(self._rows(device), pin)
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
-        # Built from C functions only, so that a batch runs no Python code of this library.
+        # Only iterators that are written in C, so that no Python code runs for a batch.
         each = zip(self._tensors, tee(rows, len(self._tensors)), strict=True)
         parts: list[Iterator[Tensor]] = [map(t.index_select, repeat(0), own) for t, own in each]
         if pin:

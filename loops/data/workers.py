@@ -19,10 +19,11 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return ``iter(loader)``; its worker processes are prepared by a ``WorkerStart``.
+    """Return ``iter(loader)`` with worker processes that ignore stop signals.
 
-    A scheduler sends its signals to every process of a job. The training process would fail
-    instead of saving if a worker had ended first. Signals are blocked until a worker is prepared.
+    A scheduler sends its signals to every process of a job. If a worker ended first, the training
+    process would fail instead of saving a checkpoint. A ``WorkerStart`` prepares each worker, and
+    stop signals are blocked until then.
     """
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
@@ -73,7 +74,7 @@ class WorkerStart:
         if parent is not None:
             threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
         if parent is None or parent.pid != self.parent:
-            # The marker is not of this worker's parent, so it does not show when the parent exits.
+            # The marker belongs to another process, so it does not show when the parent exits.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
         if self.user_start is not None:
@@ -90,7 +91,7 @@ def _end_with(parent: Any) -> None:
 
 
 class WorkerCollate:
-    """Make batches in a worker; describe the samples in a note on errors."""
+    """Make batches in a worker; if that fails, add a note to the error that lists the samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate

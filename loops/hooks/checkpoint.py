@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 class CheckpointHook(Hook):
     """Save checkpoints into ``<run_dir>/checkpoints``; every rank must have this hook.
 
-    Saves at the intervals, after the validation of the same update or epoch, at the end of the run
-    and when a signal stops it. Weights that are not finite are not saved: a warning names the
-    first, and earlier checkpoints are kept. Does nothing if ``state.run_dir`` is None. Checks when
-    training starts that the folder is writable.
+    Saves at the given intervals, at the end of the run, and when a signal stops it. A validation at
+    the same update or epoch comes first. If the weights are not all finite, nothing is saved: a
+    warning names the first bad parameter, and earlier checkpoints are kept. Does nothing if
+    ``state.run_dir`` is None. Checks when training starts that the folder is writable.
 
     Args:
         every_steps: Optimizer updates between two checkpoints; None for never.
@@ -48,14 +48,14 @@ class CheckpointHook(Hook):
             checkpoint, and the best checkpoint is kept as well.
         mode: "max" if higher values of that metric are better, "min" if lower; default: by the
             metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Also save when training fails, without communication (``save_alone``);
-            not after a NonFiniteError, CheckpointError or KeyboardInterrupt.
+        save_on_exception: Save when training fails, too. Rank 0 saves without communication
+            (``save_alone``), except after a NonFiniteError, CheckpointError or KeyboardInterrupt.
 
     Raises:
         ValueError: An interval, ``keep_last`` or ``mode`` is not allowed.
     """
 
-    # After the hooks that change the saved parts at the same event.
+    # Called after the hooks that change saved parts at the same event.
     order = 75
 
     def __init__(
@@ -85,7 +85,7 @@ class CheckpointHook(Hook):
         self._training = True
         folder = _folder(state)
         if folder is not None:
-            # Checked now, since the first save may be hours away.
+            # Check now: the first save may be hours away.
             run_on_all_ranks(
                 f"making {folder}", lambda: _require_writable(folder) if get_rank() == 0 else None
             )
@@ -180,7 +180,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _require_run_dir(run_dir: Path) -> None:
-    # Creating it again would give a folder with only a part of the run.
+    # Do not create it again: the new folder would contain only a part of the run.
     if get_rank() == 0 and not run_dir.is_dir():
         raise CheckpointError(f"the run folder {run_dir} was removed while the run used it")
 

@@ -23,7 +23,7 @@ class EarlyStopHook(Hook):
         patience: The number of validations without improvement after which to stop.
         mode: "min" if lower values are better, "max" if higher ones are; default: by the
             metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
-        min_delta: A smaller improvement does not count. NaN never counts.
+        min_delta: Only an improvement by more than this counts; NaN is never an improvement.
 
     Raises:
         ValueError: ``patience``, ``mode`` or ``min_delta`` is not allowed.

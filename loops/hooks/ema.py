@@ -26,21 +26,22 @@ from ..rng import preserved_rng
 from ..schedule import positive
 from ..state import LoopState
 
-# Updates averages by the present parameters; the number is how many have been averaged before.
+# rule(averages, parameters, count) updates the averages of `count` earlier sets of parameters.
 _Rule: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
 
 
 class _AveragingHook(Hook):
     """Keep an average of the model's parameters and evaluate with it.
 
-    Subclasses override ``_collect``, and ``_replacements`` if the average has other tensors too.
-    Each rank averages its parts of sharded parameters, without any communication. Parameters below
+    Subclasses override ``_collect``, and ``_replacements`` if evaluations replace buffers too.
+    Each rank averages its shards of sharded parameters, without any communication. Parameters below
     32 bits are averaged in float32.
     """
 
-    # Before all other hooks: at the end of an evaluation they see the model's own weights.
+    # Called before all other hooks, so that at the end of an evaluation they see the model's own
+    # weights.
     order = 10
-    # `load_state_dict` accepts sliceable objects instead of tensors.
+    # `load_state_dict` accepts SavedTensor objects, which are read from disk when they are sliced.
     reads_parts = True
 
     def __init__(self, average_into: _Rule, *, evaluate: bool) -> None:
@@ -71,7 +72,8 @@ class _AveragingHook(Hook):
 
     def on_update(self, state: LoopState) -> None:
         if self._restored is not None:
-            # Loaded from the rank with more batches at the end of an uneven pass.
+            # At the end of an uneven pass, this rank has loaded the average of another rank, which
+            # had more batches.
             self._start(state)
         if not state.skipped:
             self._collect(state)
@@ -90,11 +92,11 @@ class _AveragingHook(Hook):
 
     @property
     def evaluated_entry(self) -> str:
-        """The key of the evaluated weights in the state; empty for the model's weights."""
+        """The key in ``state_dict`` of the weights that evaluations use; "" for the model's own."""
         return "model" if self._evaluate and (self._average or self._restored) else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"model": averaged weights}``, empty before training."""
+        """Return ``{"model": averaged weights}``; without weights before training."""
         if self._model is None or self._restored is not None:
             return {"model": with_whole_tensors(self._restored or {})}
         reshard(self._model)
@@ -108,7 +110,7 @@ class _AveragingHook(Hook):
         return {"model": {name: average.get(name, value) for name, value in own.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Keep the average of a checkpoint, and restore it at the next training or evaluation."""
+        """Store the average of a checkpoint; the next training or evaluation restores it."""
         average = {plain_name(name): value for name, value in state["model"].items()}
         if not all(hasattr(value, "shape") for value in average.values()):
             raise TypeError("the saved average must be tensors")
@@ -121,7 +123,7 @@ class _AveragingHook(Hook):
         reshard(self._model)
         named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
         self._params = [p for _, p in named]
-        # A change of 1e-3 of the difference is lost in the eight bits of a bfloat16.
+        # bfloat16 has 8 significant bits: adding 0.001 of a difference often changes nothing.
         kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
         parts = zip(_parts(self._params), kinds, strict=True)
         self._average = [part.detach().to(kind, copy=True) for part, kind in parts]
@@ -138,7 +140,7 @@ class _AveragingHook(Hook):
             self._restored = None
 
     def _add(self, count: int = 0) -> None:
-        """Add the present parameters to the average of ``count`` others."""
+        """Update the average, of ``count`` sets of parameters so far, by the current parameters."""
         pairs = zip(_parts(self._params), self._average, strict=True)
         self._average_into(self._average, [p.to(mean.dtype) for p, mean in pairs], count)
 
@@ -167,11 +169,11 @@ class EMAHook(_AveragingHook):
 
     The average starts with the parameters at the start of training, or after update
     ``start_step`` (Tarvainen and Valpola, "Mean teachers are better role models", 2017, section 2;
-    averaging was introduced by Polyak and Juditsky, 1992). Each rank averages its parts of sharded
+    averaging was introduced by Polyak and Juditsky, 1992). Each rank averages its shards of sharded
     parameters, without any communication. Parameters below 32 bits are averaged in float32.
 
     Args:
-        decay: The factor of the old average at each update, within [0, 1).
+        decay: The factor by which each update multiplies the old average, within [0, 1).
         every_steps: Optimizer updates between two updates of the average.
         start_step: Up to and including this update, the average is a copy of the weights.
         evaluate_with_ema: Evaluate with the averaged weights. The model's weights are restored
@@ -213,24 +215,27 @@ class EMAHook(_AveragingHook):
 
 @HOOKS.register_module()
 class SWAHook(_AveragingHook):
-    """Average the weights of many points of the training with equal weights.
+    """Keep the plain mean of the model's weights at several points of the training.
 
-    Stochastic weight averaging (Izmailov et al., "Averaging weights leads to wider optima and
-    better generalization", 2018). Evaluations use the average as soon as it has weights. Before an
-    evaluation with new averaged weights, and at the end of training, the running statistics of
-    BatchNorm are computed for the average over the training data, in a pass without gradients; the
-    ranks average them. The model's own weights and statistics are not changed.
+    This is stochastic weight averaging (Izmailov et al., "Averaging weights leads to wider optima
+    and better generalization", 2018). Evaluations use the average as soon as it exists.
+
+    BatchNorm layers need running statistics that fit the averaged weights. They are computed in a
+    pass over the training data without gradients, and averaged over the ranks: before an
+    evaluation if the average has changed, and at the end of training. The model's own weights and
+    statistics are not changed.
 
     Args:
-        from_epoch: The first epoch whose final weights are averaged; the first epoch is 1.
-        from_step: The first update after which weights are averaged.
-        every: Epochs, or updates with ``from_step``, between two weights of the average.
+        from_epoch: The first epoch whose final weights are averaged; epochs are counted from 1.
+        from_step: The first update whose weights are averaged.
+        every: Add weights to the average after every ``every``-th epoch, or update if ``from_step``
+            is given.
         evaluate_with_swa: Evaluate with the averaged weights.
-        update_bn: Compute the statistics of BatchNorm for the average. Without it, evaluations use
-            the model's own statistics.
+        update_bn: Compute BatchNorm statistics for the average. If false, evaluations use the
+            model's own statistics.
 
     Raises:
-        ValueError: Not exactly one of ``from_epoch`` and ``from_step`` is given, or a number is not
+        ValueError: Both or none of ``from_epoch`` and ``from_step`` are given, or a number is not
             allowed. ``on_train_start`` raises it if the training data cannot be read twice.
     """
 
@@ -255,7 +260,7 @@ class SWAHook(_AveragingHook):
         self._every = positive("every", every)
         self._update_bn = update_bn
         self._count = 0
-        # The last epoch that was considered, and the count at which the statistics were computed.
+        # The last epoch that was considered, and `_count` when the statistics were computed.
         self._epoch = 0
         self._measured_at = 0
         self._buffers: dict[str, Tensor] = {}
@@ -275,7 +280,7 @@ class SWAHook(_AveragingHook):
         super().on_eval_start(state)
 
     def on_train_end(self, state: LoopState) -> None:
-        # After a signal there may be no time for a pass over the data.
+        # After a signal there may not be enough time for a pass over the data.
         if not state.signal:
             self._measure(state)
 
@@ -295,7 +300,7 @@ class SWAHook(_AveragingHook):
             self._collect_if_due(state, state.step - self._from_step)
 
     def _collect_epoch(self, state: LoopState) -> None:
-        """Collect at the end of an epoch, before its validation."""
+        """Add the weights at the end of an epoch, before its validation, if it is due."""
         if self._from_epoch is None or state.batch or state.epoch <= self._epoch:
             return
         self._epoch = state.epoch
@@ -325,7 +330,7 @@ class SWAHook(_AveragingHook):
         return [*super()._replacements(), *buffers]
 
     def _measure(self, state: LoopState) -> None:
-        """Compute the statistics of BatchNorm for a changed average; every rank must call this."""
+        """Compute BatchNorm statistics if the average has changed; every rank must call this."""
         if self._restored is not None:
             self._start(state)
         if not self._buffers or self._measured_at == self._count or state.dataloader is None:
@@ -340,7 +345,7 @@ class SWAHook(_AveragingHook):
 
 
 def _batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the layers with running statistics, by name."""
+    """Return the BatchNorm layers with running statistics, by name."""
     named = user_model(model).named_modules()
     layers = {plain_name(n): one for n, one in named if isinstance(one, _BatchNorm)}
     return {name: one for name, one in layers.items() if one.running_mean is not None}
@@ -355,23 +360,23 @@ def _running_statistics(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _update_batch_norms(state: LoopState) -> None:
-    """Compute running statistics over the training data; every rank must call this.
+    """Compute BatchNorm statistics over the training data; every rank must call this.
 
-    Like ``torch.optim.swa_utils.update_bn``, with the mean over the batches of all ranks.
+    Like ``torch.optim.swa_utils.update_bn``, but averages over the batches of all ranks.
     """
     model: Any = state.model
     features = model_features(model)
     layers = _batch_norms(model).values()
     momenta = [layer.momentum for layer in layers]
     flags = [(module, module.training) for module in model.modules()]
-    # DDP would replace the statistics of this rank before each forward.
+    # Bypass DDP, whose forward would replace the statistics of this rank.
     forward = model.module if features.averages_ranks else model
     precision = optim_features(state.optim_wrapper).precision_context or state.precision
     try:
         model.train()
         for layer in layers:
             layer.reset_running_stats()
-            # The mean over all batches so far.
+            # None means the mean over all batches, not a moving average.
             layer.momentum = None
         with preserved_rng(device_of(model)), torch.no_grad():
             for batch in read_aside(state.dataloader):
@@ -407,7 +412,7 @@ def _merge_over_ranks(layer: _BatchNorm, group: Any) -> None:
 
 
 def _parts(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of the parameters, which share their memory."""
+    """Return this rank's shards of the parameters, as tensors that share their memory."""
     return [local_part(param) for param in params]
 
 

@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 @HOOKS.register_module()
 class FreezeHook(Hook):
-    """Keep parameters unchanged until a number of updates; neither decay nor momentum move them.
+    """Keep parameters unchanged for the first updates, even by weight decay and momentum.
 
-    The result is the same as with ``requires_grad=False`` until then, and a resumed run continues
-    exactly. Unlike parameters that are always frozen, these need their backward pass and memory for
-    gradients from the start. Their gradients count in neither clipping nor the update.
+    The result is the same as with ``requires_grad=False`` during these updates, and a resumed run
+    continues exactly. Unlike parameters that stay frozen, these need a backward pass and memory for
+    gradients from the start. Their gradients are left out of clipping and of the update.
 
     Args:
-        until_step: By name of a parameter, path of a module or pattern (fnmatch) of either: the
-            number of updates that leave the parameters unchanged. Of several numbers for a
-            parameter the largest one counts.
+        until_step: Maps the name of a parameter, the path of a module, or an fnmatch pattern of
+            either to the number of updates that leave these parameters unchanged. If several
+            entries match a parameter, the largest number counts.
 
     Raises:
         ValueError: A number is below 1. When training starts: a name matches no parameter, or the
@@ -39,7 +39,7 @@ class FreezeHook(Hook):
         TypeError: When training starts: the optimizer wrapper is not one of ours.
     """
 
-    # Before hooks that look at the optimizer wrapper.
+    # Called before hooks that look at the optimizer wrapper.
     order = 10
 
     def __init__(self, *, until_step: Mapping[str, int]) -> None:
@@ -75,7 +75,8 @@ class FreezeHook(Hook):
                     # The fused SGD of torch fails if only some parameters have momentum.
                     group["fused"] = None
             others = [one for one in member.gates if not isinstance(one, FreezeGate)]
-            # After the check of the first update, which expects a gradient of each parameter.
+            # The last gate, because the check of the first update expects a gradient of each
+            # parameter.
             member.gates = [*others, FreezeGate(lambda: state.step, frozen)]
 
     def on_update(self, state: LoopState) -> None:

@@ -27,11 +27,11 @@ from ..state import LoopState
 class GradNormHook(Hook):
     """Add ``grad_norm``, the total L2 norm of the gradients, to the log records.
 
-    The norm is measured right before each update, before clipping, and averaged over the updates
-    of a log interval; with several optimizers it is ``grad_norm/<name>`` for each. If the optimizer
-    wrapper clips by norm, its value is used. For sharded parameters it is the norm of the whole
+    The norm of the gradients before clipping is averaged over the updates of a log interval. With
+    several optimizers, each has an entry ``grad_norm/<name>``. If the optimizer wrapper clips by
+    norm, the norm that it computed is used. For sharded parameters it is the norm of the whole
     gradients. Updates that a loss scaler skips do not count. Values stay on the device until the
-    record.
+    log record.
     """
 
     def __init__(self) -> None:
@@ -114,15 +114,15 @@ class ThroughputHook(Hook):
     """Add the training speed to the log records.
 
     docs/hooks.md describes ``samples_per_s``, ``steps_per_s``, ``data_share``, ``tokens_per_s`` and
-    ``mfu``. Ranks of a tensor axis share their samples. The hook does not synchronize: on an
-    accelerator the values are correct for an interval, because every log record waits for the
-    device, but not for a single step.
+    ``mfu``. Tensor-parallel ranks that process the same samples count them once. The hook does not
+    synchronize with an accelerator. Its values are correct for whole log intervals, because every
+    log record waits for the device.
 
     Args:
-        tokens_per_sample: Tokens in a sample; default: with ``loss_weight: tokens`` the tokens are
-            counted directly; otherwise the model's attribute of that name.
+        tokens_per_sample: Tokens in a sample. By default, the tokens are counted if ``loss_weight``
+            is "tokens"; otherwise this is the model's attribute ``tokens_per_sample``.
         flops_per_token: Floating-point operations of forward and backward for one token; default:
-            the model's attribute of that name.
+            the model's attribute ``flops_per_token``.
         flops_per_sample: The same for one sample; not together with ``flops_per_token``.
         peak_flops: The peak operations per second of one device, in the dtype in which the model
             computes.
@@ -225,16 +225,16 @@ class ThroughputHook(Hook):
         self._mark_s = perf_counter()
 
     def _count(self, state: LoopState, name: str) -> float | None:
-        """Return the setting, otherwise the attribute of that name of model or net, or None."""
+        """Return the setting ``name``, or the attribute of the model or its ``net``, or None."""
         model = user_model(state.model)
         attributes = (getattr(part, name, None) for part in (model, getattr(model, "net", None)))
         values = (self._given[name], *attributes)
         return next((value for value in values if value is not None), None)
 
     def _find_seconds_per_unit(self, state: LoopState) -> tuple[str, float] | None:
-        """Return the unit whose FLOPs are known, and the seconds that all devices need for one.
+        """Return "token" or "sample", and the seconds that one takes on all devices at peak speed.
 
-        The unit is "token" or "sample". The seconds are at peak speed, with all devices together.
+        Returns None if ``peak_flops`` is not set.
         """
         peak = self._given["peak_flops"]
         if peak is None:
@@ -274,7 +274,7 @@ def _devices(model: nn.Module) -> int:
 
 
 def _path_to_tensor(batch: Any) -> tuple[Any, ...] | None:
-    """Return the keys that lead to the first tensor with a first dimension, or None."""
+    """Return the keys that lead to the first tensor that is not 0-d, or None."""
     if isinstance(batch, Tensor):
         return () if batch.dim() else None
     items: Any = ()

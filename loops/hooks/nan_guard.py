@@ -79,7 +79,7 @@ class NanGuardHook(Hook):
         }
         self._with_records = (every_steps, every_epochs, every_secs) == (None, None, None)
         self._checked_at = -1
-        # The first bad value of a record since then.
+        # The first bad value of a log record since the last check.
         self._found: tuple[int, str] | None = None
         self._warned = False
 
@@ -110,7 +110,7 @@ class NanGuardHook(Hook):
         if bad and self._with_records:
             self._report(state, f"{bad[0]} is {record[bad[0]]}")
         elif bad:
-            # The buffer of the logs is cleared after the record.
+            # Keep it for the next check: the log buffer is cleared after the record.
             self._found = self._first_value(state)
         if self._with_records:
             self._checked_at = state.step
@@ -140,7 +140,7 @@ class NanGuardHook(Hook):
         if self._target == "weights" and not weights:
             return
         values = [(value[0], rank, value[1]) for rank, (value, _) in by_rank if value]
-        # Within a step, the log value comes first, since it is more informative.
+        # Within a step, prefer the log value, which is more informative.
         found = sorted(values, key=lambda one: one[:2]) + weights
         step, rank, what = min(found, key=lambda one: one[0], default=(state.step, 0, default))
         text = f"{what} at step {step} on rank {rank}"
@@ -159,7 +159,10 @@ class NanGuardHook(Hook):
 
 
 def bad_parameter(state: LoopState) -> str:
-    """Describe this rank's first parameter, or part, that is not finite; "" if there is none."""
+    """Describe the first parameter that is not finite on this rank; "" if there is none.
+
+    Of sharded parameters, this rank's shards are checked.
+    """
     named = [(name, local_part(param)) for name, param in _named_parameters(state)]
     finite = are_finite([part for _, part in named])
     for (name, part), good in zip(named, finite, strict=True):

@@ -1,4 +1,4 @@
-"""Share the step of a running process with a process that may outlive it."""
+"""Show other processes the number of the last update, even after this process was killed."""
 
 from __future__ import annotations
 

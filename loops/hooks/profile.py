@@ -139,8 +139,8 @@ def operations_table(events: Sequence[Any]) -> str:
     """Return the costliest operations of a profile as lines of at most 80 columns.
 
     Args:
-        events: The ``key_averages`` of a profiler. Times are those of the device, if there are any,
-            otherwise of the CPU, without the operations that an operation calls.
+        events: The ``key_averages()`` of a profiler. The times are GPU times if there are any,
+            otherwise CPU times. They exclude the operations that an operation calls.
     """
     on_device = any(event.self_device_time_total > 0 for event in events)
     kind = "self_device_time_total" if on_device else "self_cpu_time_total"
@@ -162,9 +162,9 @@ class SystemHook(Hook):
     """Add memory and system statistics to the log records, as means over the ranks.
 
     ``rss_gib`` is the memory of the process, ``cuda_peak_gib`` the highest allocation on its GPU
-    since the last record, ``cpu_cores`` the CPU seconds that the process used per second, and
-    ``disk_free_gib`` the free space of the run folder's disk. Workers of a loader are other
-    processes and do not count.
+    since the last record, ``cpu_cores`` the average number of CPU cores that the process used, and
+    ``disk_free_gib`` the free space of the run folder's disk. The worker processes of a loader are
+    not included.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class SystemHook(Hook):
 
 
 def resident_bytes() -> int:
-    """Return the bytes of memory that this process occupies; without /proc, its peak."""
+    """Return the resident memory of this process in bytes; on systems without /proc, its peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except OSError:

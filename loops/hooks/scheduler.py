@@ -24,8 +24,8 @@ _UNITS: tuple[By, ...] = ("batch", "step", "epoch")
 class PolyLR(LRScheduler):
     """Decay the learning rates to ``eta_min`` as ``(1 - step / total_iters) ** power``.
 
-    The same as torch's ``PolynomialLR``, applied to the part above ``eta_min``. Each step changes
-    the current rates, so that other schedules can act at the same time.
+    The same as torch's ``PolynomialLR``, applied to the part above ``eta_min``. Each step computes
+    the rates from the current ones, so that other schedules can act at the same time.
 
     Args:
         optimizer: The optimizer whose rates to change.
@@ -70,7 +70,8 @@ class ScheduleWindow:
 
     Args:
         optimizer: The optimizer whose rates to change.
-        make: Returns a scheduler for the optimizer. Also called at once, to find errors early.
+        make: Returns a scheduler for the optimizer. Called once on construction even if the range
+            starts later, to find errors early.
         after: Number of steps before the range.
         until: Number of steps at which the range ends; None for no end.
 
@@ -138,8 +139,9 @@ class ScheduleWindow:
 class SchedulerHook(Hook):
     """Step torch's learning-rate schedulers and add ``lr`` to the log records.
 
-    docs/hooks.md lists the names. Updates that a loss scaler skips are counted, so that a rate
-    depends only on the number of the update.
+    With several parameter groups or optimizers, the names are ``lr/...``; see docs/hooks.md.
+    Updates that a loss scaler skips are counted, so that a rate depends only on the number of the
+    update.
 
     Args:
         schedulers: (scheduler, unit) pairs. The unit is "step" (stepped after each update), "batch"
@@ -147,8 +149,9 @@ class SchedulerHook(Hook):
             the data). ``ReduceLROnPlateau`` is always stepped at the end of each validation.
         metric: The validation metric for ``ReduceLROnPlateau``. A warning is logged if the
             scheduler's ``mode`` contradicts the metric's direction.
-        optimizers: Several optimizers by their names in the records, including those without a
-            scheduler; default: the optimizers of the schedulers, in their order.
+        optimizers: Optimizers by their names in the log records, including those without a
+            scheduler, if there are several. Default: the optimizers of the schedulers, in their
+            order.
 
     Raises:
         ValueError: A unit is unknown, or ``metric`` is missing.
@@ -196,7 +199,8 @@ class SchedulerHook(Hook):
         _step(self._timed["step"])
 
     def on_eval_start(self, state: LoopState) -> None:
-        # The validation of a pass, which may step a plateau scheduler, is before its save point.
+        # The validation after a pass comes before its save point, and may step a plateau scheduler.
+        # Step the schedulers that count epochs before it.
         if state.phase is Phase.VAL:
             self._finish_epochs(state.epoch)
 

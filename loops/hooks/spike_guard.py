@@ -33,7 +33,7 @@ _MIN_DEVIATION = 0.01
 
 @dataclass
 class _Series:
-    """The last losses or gradient norms: for each step, the highest value of any rank."""
+    """The losses or gradient norms of the last steps; each is the highest value of any rank."""
 
     name: str
     threshold: float
@@ -68,10 +68,10 @@ class SpikeGuardHook(Hook):
 
     All ranks decide together before the update. A value is an outlier if it is above ``median +
     threshold * MAD`` of the last ``window`` steps, without the skipped ones. MAD is the median
-    absolute deviation; the value of a step is the highest of its ranks. The run continues as if
-    the batches of the step's accumulation window did not exist; see docs/hooks.md. Each step costs
-    a small collective and waits for the device. The hook adds ``skipped_steps``, their number
-    since the last record, to the log records.
+    absolute deviation; the value of a step is the highest of any rank. After a skipped step, the
+    run continues as if the batches of its accumulation window did not exist; see docs/hooks.md.
+    Each step costs a small collective and waits for the device. The hook adds ``skipped_steps`` to
+    the log records: the number of skipped steps since the last record.
 
     Args:
         threshold: The number of median absolute deviations above the median.
@@ -89,7 +89,7 @@ class SpikeGuardHook(Hook):
         ValueError: An argument is not allowed.
     """
 
-    # After the hooks that save and those that evaluate, which may draw random numbers.
+    # Called after the hooks that save or evaluate, which may draw random numbers.
     order = 90
 
     def __init__(
@@ -264,7 +264,7 @@ def _by_rank(values: Tensor) -> list[list[float]]:
 
 
 def _overflows(optim_wrapper: OptimWrapper, norms: Sequence[float]) -> bool:
-    """Return whether the loss scale is too high, so that the scaler skips the update itself."""
+    """Return whether the loss scale is too high, so that the loss scaler will skip the update."""
     scaler = getattr(optim_wrapper, "loss_scaler", None)
     has_scale = scaler is not None and scaler.is_enabled()
     return has_scale and not all(map(math.isfinite, norms))

@@ -1,4 +1,4 @@
-"""End training after a time."""
+"""End training after a number of seconds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..state import LoopState
 
 @HOOKS.register_module()
 class TimeLimitHook(Hook):
-    """End training after a number of seconds, as at any other end, with a checkpoint.
+    """End training after a number of seconds, with a checkpoint as at a regular end.
 
     The time is ``state.clock_s``, which is equal on all ranks and updated about once per second. It
-    contains evaluations, and earlier parts of a run that was resumed.
+    includes evaluations, and the time before a resume.
 
     Args:
         max_seconds: Seconds of training, more than 0.

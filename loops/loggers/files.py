@@ -31,12 +31,14 @@ class LogHook(LoggerHook):
     """Write each log record and evaluation into ``metrics.jsonl`` and ``metrics.csv``.
 
     Only rank 0 writes, into ``state.run_dir``; nothing is written if that is None. docs/hooks.md
-    describes a record; a value with the name of one of its four fixed columns gets a ``_`` at the
-    end of its name. A resumed run drops the records after the restored checkpoint, so that no step
-    appears twice. If the earlier run ended inside a log interval, the first record of the resumed
-    run replaces the record of that part. A separate evaluation adds to the files, even while a
-    training run writes them. Images, figures and texts become files in ``media``, whose names end
-    with the update.
+    describes the records. Every record has ``step``, ``epoch``, ``phase`` and ``time``; a logged
+    value with one of these names is written with a ``_`` at the end of its name. Images and figures
+    are written to ``media/NAME_STEP.png``, texts to ``media/NAME_STEP.txt``.
+
+    A resumed run removes the records after the restored checkpoint, so that no step appears twice.
+    If the earlier run ended inside a log interval, its last record covers a part of the interval;
+    the first record of the resumed run covers all of it and replaces that record. ``stepwrap
+    validate`` and ``stepwrap test`` append to the files, even during training.
 
     Args:
         console: Also log each record as a line at INFO, in the format of ``ProgressHook``.
@@ -48,7 +50,7 @@ class LogHook(LoggerHook):
         super().__init__()
         self._console = console
         self._has_folder = False
-        # The updates of the log interval that the end of an earlier run cut short.
+        # The updates of a log interval in which an earlier run ended; empty if it ended at one.
         self._cut_short = range(0)
 
     def on_train_start(self, state: LoopState) -> None:
@@ -59,7 +61,7 @@ class LogHook(LoggerHook):
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
         if self._cut_short:
-            # This record includes the part of the interval that was cut short.
+            # This record covers the whole interval, including the updates of the earlier run.
             steps, self._cut_short = self._cut_short, range(0)
             train = Phase.TRAIN.value
             self._keep(state, lambda r: r.get("phase") != train or r.get("step") not in steps)
@@ -116,7 +118,7 @@ class LogHook(LoggerHook):
 
 
 def _is_past(record: Record, state: LoopState) -> bool:
-    """Return whether a record precedes the restored checkpoint, so that it stays in the file."""
+    """Return whether a record was written before the restored checkpoint and stays in the file."""
     step = record.get("step")
     if not isinstance(step, (int, float)) or step > state.step or is_new_run(state):
         return False
@@ -126,7 +128,7 @@ def _is_past(record: Record, state: LoopState) -> bool:
 
 
 def _records_in(path: Path) -> list[Record]:
-    """Return the records of a ``metrics.jsonl``, if it exists, without lines cut off by a crash."""
+    """Return the records of a ``metrics.jsonl``, which may be missing; skip incomplete lines."""
     records: list[Record] = []
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for line in text.splitlines():
@@ -140,7 +142,7 @@ def _records_in(path: Path) -> list[Record]:
 
 
 def _rewrite_table(folder: Path) -> None:
-    """Rewrite the table from the JSON lines, since several processes may have added lines."""
+    """Rewrite ``metrics.csv`` from ``metrics.jsonl``, to which other processes may have written."""
     records = _records_in(folder / "metrics.jsonl")
     columns = list(dict.fromkeys([*_FIXED, *(name for record in records for name in record)]))
     header = _csv_line({name: name for name in columns}, columns)
@@ -172,7 +174,7 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append a line by a single write, on a new line if a crash has cut off the last one."""
+    """Append a line in a single write, after a line break if a crash cut off the last line."""
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

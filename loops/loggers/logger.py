@@ -23,13 +23,13 @@ class Package(NamedTuple):
 
 
 class LoggerHook(Hook):
-    """Base class of hooks that write records, settings and media to one place.
+    """Base class of hooks that log records, settings and media to a file or service.
 
-    Override ``scalars``, ``settings`` and ``media``, or some of them, and ``close`` if something
-    stays open. They are only called on rank 0, and only if ``state.run_dir`` is set.
+    Override any of ``scalars``, ``settings`` and ``media``. They are called on rank 0 only, and
+    only if ``state.run_dir`` is set. Override ``close`` if a file or connection stays open.
 
     Attributes:
-        package: The package that the logger needs, if it is optional.
+        package: The package that the logger needs, if stepwrap does not always install it.
 
     Raises:
         ImportError: The package is not installed.
@@ -46,7 +46,7 @@ class LoggerHook(Hook):
 
     @classmethod
     def require_packages(cls) -> None:
-        """Raise ImportError if a package is missing; the check of a config calls this too."""
+        """Raise ImportError if the package is missing; checking a config calls this too."""
         needed = cls.package
         if needed is not None and find_spec(needed.module) is None:
             raise ImportError(
@@ -66,7 +66,7 @@ class LoggerHook(Hook):
     def settings(
         self, state: LoopState, settings: Mapping[str, Setting], metrics: Mapping[str, float]
     ) -> None:
-        """Write the settings of the run; called when training starts and when the run ends.
+        """Write the settings of the run; called at the start of training and at the end of the run.
 
         Args:
             state: The state of the loop.
@@ -79,13 +79,15 @@ class LoggerHook(Hook):
 
         Args:
             state: The state of the loop.
-            name: A name, whose parts may be separated by "/".
-            item: A ``numpy.ndarray`` (height, width) or (height, width, channels) of bytes, a
-                ``matplotlib`` figure, or a ``str``.
+            name: The name of the item, such as "weights" or "layer1/weights".
+            item: An image as a ``uint8`` array (height, width) or (height, width, channels), a
+                matplotlib figure, or a ``str``.
         """
 
     def close(self, failed: bool) -> None:
-        """Close what is open; the next call of another method opens it again.
+        """Close open files or connections; a later call of another method must open them again.
+
+        Called on every rank, even if nothing is open.
 
         Args:
             failed: Whether the run ended with an error.
@@ -124,7 +126,7 @@ class LoggerHook(Hook):
         self.close(failed=True)
 
     def _attach(self, state: LoopState) -> bool:
-        """Receive the media of ``state``; return whether this rank writes."""
+        """Subscribe to the media of ``state``, and return whether this rank writes."""
         if get_rank() != 0 or state.run_dir is None:
             return False
         if self._receive not in state.media_loggers:
@@ -136,7 +138,7 @@ class LoggerHook(Hook):
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Setting]]:
-    """Yield nested settings under names such as "optimizer.lr"; other values become text."""
+    """Yield nested settings under names such as "optimizer.lr"; values of other types as text."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat_settings(value, f"{prefix}{key}.")
@@ -153,7 +155,8 @@ def is_new_run(state: LoopState) -> bool:
 def run_id(state: LoopState, service: str, create: Callable[[], str]) -> str:
     """Return the id of this run at a service, so that a resumed run continues there.
 
-    It is stored in ``<run_dir>/<service>_id.txt``; a run from the beginning gets another one.
+    The id is stored in ``<run_dir>/<service>_id.txt``. A run that starts from the beginning gets a
+    new id from ``create``.
     """
     folder = state.run_dir
     assert folder is not None

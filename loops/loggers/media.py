@@ -1,4 +1,4 @@
-"""Check media, and convert images to one format for all loggers."""
+"""Check images, figures and texts, and convert images to one format for all loggers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAME = re.compile(r"\w[\w .-]*(/\w[\w .-]*)*")
 
 
 def checked_media(kind: str, name: str, item: Any) -> Any:
-    """Return an image as an array of bytes, and a figure or text as it is.
+    """Check an item; return an image as a ``uint8`` array, a text as a ``str``, a figure unchanged.
 
     Args:
         kind: "image", "figure" or "text".
@@ -21,8 +21,8 @@ def checked_media(kind: str, name: str, item: Any) -> Any:
         item: The item.
 
     Raises:
-        TypeError: A figure cannot be saved.
-        ValueError: The name could not be the path of a file, or an image has another shape.
+        TypeError: A figure has no ``savefig``.
+        ValueError: The name is not allowed in a file's path, or an image has another shape.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -37,13 +37,12 @@ def checked_media(kind: str, name: str, item: Any) -> Any:
 
 
 def image_array(image: Any) -> NDArray[np.uint8]:
-    """Return an image as an array (height, width, channels) or (height, width) of bytes.
+    """Return an image as a ``uint8`` array (height, width, channels) or (height, width).
 
     Args:
-        image: A tensor (channels, height, width) or (height, width); or an array, or an object that
-            numpy converts to one, such as a PIL image, (height, width, channels) or
-            (height, width). Floats are from 0 to 1, integers from 0 to 255. An image has 1, 3 or 4
-            channels.
+        image: A tensor (channels, height, width), an array (height, width, channels) or a PIL
+            image; tensors and arrays may also be (height, width). There are 1, 3 or 4 channels.
+            Floats are from 0 to 1, integers from 0 to 255.
 
     Raises:
         ValueError: The image has another shape.

@@ -64,7 +64,7 @@ class MLflowHook(LoggerHook):
         from mlflow.entities import Param
 
         self._open(state)
-        # The metrics are in MLflow already.
+        # `metrics` is not needed: `scalars` has logged these values.
         known = self._client.get_run(self._id).data.params
         params = [
             Param(name, str(value)[:_MAX_PARAM_LENGTH])

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 class TensorBoardHook(LoggerHook):
     """Write ``train/...``, ``val/...`` and ``test/...`` scalars into ``<run_dir>/tensorboard``.
 
-    Images, figures and texts are written too, and at the end of the run the settings and the last
-    metrics for the tab HPARAMS. Only rank 0 writes; nothing is written if ``state.run_dir`` is
-    None. The horizontal axis is the optimizer update. A resumed run hides values that were written
-    after the restored checkpoint.
+    Images, figures and texts are written too. At the end of the run, the settings and the last
+    metrics are written for the tab HPARAMS. The horizontal axis is the optimizer update. A resumed
+    run hides the values that were written after the restored checkpoint. Only rank 0 writes;
+    nothing is written if ``state.run_dir`` is None.
 
     Raises:
         ImportError: TensorBoard is not installed.
@@ -46,7 +46,7 @@ class TensorBoardHook(LoggerHook):
         if settings and metrics:
             from torch.utils.tensorboard.summary import hparams
 
-            # Not `add_hparams`, which would write all metrics again, into another folder.
+            # `add_hparams` would write all metrics again, into another folder.
             file: Any = writer.file_writer
             for summary in hparams(dict(settings), dict(metrics)):  # type: ignore[no-untyped-call]
                 file.add_summary(summary)

@@ -31,7 +31,7 @@ class WandbHook(LoggerHook):
 
     Raises:
         ImportError: wandb is not installed.
-        ValueError: ``mode`` is none of these.
+        ValueError: ``mode`` has another value.
     """
 
     order = 73
@@ -92,7 +92,7 @@ class WandbHook(LoggerHook):
             self._run = wandb.init(
                 id=run_id(state, "wandb", lambda: uuid4().hex),
                 resume="allow",
-                # A run that the user's own code has opened stays separate.
+                # Do not continue a run that the user's own code has opened.
                 reinit="create_new",
                 dir=str(state.run_dir),
                 name=self._name or state.run_dir.name,

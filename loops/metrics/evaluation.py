@@ -58,10 +58,18 @@ def feed_metrics(
     weight_of: Callable[[Any], float | Tensor] | None = None,
     inputs: Mapping[str, MetricInputs] = MappingProxyType({}),
 ) -> None:
-    """Update metrics with a step's outputs: a mapping by keyword, others as (outputs, batch).
+    """Update metrics with the outputs of a step.
 
-    ``weight_of`` returns the weight of a batch's mean loss, if it is not the number of samples.
-    ``inputs`` selects the outputs of some metrics, by name.
+    If the outputs are a mapping, each argument of ``update`` gets the value of its name. Any other
+    result is passed as ``update(outputs, batch)``. The method of a BaseMetric is ``add``.
+
+    Args:
+        metrics: The metrics by name.
+        outputs: The result of the step.
+        batch: The batch.
+        weight_of: Returns the weight of a batch, which replaces the argument ``num_samples`` of
+            metrics that also take ``loss``.
+        inputs: Selects what a metric gets from the outputs, by the metric's name.
     """
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
@@ -118,7 +126,10 @@ def empty_copies(metrics: Mapping[str, AnyMetric]) -> dict[str, AnyMetric]:
 
 
 def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
-    """Return by name whether higher values are better; None if neither attribute nor name says."""
+    """Return for each metric whether higher values are better; None if that is unknown.
+
+    The attribute ``higher_is_better`` decides, otherwise words in the metric's name or class.
+    """
     found: dict[str, bool | None] = {}
     for name, metric in metrics.items():
         found[name] = _direction(name, metric)
@@ -159,10 +170,11 @@ def _direction_by_words(text: str) -> bool | None:
 
 
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:
-    """Merge the metric states of the group's ranks on each rank; each of them must call this.
+    """Merge the states of the metrics over the group; every rank of the group must call this.
 
-    One exchange serves all metrics. The synchronization of torchmetrics is not used, since it hangs
-    if ranks hold lists of unequal length. A BaseMetric is left out, since its ``compute`` gathers.
+    All metrics are merged in one exchange. The synchronization of torchmetrics is not used, since
+    it hangs if ranks hold lists of unequal length. Every BaseMetric is left out, since its
+    ``compute`` gathers the results.
     """
     parts = [p for m in metrics.values() if isinstance(m, nn.Module) for p in _parts(m)]
     cpu = torch.device("cpu")
@@ -181,17 +193,19 @@ def compute_metrics(
     size: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Return the results by name, several of one metric as "name/key"; every rank must call this.
+    """Return the results by name; every rank must call this.
+
+    If a metric has several results, their names are "name/key".
 
     Args:
         metrics: The metrics by name.
-        size: The data set's size, if ranks were given some samples twice.
+        size: The data set's size if some samples were evaluated twice, otherwise None.
         group: The ranks from which a BaseMetric gathers, unless its back-end was defined by the
             user.
     """
     results: dict[str, float] = {}
     with warnings.catch_warnings():
-        # A rank may have had no batch.
+        # Torchmetrics warns if `update` was not called, but a rank may have had no batch.
         warnings.filterwarnings("ignore", message=r"The ``compute`` method of metric")
         for name, metric in metrics.items():
             try:
@@ -218,7 +232,7 @@ def _computed(metric: AnyMetric, size: int | None, group: dist.ProcessGroup | No
 
 
 def _parts(metric: nn.Module) -> list[Any]:
-    """Return the metric and the metrics inside it; turn off their own synchronization."""
+    """Return a metric of torchmetrics and those inside it; turn off their synchronization."""
     parts: list[Any] = [part for part in metric.modules() if hasattr(part, "_reductions")]
     for part in parts:
         part.sync_on_compute = False
@@ -235,7 +249,7 @@ def _moved(state: Any, device: torch.device) -> Any:
 
 
 def _merged(values: Sequence[Any], reduction: Any) -> Any:
-    """Return one state from every rank's, in rank order."""
+    """Merge the states of all ranks, given in rank order."""
     if isinstance(values[0], list):
         return [item for rank_items in values for item in rank_items]
     stacked = torch.stack(list(values))

@@ -1,4 +1,4 @@
-"""The outputs of a step that a metric gets: of one head, or changed by a function."""
+"""Select what a metric gets: the outputs of one head, or outputs changed by a function."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ class MetricInputsError(ValueError):
 
 @dataclass(frozen=True)
 class MetricInputs:
-    """A metric with a selection of what it gets.
+    """A metric, and which outputs of a step it gets.
 
     Attributes:
         metric: A metric of torchmetrics, or a ``BaseMetric``.
-        head: A key of ``preds``, if the step returns predictions by head: the metric gets
-            ``preds[head]``. Every other output that is a mapping with this key, such as ``target``,
-            is replaced by its entry in the same way.
-        transform: A function that is called with ``preds``, after the selection of the head. The
-            metric gets what it returns. If the step does not return a mapping, it is called with
-            the step's result.
+        head: A key of ``preds``, for steps that return predictions by head: the metric gets
+            ``preds[head]``. Other outputs that are mappings with this key, such as ``target``, are
+            replaced by their entries in the same way.
+        transform: A function whose result replaces ``preds``, after the head was selected. If the
+            step does not return a mapping, the function gets the step's result.
     """
 
     metric: Any

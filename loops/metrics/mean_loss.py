@@ -11,10 +11,10 @@ from torchmetrics import Metric
 
 
 class MeanLoss(Metric):
-    """The mean loss per sample, from the batches' mean losses and sample counts.
+    """The mean loss per sample, computed from each batch's mean loss and number of samples.
 
-    If the training has a ``loss_weight``, it replaces the sample counts, as in every metric whose
-    ``update`` takes ``loss`` and ``num_samples``.
+    If the training has a ``loss_weight``, it replaces the number of samples, as in every metric
+    whose ``update`` takes ``loss`` and ``num_samples``.
     """
 
     full_state_update = False

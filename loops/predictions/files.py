@@ -1,4 +1,4 @@
-"""Rows in files: the part that each rank writes, and the file that they are merged into."""
+"""Write rows to files: one part for each rank, and the file into which they are merged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS = 1024
 
 
 def check_path(path: Path) -> None:
-    """Check that predictions can be written to ``path``, before any are made.
+    """Check that predictions can be written to ``path``; called before any are computed.
 
     Raises:
         ValueError: the suffix is not one of ``FORMATS``.
@@ -168,7 +168,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def part_of(path: Path, shard: int) -> Path:
-    """Return the path of a part."""
+    """Return the path of the part that the rank with index ``shard`` writes."""
     return path.with_name(f".{path.name}.part{shard}")
 
 

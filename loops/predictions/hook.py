@@ -31,16 +31,16 @@ class PredictionHook(Hook):
     Use a new hook for each evaluation. An evaluation that is stopped writes no file.
 
     Args:
-        path: the file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` is the format.
-        loader: the loader of the evaluation. Several ranks need a loader from ``build_loader``
-            over a map-style data set, in its natural order.
+        path: the file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` determines the format.
+        loader: the loader of the evaluation. With several ranks it must be a loader of
+            ``build_loader`` over a map-style data set, in its natural order.
 
     Attributes:
         count: the number of rows in the file, on rank 0.
 
     Raises:
-        ValueError: the format is unknown, or the loader's order of samples cannot be used (unknown
-            on several ranks, shuffled, or with ``drop_last``).
+        ValueError: the format is unknown, or the loader shuffles, repeats or drops samples, or its
+            order is unknown and there are several ranks.
         FileExistsError: ``path`` exists.
         ImportError: ``.parquet`` needs pyarrow, which is not installed.
     """
@@ -65,7 +65,7 @@ class PredictionHook(Hook):
 
     def on_eval_start(self, state: LoopState) -> None:
         """Open this rank's part."""
-        # Ranks that hold parts of the same layers see the same samples: the first one writes.
+        # Of ranks that see the same samples (tensor parallelism), the first one writes.
         shard = get_rank() if self._sampler is None else self._sampler.rank
         self._shards = all_gather_object(shard)
         self._batches = self._samples = self.count = 0
@@ -92,7 +92,7 @@ class PredictionHook(Hook):
         if part is not None:
             part.close()
         about = (part.fields, part.others, part.count) if part is not None else ({}, set(), 0)
-        # Also waits until all parts are complete.
+        # This exchange also waits until all parts are complete.
         by_rank = all_gather_object(about)
         problem: Exception | None = None
         if get_rank() == 0 and not state.stop_reason:
@@ -100,7 +100,7 @@ class PredictionHook(Hook):
                 self.count = self._merge(by_rank)
             except Exception as error:
                 problem = error
-        # The parts are needed until rank 0 has merged them.
+        # Every rank waits here, since the parts are needed until rank 0 has merged them.
         problem = broadcast(problem)
         self._remove_part()
         if problem is not None:
@@ -139,7 +139,7 @@ class PredictionHook(Hook):
 
 
 def _reordered_by(loader: Iterable[Any]) -> str | None:
-    """Return the setting by which a loader repeats, drops or reorders samples, None if none."""
+    """Return the setting that makes a loader repeat, drop or reorder samples, or None."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = sampler_of(loader)

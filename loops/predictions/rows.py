@@ -22,15 +22,16 @@ _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
     """Split the outputs of a batch into one row per sample.
 
-    A mapping gives its fields that have one value per sample; others, such as a mean loss, are left
-    out. Any other output is the field ``prediction``, unless its values are mappings themselves.
-    A batch that is a mapping with the key ``id`` or ``sample_id`` adds that field.
+    If the outputs are a mapping, a row has the fields with one value per sample; others, such as a
+    mean loss, are left out. If they are a sequence of mappings, these are the rows. Any other
+    output becomes the field ``prediction``. If the batch is a mapping with the key ``id`` or
+    ``sample_id``, the rows have this field too.
 
     Args:
         outputs: the result of ``test_step``: a mapping, a tensor whose first dimension is the
             samples, or a sequence with one value per sample.
-        batch: the batch as the loader gave it.
-        count: the number of samples, or None if only the outputs show it.
+        batch: the batch as the loader yielded it.
+        count: the number of samples in the batch; None to take it from the outputs.
 
     Raises:
         TypeError: nothing in the outputs has one value per sample.
@@ -71,7 +72,7 @@ def _has_length(value: Any) -> bool:
 
 def _column(value: Any, count: int) -> list[Any] | None:
     """Return one plain value per sample, or None if ``value`` does not have that many."""
-    # Fields of transformers that are tuples have one entry per layer.
+    # In the outputs of transformers models, a tuple has one entry per layer, not per sample.
     if not _has_length(value) or len(value) != count or type(value) is tuple:
         return None
     if isinstance(value, Tensor):
