@@ -1,4 +1,4 @@
-"""A trained model in a file that other programs can load: safetensors, torch.export or ONNX."""
+"""Export a trained model to a file for other programs: safetensors, torch.export or ONNX."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RTOL, _ATOL = 1e-3, 1e-4
 
 
 class ExportError(RuntimeError):
-    """A model cannot be exported, or its exported form has other results."""
+    """A model cannot be exported, or the exported model has other outputs."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Export:
         path: the file.
         inputs: names and shapes of the program's inputs, with "batch" for the dimension of the
             samples; empty for ``.safetensors``, which has only weights.
-        difference: the largest absolute difference between its outputs and the model's, on the
-            example batch and on a part of it.
+        difference: the largest absolute difference between the outputs of the file and the
+            model's, on the example batch and on a part of it.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Export:
 
 
 class _TensorForward(nn.Module):
-    """The outputs of a model as a function of the tensors in a batch.
+    """Compute the outputs of a model from the tensors in a batch.
 
     Args:
         model: called with ``mode="tensor"`` after its ``data_preprocessor``.
@@ -93,17 +93,17 @@ def _name(path: Sequence[Any]) -> str:
 
 
 def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> Export:
-    """Write a model to a file, after comparing the exported form with the model on a batch.
+    """Export a model to a file, and check on a batch that the file has the same outputs.
 
-    ``.safetensors`` has the weights only. ``.pt2`` (``torch.export``) and ``.onnx`` have the
-    program as well: the model's outputs in ``mode="tensor"``, after its ``data_preprocessor``, for
-    any batch size. Entries of the batch that the outputs do not depend on, such as targets, are not
-    inputs.
+    ``.safetensors`` contains only the weights. ``.pt2`` (``torch.export``) and ``.onnx`` also
+    contain a program: it applies the ``data_preprocessor`` and calls the model with
+    ``mode="tensor"``, for any batch size. Entries of the batch that the outputs do not depend on,
+    such as targets, are not inputs of the program. If the check fails, no file is written.
 
     Args:
         model: a model on the CPU, as ``load_model`` returns it.
-        path: the new file; its suffix is the format.
-        batch: a batch of at least two samples, as the loader gives it.
+        path: the new file; its suffix determines the format.
+        batch: a batch of at least two samples, as the loader yields it.
 
     Raises:
         ExportError: the model cannot be exported, or the difference is too large.
@@ -134,7 +134,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
 
 
 def check_export(path: Path) -> None:
-    """Check that a model can be exported to ``path``; call this before loading the model.
+    """Check the suffix and the packages for it, and that ``path`` is new.
 
     Raises:
         FileExistsError, ImportError, ValueError: as ``export_model``.
@@ -176,7 +176,7 @@ def _shapes(outputs: _TensorForward) -> dict[str, tuple[int | str, ...]]:
 
 
 def _dynamic(outputs: _TensorForward) -> tuple[Any, ...]:
-    """Return the dynamic dimensions: the first one of each input with one row per sample."""
+    """Return the dynamic dimensions: the first dimension of inputs with one row per sample."""
     batch = Dim("batch")
     shapes = _shapes(outputs).values()
     return tuple({0: batch} if shape and shape[0] == "batch" else None for shape in shapes)
@@ -231,7 +231,7 @@ def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Ca
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide deprecations inside torch, and what its ONNX exporter logs about missing packages."""
+    """Hide deprecation warnings of torch, and log lines of its ONNX exporter below errors."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

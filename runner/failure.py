@@ -29,7 +29,7 @@ class Failure:
     trace: str
     rank: int | None = None
     time: float = field(default_factory=time.time)
-    # Such as the part of the model or the batch that failed.
+    # Further lines, such as the layer of the model and the batch in which the error occurred.
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -112,9 +112,9 @@ class TrainingFailed(RuntimeError):
 
 
 class Terminated(BaseException):
-    """Raised if a signal such as SIGTERM ends a command before it could save a checkpoint.
+    """Raised if a signal such as SIGTERM ends a command at once, without an orderly stop.
 
-    ``saved`` is the last checkpoint of the run, or an empty string.
+    ``saved`` is the last checkpoint that the run had saved before, or an empty string.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:
@@ -189,8 +189,8 @@ class Attempts:
 def building(section: str, options: Iterable[str] = ()) -> Iterator[None]:
     """Turn errors into a ``BuildError`` that names the config section and the key, if known.
 
-    The key is the one that ``build_tree`` noted on the error, otherwise the first of ``options``
-    that the error text mentions.
+    The key is the one that ``build_tree`` noted on the error. Without such a note, it is the first
+    of ``options`` that the error text mentions.
     """
     try:
         yield

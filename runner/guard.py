@@ -67,13 +67,13 @@ def pass_on_as_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def host_identity() -> str:
-    """Return an identifier that is equal for processes that share one set of process ids."""
+    """Return an identifier of the host and its PID namespace, within which a PID is unique."""
     namespace = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this host is running; a zombie is not."""
+    """Return whether a process of this host is running; a zombie is not."""
     try:
         os.kill(pid, 0)
         # The file reads "7 (name) Z ...". It exists on Linux only.
@@ -110,10 +110,11 @@ class _Rank:
 class Ranks:
     """The processes of a launch.
 
-    When a rank is ready for signals it sends its memory (int, in bytes) through a pipe, and later
+    When a rank is ready for signals, it sends its memory (int, in bytes) through a pipe, and later
     its pickled result or its ``Failure``. A rank that ends without either has failed, whatever its
-    exit code. After a failure the other ranks are killed if they have not ended in a few seconds,
-    or in 10 minutes while ``folder`` has a file ``saving_*``.
+    exit code, unless this process received a stop signal. After a failure, ranks that have not
+    ended within a few seconds are killed. They have up to 10 minutes while one of them saves a
+    checkpoint, which a file ``saving_*`` in ``folder`` shows.
 
     Args:
         folder: the private folder of the launch.
@@ -122,9 +123,9 @@ class Ranks:
     Attributes:
         results: the pickled result of each rank, by rank.
         failures: the errors of ranks, including those that ended without reporting one.
-        received: the stop signals that this process received, in order. Those in
-            ``COUNT_AS_SIGTERM`` are recorded as SIGTERM. Ranks get the first one. A second
-            Ctrl-C kills them.
+        received: the stop signals that this process received, in order. Signals in
+            ``COUNT_AS_SIGTERM`` are recorded as SIGTERM. The first one is forwarded to the ranks.
+            A second Ctrl-C kills them.
     """
 
     def __init__(self, folder: Path, display: Callable[[], None]) -> None:

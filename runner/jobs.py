@@ -58,7 +58,7 @@ LOOPS_OF = {
 
 @dataclass(frozen=True)
 class Job:
-    """One command as it is sent to every rank; ``run`` holds the checked sections of ``config``."""
+    """A command as it is sent to every rank; ``run`` has the checked sections of ``config``."""
 
     command: str
     config: Config
@@ -86,7 +86,7 @@ class Outcome:
     signal: int = 0
     # By phase: "val" and "test".
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    # The checkpoint that was evaluated last, or "" for the model as it was.
+    # The checkpoint that was evaluated last; "" if the current weights were evaluated.
     checkpoint: str = ""
     # Why the best checkpoint is the best, such as "lowest loss"; "" if no best one is kept.
     best_by: str = ""
@@ -156,8 +156,8 @@ def _continued(job: Job) -> Job:
     """Return the job for this attempt; after a restart by torchrun, one that continues the run.
 
     Every rank must call this. torchrun's store records whether an earlier attempt began. Results in
-    the run's folder do not show this: they may be another run's, and then the caller refuses the
-    folder.
+    the run's folder do not show it, because they may belong to another run. The caller refuses the
+    folder in that case.
     """
     if job.command != "train" or job.dry_run:
         return job
@@ -206,7 +206,7 @@ def _run_here(job: Job) -> Outcome:
 
 @contextmanager
 def _locating_inputs(config: Config) -> Iterator[None]:
-    """Raise a ConfigError with the line of a metric's setting that fits no output of the step."""
+    """Turn a ``MetricInputsError`` into a ConfigError with the line of the metric's setting."""
     try:
         yield
     except MetricInputsError as error:
@@ -215,7 +215,7 @@ def _locating_inputs(config: Config) -> Iterator[None]:
 
 
 def _without_loaded(job: Job) -> RunSections:
-    """Return the settings, without ``load_from`` if a checkpoint is resumed; collective."""
+    """Return the settings, without ``load_from`` if the run is resumed; every rank must call."""
     resumes = bool(job.resume)
     if job.resume is True:
         # Without a checkpoint the run starts from the beginning.

@@ -1,4 +1,4 @@
-"""Run a function in several processes of this machine, or in processes that others started."""
+"""Run a function in new processes of this machine, or as a rank that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -70,30 +70,31 @@ def launch(
     oversubscribe: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[int, T]:
-    """Call ``fn(*args)`` on ``nproc`` ranks and return each rank's result by rank.
+    """Call ``fn(*args)`` on ``nproc`` ranks and return the results by rank.
 
-    Under torchrun or ``srun`` this process joins the group of the environment as one rank, and only
-    its own result is returned. A single rank without an ``environment`` runs in this process,
-    without a process group.
+    Under torchrun or ``srun``, this process is one of the ranks that they started: it joins their
+    process group, ``nproc`` is ignored, and only its own result is returned. A single rank without
+    an ``environment`` runs in this process, without a process group.
 
     Otherwise processes are started, and ``fn``, ``args`` and the results are pickled. The ranks
     meet through files in a private folder, which ``STEPWRAP_LAUNCH_DIR`` names, so no store listens
-    on the network. gloo uses the loopback interface unless ``GLOO_SOCKET_IFNAME`` is set
-    (docs/rpc.md explains which stores listen). In a notebook, the progress of rank 0 is displayed
-    below the cell.
+    on the network (docs/rpc.md explains which stores listen). gloo uses the loopback interface
+    unless ``GLOO_SOCKET_IFNAME`` is set. In a notebook, the progress of rank 0 is displayed below
+    the cell.
 
     Args:
-        fn: a module-level function, or any function defined in a notebook or at a prompt. Except
-            on a single rank in this process, the default process group exists while it runs. It is
-            destroyed afterwards, unless it existed before.
-        args: its arguments, as a tuple or a list.
+        fn: a module-level function, or any function defined in a notebook or at a prompt. The
+            default process group exists while it runs, except on a single rank in this process. It
+            is destroyed afterwards, unless it existed before.
+        args: the arguments of ``fn``, as a tuple or a list.
         nproc: number of processes to start on this machine.
         backend: an argument of ``torch.distributed.init_process_group``. "auto" means NCCL for CUDA
-            tensors and gloo for CPU tensors if there is a GPU for each rank, otherwise gloo.
+            tensors and gloo for CPU tensors if there is a GPU for each rank; otherwise gloo for
+            all tensors.
         timeout_s: how long a collective may wait for a rank, in seconds.
-        oversubscribe: allow more than 4 processes per core, and more than fit into free memory.
-            Unless more than 1 GiB per process is free, the first process is started alone and its
-            memory is measured before ``fn`` is called.
+        oversubscribe: allow more than 4 processes per core, and more than fit into free memory. If
+            false and less than 1 GiB per process is free, the first process is started alone, to
+            measure its memory before ``fn`` is called.
         environment: additional environment variables of the started processes.
 
     Raises:
@@ -170,7 +171,7 @@ def _call_pickled(call: bytes) -> Any:
 
 
 def started_outside() -> bool:
-    """Whether a launcher (torchrun, or srun with several tasks) started this process."""
+    """Return whether a launcher (torchrun, or srun with several tasks) started this process."""
     if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
         return True
     tasks = os.environ.get("SLURM_NTASKS", "1")
@@ -202,10 +203,10 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
 def process_group(
     backend: str = "auto", timeout_s: float = 1800.0, *, store_file: Path | None = None
 ) -> Iterator[None]:
-    """Create the default process group of the environment's ranks; every rank must enter.
+    """Create the default process group from RANK and WORLD_SIZE or Slurm's variables.
 
-    An existing group is used and not destroyed. The ranks meet through ``store_file`` if it is
-    given, otherwise at MASTER_ADDR.
+    Every rank must enter. An existing group is used and not destroyed. The ranks meet through
+    ``store_file`` if it is given, otherwise at MASTER_ADDR.
     """
     if dist.is_initialized():
         yield
@@ -233,7 +234,7 @@ def process_group(
 
 @contextmanager
 def single_process_group(needed: bool = True) -> Iterator[None]:
-    """Create a process group of this process alone if ``needed`` and if no group exists."""
+    """Create a process group with one rank, this process, if ``needed`` and if none exists."""
     if not needed or dist.is_initialized():
         yield
         return
@@ -345,7 +346,8 @@ def _rank_main(
     rank, store = int(os.environ["RANK"]), Path(os.environ["STEPWRAP_LAUNCH_DIR"]) / "store"
     try:
         with process_group(backend, timeout_s, store_file=store):
-            # Not earlier: a rank that ends while the group forms causes errors on the others.
+            # Signals were blocked until now: a rank that ends while the group forms causes errors
+            # on the others.
             unblock_signals()
             try:
                 result = pickle.dumps(fn(*args))

@@ -142,7 +142,7 @@ def needs_group(run: RunSections) -> bool:
 
 
 def works_over_ranks(settings: Mapping[str, Any] | None) -> bool:
-    """Whether an optimizer in the settings takes a process group."""
+    """Return whether an optimizer in the settings takes a process group."""
     settings = settings or {}
     return bool(supply_where_taken(settings, OPTIMIZERS, "process_group", None) != settings)
 

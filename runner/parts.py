@@ -83,7 +83,7 @@ def build_parts(
         run: the checked settings.
         only: the loops to build: "train", "val", "test".
         one_batch: give each loop a single batch, for a dry run.
-        ranks: if given, build what a run with that many ranks would build; see ``rehearse``.
+        ranks: if given, choose the wrapper that a run with this many ranks uses; see ``rehearse``.
 
     Raises:
         BuildError: some parts cannot be built; it lists all of them.
@@ -193,7 +193,7 @@ def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[
 
 
 def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
-    """Build the loader ``data.<name>`` of one shard: its index and the number of shards."""
+    """Build the loader ``data.<name>``; ``shard`` is its index and the number of shards."""
     run, limit = _limits(run, name)
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
@@ -216,7 +216,7 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
                 dataset,
-                # With uneven inputs no sample needs to be repeated to fill up a rank.
+                # With uneven inputs no samples are repeated to give the ranks equally many.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=seed,
                 shard=shard,
@@ -255,9 +255,9 @@ class FirstBatches:
 
 
 def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:
-    """Return the settings that name the data of a loader, and the number of its batches, if set.
+    """Return the settings of the loader ``data.<name>``, and its maximum number of batches or None.
 
-    With ``overfit``, every loader reads the first batches of the training data, in order.
+    With ``overfit``, the settings make every loader read the training data in order.
     """
     if run.overfit is None:
         return run, run.limit_batches

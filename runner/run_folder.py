@@ -77,7 +77,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_at(file: IO[str], path: Path) -> bool:
-    """Whether an open file is still the one at ``path``, not one that was deleted."""
+    """Return whether an open file is still the one at ``path``, not one that was deleted."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def occupied(run_dir: Path) -> str:
 
 
 def checkpoint_times(run_dir: Path, prefix: str = "step_") -> dict[Path, int]:
-    """Map the checkpoints whose names start with ``prefix`` to their times, oldest first."""
+    """Map checkpoints whose names start with ``prefix`` to times of change (ns), oldest first."""
     times: dict[Path, int] = {}
     for path in (run_dir / "checkpoints").glob(f"{prefix}*"):
         # A run may be deleting it.
@@ -203,7 +203,7 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
 
 
 def clear_results(run_dir: Path) -> None:
-    """Delete only the files that a run writes to ``run_dir``."""
+    """Delete the files that an earlier run wrote to ``run_dir``, and no others."""
     for name in ("checkpoints", "ledger"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in _RECORDS:

@@ -1,4 +1,4 @@
-"""``Runner``, which holds the parts of one run and trains, validates and tests with them."""
+"""``Runner`` holds the parts of one run, and trains, validates and tests with them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def traced(on: bool) -> Iterator[None]:
 
 
 class Loop(Protocol):
-    """The interface of a loop for ``Runner``."""
+    """The interface that ``Runner`` requires of a loop."""
 
     def run(self, state: LoopState, hooks: HookList) -> Any:
         """Continue from ``state``; return it after training, or the metrics after an evaluation."""
@@ -254,7 +254,8 @@ class Runner:
         the data set.
 
         Args:
-            path: the new file; its suffix is the format: ``.jsonl``, ``.parquet`` or ``.npz``.
+            path: the new file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` determines the
+                format.
             loader: the data, in natural order; default: the loader of the test loop. With several
                 ranks it must come from ``build_loader``.
             checkpoint: as for ``test``.
@@ -263,10 +264,10 @@ class Runner:
             The number of samples.
 
         Raises:
-            CheckpointError: there is no such checkpoint, or it is damaged.
+            CheckpointError: the checkpoint does not exist or is damaged.
             FileExistsError: ``path`` exists.
             ImportError: the format needs a package that is not installed.
-            TypeError: ``test_step`` returns nothing that has one value per sample.
+            TypeError: no output of ``test_step`` has one value per sample.
             ValueError: the format is unknown, the loader does not keep the order, or the test has
                 several sets.
         """
@@ -344,7 +345,7 @@ def load_model(
         device: the device of the returned model.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, is damaged, or is of another model.
+        CheckpointError: the checkpoint does not exist, is damaged, or does not fit the model.
         FileNotFoundError: the folder has no ``config.yaml``, for instance because the ``Runner``
             was built from objects; the text shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.
@@ -400,7 +401,7 @@ def _require_group() -> None:
 
 
 def _named(hooks: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Map names to hooks; further hooks of the same class get a number."""
+    """Name hooks by their classes; further hooks of the same class get a number."""
     if isinstance(hooks, Mapping):
         return dict(hooks)
     named: dict[str, Any] = {}

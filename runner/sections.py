@@ -76,7 +76,7 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:
     """Yield settings that cannot be combined with ``uneven_inputs``.
 
-    It lets ranks have different numbers of batches.
+    That option allows ranks to have different numbers of batches.
     """
     options = run.wrapper or {}
     if not options.get("uneven_inputs") or run.train is None:

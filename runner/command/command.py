@@ -23,8 +23,9 @@ from ...registry.text.files import shipped_configs
 
 # The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
-# The argument of a command's body: its options, the positional arguments as `words` and, for a
-# command that runs a config, the examined config as `examined`, made of `source` and `overrides`.
+# The argument of a command's body. Its attributes are the options, the positional arguments as
+# `words` and, if the command runs a config, `source` (the file), `overrides` and `examined` (the
+# config that they give, with its names checked).
 Options = SimpleNamespace
 
 
@@ -44,8 +45,8 @@ class Command(click.Command):
         usage: the positional arguments, as shown in the help text.
         least: the smallest number of positional arguments.
         most: the largest number of positional arguments; None for any number.
-        section: None for a command without a config. Otherwise the first positional argument is
-            the config, and this is the section that it must have ("" for none).
+        section: the section that the config must have, or "" if it needs none. The config is the
+            first positional argument. None if the command has no config.
     """
 
     def __init__(
@@ -141,7 +142,10 @@ class Command(click.Command):
 
 
 def _split_optional_values(options: Options) -> None:
-    """Move an override or config that ``--resume`` or ``--checkpoint`` took to the words."""
+    """Undo that ``--resume`` or ``--checkpoint`` took the config or an override as its value.
+
+    Their values are optional, so the parser takes the next word.
+    """
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
         if not isinstance(value, str) or not value or os.path.isdir(value):

@@ -81,7 +81,7 @@ class _PredictCommand(Command):
             if name == "test" and not one:
                 return source, overrides
             if "type" not in section:
-                # Without a type it is a loader of build_loader: read every sample once, in order.
+                # Without a type, build_loader builds the loader: read each sample once, in order.
                 section |= {"shuffle": False, "drop_last": False}
         else:
             hint = did_you_mean(data, ("train", "val", "test"))
@@ -93,7 +93,7 @@ class _PredictCommand(Command):
 
 
 def _one_set(name: str, one: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the set named ``one`` in ``data.<name>``; for "", all of it if it has no sets."""
+    """Return the set ``one`` of ``data.<name>``; for "", the whole section if it has no sets."""
     sets = sets_in({"data": {name: section}}).get(name, {})
     if one in sets or not (one or sets):
         return dict(sets.get(one, section))
@@ -253,7 +253,7 @@ summary = Command(
             ["--depth"],
             type=positive,
             metavar="N",
-            help="leave out layers inside more than N others; default: all layers",
+            help="show only layers whose path has at most N parts; default: all layers",
         ),
     ),
     usage=RUN,
@@ -303,7 +303,7 @@ plot = Command(
 sweep = Command(
     "sweep",
     f"{__package__}.sweep_command:run_sweep",
-    "search the best values of settings, with a run for each trial",
+    "search for the best values of settings, with a run for each trial",
     (
         click.Option(
             ["--space"],

@@ -13,7 +13,7 @@ from .command import Options, mistake
 
 
 def run_export(options: Options) -> int:
-    """Export the model of a run, compare it with the model on a batch, and print the result."""
+    """Export the model of a run, and print how much its outputs for a batch differ afterwards."""
     config = options.examined.config
     run = read_sections(options.examined)
     if options.to is None and options.out is None:

@@ -96,7 +96,7 @@ def run_plot(options: Options) -> int:
 
 
 def plots_available() -> bool:
-    """Whether the extra ``plots`` is installed."""
+    """Return whether the extra ``plots`` is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -155,10 +155,10 @@ def read_curves(run_dir: Path) -> Curves:
 
 
 def _charts(curves: Curves) -> Curves:
-    """Return the curves of each panel by label.
+    """Assign the curves to panels: ``{panel: {label: points}}``.
 
-    The label is the phase, followed by the set if several sets have the value. For ``lr`` it is the
-    parameter group.
+    A label is the phase, followed by the name of the set if several sets have the value. For the
+    panel ``lr`` it is the parameter group.
     """
     charts: Curves = {}
     values = Counter(name.partition("/")[2] or name for name in curves)

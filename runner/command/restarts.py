@@ -22,7 +22,8 @@ def run_with_restarts(job: Job) -> dict[int, Outcome]:
 
     Raises:
         LaunchError: the last failure, if no restart is left, if the same error occurred at the
-            same step for the third time, or if the command had been asked to stop.
+            same step for the third time, if the config has a mistake, or if the command had been
+            asked to stop.
     """
     max_restarts, folder = job.run.launch.max_restarts, Path(job.run.run_dir)
     before = checkpoint_times(folder)

@@ -111,7 +111,7 @@ def run_predict(options: Options) -> int:
     try:
         return _run(job)
     finally:
-        # Ranks that were killed cannot remove their parts.
+        # Ranks that were killed could not remove their unfinished files.
         remove_leftovers(Path(options.out))
 
 
@@ -140,7 +140,7 @@ def run_check(options: Options) -> int:
 
 
 def _size(options: Options) -> Iterator[str]:
-    """Yield lines about the size of the model; reading its data may fail in other ways."""
+    """Yield lines about the model's size, or a line with the error that prevented measuring it."""
     try:
         summary = summary_of(options)
     except ConfigError as error:
@@ -166,7 +166,10 @@ def _run(job: Job) -> int:
 
 @contextmanager
 def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
-    """Add the last checkpoint of the run to the error that ends it."""
+    """If the run fails or is stopped after saving checkpoints, raise an error that names the last.
+
+    An error of ``validate``, ``test`` or ``predict`` is raised as it is.
+    """
     # Not `find_checkpoint`: every rank must call it, but a signal may stop only one of them.
     before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
     try:
@@ -227,7 +230,7 @@ def _report_stop(folder: Path, outcome: Outcome) -> None:
 
 
 def _print_metrics(job: Job, outcome: Outcome) -> None:
-    # Imported here because the training need not wait for it.
+    # Imported lazily, so that training starts without waiting for it.
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The command that searches good values of settings."""
+"""The command ``sweep``, which searches for good settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .command import Options, mistake
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-# The most trials in the table at the end.
+# The final table has at most this many trials.
 _SHOWN = 10
 
 
 def run_sweep(options: Options) -> int:
-    """Train once for each trial; print the best trials and the command that repeats the best."""
+    """Train once for each trial; print the best trials and the command with the best values."""
     if find_spec("optuna") is None:
         raise mistake("stepwrap sweep needs Optuna: pip install 'stepwrap[sweep]'")
     if started_outside():
@@ -76,7 +76,7 @@ def _goal(options: Options, run: RunSections) -> tuple[str, bool]:
 
 
 def _run_trials(sweep: Sweep, options: Options) -> int:
-    """Run the trials that are left; return the number of the signal that stopped them, or 0."""
+    """Run the remaining trials; return the number of the signal that stopped them, or 0."""
     try:
         while len(sweep.trials) < options.trials:
             trial = sweep.next_trial()

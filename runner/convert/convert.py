@@ -50,7 +50,7 @@ _BY_CHILDREN = "here each optimizer gets the parameters of the child module of t
 
 
 class Conversion(NamedTuple):
-    """The converted settings, and those without a counterpart or with another meaning."""
+    """The converted settings, and the settings without a counterpart or with another meaning."""
 
     config: dict[str, Any]
     misses: list[Miss]
@@ -125,7 +125,10 @@ def _text(draft: Draft, value: Any, path: str, why: str) -> str:
 
 
 def _default_type(table: str, default: str, refusal: str, *rows: Row) -> Take:
-    """Return the function of a row whose setting must be a dict of mmengine's default type."""
+    """Return a row's function for a dict whose type should be mmengine's default.
+
+    Any other type is listed as a miss with the text ``refusal``.
+    """
 
     def make(given: Section) -> Any:
         kind = given.kind(table, default)
@@ -323,7 +326,7 @@ def _loader(given: Section) -> Any:
 
 
 def _is_ours(section: Section, train: bool) -> bool:
-    """Whether our loader behaves the same with these settings."""
+    """Return whether our loader behaves the same with these settings."""
     sampler, collate = section.get("sampler"), section.get("collate_fn")
     others = ("batch_sampler", "worker_init_fn", "num_batch_per_epoch", "timeout")
     return (

@@ -114,14 +114,14 @@ class Draft:
         return text
 
     def known_as(self, wanted: Any, kind: str) -> str:
-        """Return the bare name of a class of mmengine or torch, the import path of a user's."""
+        """Return the bare name of a class of mmengine or torch, the import path of any other."""
         found = self.look_up(wanted, kind)
         module = str(getattr(found, "__module__", ""))
         is_own = found is not None and module.partition(".")[0] not in ("mmengine", "torch")
         return _path(found) if is_own else bare_name(wanted)
 
     def plain(self, value: Any) -> Any:
-        """Return a value as an argument of an mmengine class: its dicts are passed on unbuilt."""
+        """Return a value as an argument of an mmengine class, which builds nested dicts itself."""
         if isinstance(value, Mapping):
             if "type" not in value:
                 return {key: self.plain(one) for key, one in value.items()}
@@ -133,7 +133,10 @@ class Draft:
 
 
 class Section(dict[str, Any]):
-    """A dict of the old config; keys that no row takes are listed as misses at the end."""
+    """A dict of the mmengine config.
+
+    Rows remove the keys that they convert. ``close`` lists those that remain as misses.
+    """
 
     def __init__(self, draft: Draft, values: Mapping[str, Any], path: str = "") -> None:
         super().__init__(values)
@@ -149,7 +152,7 @@ class Section(dict[str, Any]):
         self.draft.miss(self.at(key), what)
 
     def below(self, key: str) -> Section | None:
-        """Take a dict as a subsection; list anything else as a miss and return None."""
+        """Remove a dict and return it as a section; list any other value as a miss."""
         value = self.pop(key, None)
         if isinstance(value, Mapping):
             return Section(self.draft, value, self.at(key))
@@ -158,7 +161,7 @@ class Section(dict[str, Any]):
         return None
 
     def each(self, key: str) -> Iterator[Section]:
-        """Take a dict or a list of dicts as sections; list anything else as a miss."""
+        """Remove a dict or a list of dicts and yield sections; list other values as misses."""
         above, names = self, [key]
         if isinstance(self.get(key), (list, tuple)):
             items = {str(at): one for at, one in enumerate(self.pop(key))}
@@ -169,7 +172,7 @@ class Section(dict[str, Any]):
                 yield one
 
     def kind(self, table: str, default: str = "") -> str:
-        """Take the type and return its name; see ``Draft.known_as``."""
+        """Remove the type and return its name; see ``Draft.known_as``."""
         wanted = self.pop("type", default)
         if not wanted:
             self.miss("type", NO_TYPE)
@@ -177,7 +180,7 @@ class Section(dict[str, Any]):
         return self.draft.known_as(wanted, table)
 
     def part(self, table: str) -> dict[str, Any]:
-        """Return a part by its type, with all remaining settings as its arguments."""
+        """Return the config of an object: its type, and all remaining settings as arguments."""
         wanted, scope = self.pop("type", None), self.pop("_scope_", None)
         name = self.draft.name_of(wanted, table, self.at("type"), scope)
         return {"type": name, **{key: self.draft.plain(self.pop(key)) for key in list(self)}}
@@ -193,7 +196,7 @@ class Section(dict[str, Any]):
             self.miss(key, refusal)
 
 
-# Takes the setting of a key from its section and returns our value, or `NOTHING`.
+# Removes the setting of a key from its section and returns our value, or `NOTHING`.
 Take: TypeAlias = Callable[[Section, str], Any]
 
 
@@ -209,7 +212,8 @@ class Row(NamedTuple):
     # mmengine's default; without one the row is skipped if the setting is not given.
     default: Any = NOTHING
     # Values that mean the same as our default, and are dropped. In a row with neither target nor
-    # convert, other values are a miss with the text ``refusal``; if it is "", they stay.
+    # convert, any other value is listed as a miss with the text ``refusal``; if that is "", the
+    # value stays in the section.
     same: tuple[Any, ...] = ()
     refusal: str = ""
 
@@ -217,7 +221,7 @@ class Row(NamedTuple):
 def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Take:
     """Return the function of a row whose setting is a dict that ``make`` converts.
 
-    Settings that ``make`` does not take are listed as misses with the refusal.
+    Settings that ``make`` leaves in the dict are listed as misses with the text ``refusal``.
     """
 
     def take(section: Section, key: str) -> Any:
@@ -243,7 +247,10 @@ def kept(*keys: str, **defaults: Any) -> tuple[Row, ...]:
 
 
 def drop_if(**values: Any) -> tuple[Row, ...]:
-    """Return rows of settings that are dropped if they have the given value, or else stay."""
+    """Return rows of settings that are dropped if they have the given value.
+
+    Other values stay in the section, whose ``close`` lists them as misses.
+    """
     return tuple(Row(key, same=(value,)) for key, value in values.items())
 
 

@@ -93,7 +93,7 @@ def _unit(section: Section) -> str:
 
 
 def _is_in_torch(section: Section, kind: str, optimizer: str | None) -> bool:
-    """Whether torch's schedule behaves the same with these settings."""
+    """Return whether torch's schedule behaves the same with these settings."""
     if kind == "ReduceOnPlateauLR":
         return not section["begin"] and section["end"] >= _INF
     if kind != "CosineAnnealingLR" or section.get("eta_min_ratio") is None:

@@ -86,10 +86,10 @@ def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Lines:
-    """The line of each value in a file and its base files; the file wins over its bases.
+    """The line of each value in a file and its base files; a value in the file itself wins.
 
     Attributes:
-        read: names of the variables that expressions read.
+        read: names of the variables that expressions in the files use.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The largest batch size that fits into memory, by trying sizes in separate trainings."""
+"""Find the largest batch size that fits into memory, by short trainings with several sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..jobs import Job, on_ranks, prepared
 from ..parts import build_parts
 from ..runner import Runner
 
-# The texts with which allocators of torch, Python and the kernel report that memory is exhausted.
+# Parts of error messages that mean that memory is exhausted. The kernel sends SIGKILL.
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -40,14 +40,14 @@ class Fit(Enum):
 
 
 def try_batch_size(job: Job, size: int, memory_gib: float | None = None) -> Fit:
-    """Train two updates with a batch size on all ranks of a run.
+    """Run two training updates with a batch size on every rank, and return whether it fits.
 
-    If a rank runs out of memory, its error ends the other ranks too, so none waits for it.
+    If one rank runs out of memory, all ranks are stopped and the size counts as too large.
 
     Args:
         job: the run; nothing is written into its folder.
         size: samples per batch and rank.
-        memory_gib: GiB of address space that each rank may use; None for no limit.
+        memory_gib: limit of each rank's address space in GiB; None for no limit.
     """
     try:
         return on_ranks(job.run, _train, (job, size, memory_gib))[0]
@@ -78,7 +78,7 @@ def _train(job: Job, size: int, memory_gib: float | None) -> Fit:
 
 @contextmanager
 def _limited(memory_gib: float | None) -> Iterator[None]:
-    """Limit the memory of this process, so that the CPU runs out of memory like a GPU."""
+    """Limit the address space of this process, so that exceeding it raises an error as on a GPU."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if memory_gib is not None:
         resource.setrlimit(resource.RLIMIT_AS, (int(memory_gib * 2**30), hard))
@@ -91,15 +91,16 @@ def _limited(memory_gib: float | None) -> Iterator[None]:
 def largest_batch_size(
     fits: Callable[[int], Fit], start: int, most: int | None = None
 ) -> tuple[int, Fit]:
-    """Return the largest size that fits, 0 if none does, and why no larger one was chosen.
+    """Return the largest size that fits (0 if none does) and the reason why it is the largest.
 
-    Doubles or halves the size until the limit lies between two sizes, and then halves the interval
-    until it is at most an eighth of the size.
+    Doubles the size while it fits, or halves it while it does not. A bisection then narrows the
+    limit down to an eighth of the size. The reason is the result of the smallest size that did not
+    fit, or ``Fit.FITS`` if ``most`` fits.
 
     Args:
-        fits: tries a size.
+        fits: called with a size; returns the result of trying it.
         start: the first size to try.
-        most: the largest size to try.
+        most: the largest size to try; None for no limit.
     """
     good, bad, reason = 0, 0, Fit.FITS
     size = min(start, most or start)

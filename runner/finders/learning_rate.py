@@ -13,22 +13,22 @@ from ..jobs import Job, prepared
 from ..parts import build_parts
 from ..runner import Runner
 
-# The weight of earlier losses in the smoothed loss.
+# The decay of the exponential moving average that smooths the losses.
 _SMOOTHING = 0.9
-# The test ends when the smoothed loss is this many times its minimum.
+# The test ends when the smoothed loss exceeds its minimum by this factor.
 _DIVERGED = 4.0
-# Updates at the beginning that the suggestion ignores: their smoothed losses are too noisy.
+# The suggestion ignores this many updates at the beginning: their smoothed losses are noisy.
 _IGNORED = 5
 
 
 @dataclass(frozen=True)
 class RangeTest:
-    """The losses of a training whose learning rate rises exponentially.
+    """The result of a range test: the loss at each learning rate.
 
     Attributes:
-        rates: the learning rate of each update.
+        rates: the learning rate of each update; with parameter groups, the highest of them.
         losses: the smoothed loss of each update, averaged over the ranks.
-        diverged: whether the loss rose so much that the test ended early.
+        diverged: whether the test ended early because the loss rose too much or was not finite.
     """
 
     rates: list[float]
@@ -48,15 +48,15 @@ class RangeTest:
 
     @property
     def lowest(self) -> int:
-        """The index of the lowest loss."""
+        """The index of the lowest loss after the first, noisy updates."""
         known = range(min(_IGNORED, len(self.losses) - 1), len(self.losses))
         return min(known, key=lambda one: self.losses[one])
 
 
 class RangeTestHook(Hook):
-    """Raise the learning rate at each update, and record the losses.
+    """Increase the learning rate exponentially at each update, and record the losses.
 
-    The ratios between the rates of parameter groups are kept; ``rates`` are the highest ones.
+    Parameter groups keep the ratios between their learning rates. ``rates`` records the highest.
 
     Args:
         first: the learning rate of the first update.
@@ -90,7 +90,7 @@ class RangeTestHook(Hook):
         loss = record["loss"]
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
         self.rates.append(self._rate)
-        # Corrects the start from 0, as in Adam.
+        # Bias correction as in Adam: the moving average starts at 0.
         self.losses.append(self._mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
         best = min(self.losses)
         if not math.isfinite(loss) or (best > 0 and self.losses[-1] > _DIVERGED * best):
@@ -108,7 +108,15 @@ class RangeTestHook(Hook):
 
 
 def run_range_test(job: Job, first: float, last: float, steps: int, optimizer: str) -> RangeTest:
-    """Train with a rising learning rate; every rank must call this. Nothing is written."""
+    """Run a range test without writing any file; every rank must call this.
+
+    Args:
+        job: the run; its schedules and hooks are left out.
+        first: the learning rate of the first update.
+        last: the learning rate of the last update.
+        steps: number of updates.
+        optimizer: the name of the optimizer whose rate rises; "" if there is only one.
+    """
     run = replace(job.run, schedulers=[], run_dir="", hooks={})
     with prepared(job):
         parts = build_parts(run, ("train",))
@@ -122,12 +130,12 @@ def run_range_test(job: Job, first: float, last: float, steps: int, optimizer: s
 
 
 def optimizer_names(optimizer: dict[str, Any] | None) -> list[str]:
-    """Return the names of the optimizers, [""] for a single one."""
+    """Return the names in an optimizer section, or ``[""]`` if it describes one optimizer."""
     return list(named_optimizers(optimizer or {})) or [""]
 
 
 def draw_range_test(result: RangeTest, path: Path) -> None:
-    """Draw the loss over the learning rate."""
+    """Plot the smoothed loss against the learning rate, and save the figure to ``path``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")

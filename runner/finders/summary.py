@@ -1,4 +1,4 @@
-"""The layers of a model: classes, output shapes, parameters, and the FLOPs of one batch."""
+"""Summarize a model: its layers with output shapes and parameters, and the FLOPs of a batch."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Summary:
         parameters: number of parameters; shared ones count once.
         trainable: number of parameters that require a gradient.
         size_bytes: size of the parameters and buffers.
-        samples: samples of the batch; 0 if unknown.
-        flops: floating-point operations of the forward of the batch; 0 if it failed.
-        error: the error of the forward, if it failed.
+        samples: number of samples in the batch; 0 if unknown.
+        flops: floating-point operations of one forward of the batch; 0 if it failed.
+        error: the error that the forward raised, if it failed.
     """
 
     layers: list[Layer]
@@ -61,11 +61,13 @@ class Summary:
 
 
 def summarize(model: nn.Module, batch: Any) -> Summary:
-    """Return the layers of a model, with the shapes and FLOPs of one forward in evaluation mode.
+    """Summarize a model by running one forward in evaluation mode.
+
+    If the forward fails, the summary contains the error, and shapes and FLOPs are missing.
 
     Args:
-        model: a model on the CPU, which is called with ``mode="tensor"``.
-        batch: a batch as the loader gives it.
+        model: a model on the CPU; it is called with ``mode="tensor"``.
+        batch: a batch as the loader yields it.
     """
     shapes: dict[nn.Module, tuple[int, ...]] = {}
     samples, flops, error = 0, 0, None
@@ -98,7 +100,7 @@ def summarize(model: nn.Module, batch: Any) -> Summary:
 
 
 def with_unit(number: float, unit: str) -> str:
-    """Return a number with a prefix of its unit: ``with_unit(1234567, "FLOPs")`` is 1.23 MFLOPs."""
+    """Format a number with an SI prefix: ``with_unit(1234567, "FLOPs")`` is "1.23 MFLOPs"."""
     for factor, prefix in _UNITS:
         if number >= factor:
             return f"{number / factor:.3g} {prefix}{unit}"

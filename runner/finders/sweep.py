@@ -1,4 +1,4 @@
-"""A search for good values of settings: the space, the study of Optuna, a run for each trial."""
+"""Search for good settings: the search space, the study of Optuna, and one run for each trial."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ _STUDY = "sweep"
 
 @dataclass(frozen=True)
 class Setting:
-    """The values of one setting that a sweep tries: a range or a list of choices.
+    """A setting that a sweep varies: a range or a list of choices.
 
     Attributes:
-        origin: file and line.
-        given: ``low``, ``high``, ``log`` and ``step``, or ``choices``, as in the file.
+        origin: file and line of the setting.
+        given: the setting as written in the file: ``low``, ``high``, ``log`` and ``step``, or
+            ``choices``.
     """
 
     origin: str
@@ -49,11 +50,11 @@ class Setting:
 
     @property
     def samples(self) -> list[Any]:
-        """The choices, or the ends of the range."""
+        """The values to check before the first trial: all choices, or both ends of the range."""
         return list(self.given.get("choices", [self.given.get("low"), self.given.get("high")]))
 
     def distribution(self) -> BaseDistribution:
-        """Return the values for Optuna; choices as JSON, because Optuna stores no lists."""
+        """Return Optuna's distribution. Choices become JSON, because Optuna cannot store lists."""
         from optuna import distributions
 
         if "choices" in self.given:
@@ -65,12 +66,12 @@ class Setting:
         return distributions.FloatDistribution(low, high, log=log, step=step)
 
     def value(self, stored: Any) -> Any:
-        """Return the setting's value for a value that Optuna stores."""
+        """Convert a value that Optuna stores to a value of the setting."""
         return json.loads(stored) if "choices" in self.given else stored
 
 
 def read_space(path: str) -> dict[str, Setting]:
-    """Read the file that maps keys of a config, dotted or nested, to the values to try.
+    """Read a search space: a file that maps config keys, dotted or nested, to the values to try.
 
     Raises:
         ConfigError: the file cannot be read or has mistakes; the error lists all of them.
@@ -106,7 +107,7 @@ def _flat(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
 
 
 def _mistake_in(given: Any) -> tuple[str, str]:
-    """Return what is wrong with the values of a setting, and the key concerned; "" if nothing."""
+    """Return a message about the first mistake and its key, or two empty strings."""
     if not isinstance(given, dict):
         what = "must be {low: ..., high: ...} or {choices: [...]}"
         return f"{what}, got {shown_value(given)}", ""
@@ -148,7 +149,12 @@ def _mistake_in_range(given: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def check_space(space: Mapping[str, Setting], source: str, overrides: Sequence[str]) -> None:
-    """Check each choice and the ends of each range in the config.
+    """Check that the config accepts each choice and both ends of each range.
+
+    Args:
+        space: the settings to vary.
+        source: the config file.
+        overrides: overrides of the command line.
 
     Raises:
         ConfigError: the config does not accept a value, or has no such setting.
@@ -162,13 +168,13 @@ def check_space(space: Mapping[str, Setting], source: str, overrides: Sequence[s
 
 
 def _located(problem: Problem, space: Mapping[str, Setting]) -> Problem:
-    """Replace an override as the origin of a problem by the line of the space."""
+    """If a value of the search space caused the problem, name its line as the origin."""
     key = next((key for key in space if problem.origin.startswith(f"override {key}=")), None)
     return problem if key is None else replace(problem, origin=space[key].origin)
 
 
 def as_overrides(values: Mapping[str, Any]) -> list[str]:
-    """Return ``key=value`` texts for the command line, with values in YAML."""
+    """Return values as overrides for the command line: ``key=value``, with the value as YAML."""
     return [f"{key}={_text(value)}" for key, value in values.items()]
 
 
@@ -187,7 +193,7 @@ class TrialHook(Hook):
         folder: the sweep's folder.
         trial_id: the id of the trial in the study's storage.
         metric: the name of the validation metric.
-        prune: ask whether to prune.
+        prune: whether the study may prune the trial.
     """
 
     def __init__(self, folder: Path, trial_id: int, metric: str, *, prune: bool) -> None:
@@ -199,7 +205,7 @@ class TrialHook(Hook):
             return
         value = self._watched.value_in(metrics)
         is_last = state.max_steps is not None and state.step >= state.max_steps
-        # Rank 0 asks for all.
+        # Rank 0 asks the study, and all ranks act on its answer.
         if broadcast(get_rank() == 0 and self._report(value, state.step, is_last)):
             state.request_stop(f"the sweep pruned the trial at {self._watched.name} {value:.4g}")
 
@@ -217,17 +223,17 @@ class TrialHook(Hook):
 
 
 class Sweep:
-    """The trials of a sweep, stored in its folder, so that a killed sweep can continue.
+    """Manage the trials of a sweep, which are stored in its folder and survive a kill.
 
     Args:
         folder: the sweep's folder.
         space: the settings to vary.
         metric: the name of the validation metric.
-        higher_is_better: whether higher values of it are better.
+        higher_is_better: whether higher values of the metric are better.
         seed: the seed of the search.
 
     Raises:
-        ValueError: the folder has a sweep of another space, metric or direction.
+        ValueError: the folder holds a sweep with another space, metric or direction.
     """
 
     def __init__(
@@ -252,7 +258,7 @@ class Sweep:
             direction=direction,
             load_if_exists=True,
         )
-        # Another session of the sweep must draw other values.
+        # The seed depends on the trials so far: a resumed sweep must not repeat earlier values.
         count = len(self._study.get_trials(deepcopy=False))
         self._study.sampler = optuna.samplers.TPESampler(seed=mix_seed(seed, count) % 2**32)
         given = {key: dict(one.given) for key, one in space.items()}
@@ -264,18 +270,18 @@ class Sweep:
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """The trials that have ended, without those that were interrupted."""
+        """The trials that have ended, except interrupted ones."""
         ended = (one for one in self._study.get_trials() if one.state.is_finished())
         return [one for one in ended if "interrupted" not in one.user_attrs]
 
     def ranked(self) -> list[FrozenTrial]:
-        """Return the completed trials, the best first, then the pruned ones."""
+        """Return the completed trials, best first, and then the pruned ones; failed ones not."""
         sign = -1 if self._higher_is_better else 1
         with_value = [one for one in self.trials if one.value is not None]
         return sorted(with_value, key=lambda one: (is_pruned(one), sign * (one.value or 0.0)))
 
     def values_of(self, trial: FrozenTrial | Trial) -> dict[str, Any]:
-        """Return the values that a trial tries, by key."""
+        """Return a trial's value of each setting, by config key."""
         return {key: one.value(trial.params[key]) for key, one in self.space.items()}
 
     def run_dir(self, trial: FrozenTrial | Trial) -> Path:
@@ -283,7 +289,7 @@ class Sweep:
         return self.folder / str(trial.user_attrs["folder"])
 
     def repeat_interrupted(self) -> None:
-        """Put trials that a signal ended into the queue; they continue in their folders."""
+        """Queue interrupted trials again; each continues with its values in its folder."""
         import optuna
 
         for one in self._study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
@@ -292,7 +298,7 @@ class Sweep:
             self._study.enqueue_trial(one.params, user_attrs=one.user_attrs)
 
     def next_trial(self) -> Trial:
-        """Return a trial with new values, or one that was interrupted."""
+        """Return the next interrupted trial in the queue, or else a trial with new values."""
         trial = self._study.ask({key: one.distribution() for key, one in self.space.items()})
         if "folder" not in trial.user_attrs:
             trial.set_user_attr("folder", f"trial_{trial.number:04d}")
@@ -301,7 +307,9 @@ class Sweep:
     def run(
         self, trial: Trial, source: str, overrides: Sequence[str], *, prune: bool
     ) -> FrozenTrial:
-        """Train with the values of a trial and return the result; errors of the run are part of it.
+        """Train with the values of a trial, and return the ended trial.
+
+        If training fails, the trial is marked as failed and has the error; it is not raised.
 
         Raises:
             ConfigError: this machine is too small for the number of processes.
@@ -328,7 +336,7 @@ class Sweep:
         if math.isnan(value):
             trial.set_user_attr("error", f"{self.metric} is nan")
             return self._study.tell(trial, state=TrialState.FAIL)
-        # The hook may have changed the stored trial.
+        # TrialHook may have marked the stored trial as pruned.
         stored = next(one for one in self._study.get_trials() if one.number == trial.number)
         if is_pruned(stored):
             return self._study.tell(trial, state=TrialState.PRUNED)
@@ -336,7 +344,7 @@ class Sweep:
 
 
 def is_pruned(trial: FrozenTrial) -> bool:
-    """Whether a trial was stopped early, because others were better."""
+    """Return whether a trial was stopped early because others were better."""
     return bool(trial.user_attrs.get("pruned"))
 
 
@@ -348,14 +356,14 @@ def _storage(folder: Path) -> JournalStorage:
 
 
 def _train(source: str, overrides: Sequence[str], hook: Hook, run_dir: Path) -> dict[str, float]:
-    """Train on the ranks of the run, and return the last validation; tests are left out."""
+    """Train on all ranks without the test, and return the metrics of the last validation."""
     config = load_config(source, overrides)
     run = read_sections(config)
     run = replace(run, data=replace(run.data, test=None))
     is_begun = bool(saved_checkpoints(run_dir))
     job = Job("train", config, run, resume=is_begun, fresh=not is_begun, hooks={"trial": hook})
     run_dir.mkdir(parents=True, exist_ok=True)
-    # A variable makes `launch` start a process even for a single rank.
+    # With an environment variable to set, `launch` starts a process even for a single rank.
     threads = os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()
     variables = {"OMP_NUM_THREADS": str(threads)} if run.launch.nproc == 1 else {}
     try:

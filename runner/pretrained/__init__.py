@@ -1,4 +1,4 @@
-"""The weights that a new training starts from: reading files of other programs, fitting names.
+"""Load the weights that a new training starts from: read files, and match names to a model.
 
 Imports ``run_folder`` and the layers below the runner. Start with load.py.
 """

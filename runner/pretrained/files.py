@@ -1,4 +1,4 @@
-"""Read weights from checkpoints of ours, state dicts, safetensors files and folders of them."""
+"""Read weights from checkpoints of stepwrap, state dicts, and safetensors files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ...loops.checkpoints.files import read_tensors
 from ...registry import did_you_mean
 from ..run_folder import resolve_checkpoint
 
-# The files of a folder in the layout of Hugging Face; the first one that exists is read.
+# Files in a folder of Hugging Face; the first one that exists is read.
 _IN_FOLDERS = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Where training programs put the state dict in a file with further entries.
+# The keys under which training programs store the state dict in files with several entries.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
 
 
@@ -33,7 +33,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: ``path`` does not exist or has no weights that can be read.
     """
-    # Rank 0 decides, because reading a checkpoint of ours is collective.
+    # Rank 0 decides for all ranks, because reading a checkpoint of stepwrap is collective.
     if broadcast(_is_own(path)):
         run = path if (path / "checkpoints").is_dir() else None
         checkpoint = path if run is None else resolve_checkpoint(run)
@@ -47,7 +47,10 @@ def _is_own(path: Path) -> bool:
 
 
 def together(path: Path, action: Callable[[], Any]) -> Any:
-    """Return the result of ``action``; every rank must call this, and all raise its failures."""
+    """Return this rank's result of ``action``; raise on all ranks if it fails on one.
+
+    Every rank must call this.
+    """
     results: list[Any] = []
     _, failures, own = run_together(lambda: results.append(action()))
     if isinstance(own, CheckpointError):

@@ -1,4 +1,4 @@
-"""Fit the weights of a file to a model: rename, leave out, and list what does not fit."""
+"""Match the weights of a file with a model: rename them, leave some out, list mismatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
 
 _SHOWN = 8
-# Leading parts of names that are tried for the proposal of a map.
+# For the proposal of a map: how many beginnings of a name ("", "a.", "a.b.", ...) are tried.
 _LEADING = 4
 
 
@@ -29,8 +29,8 @@ class Fit:
         missing: names in the model for which the file has no weight.
         unexpected: names in the file for which the model has no weight.
         reshaped: names in the model of weights with another shape in the file.
-        ignored: names in the model, or only in the file, that are left out on purpose.
-        shapes: shapes by name, in the model and in the file.
+        ignored: names that ``load_from.ignore`` leaves out, in the model or only in the file.
+        shapes: by name, the shapes in the model and in the file.
     """
 
     loaded: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Fit:
         return [*self.reshaped, *self.missing, *self.unexpected]
 
     def table(self) -> str:
-        """Return the weights that are not loaded as a table of at most 80 columns; or ""."""
+        """Return a table, at most 80 columns wide, of the weights that are not loaded, or ""."""
         # Imported here, because most runs load nothing.
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
@@ -116,7 +116,7 @@ def _shape(value: Any) -> str:
 
 
 def _renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, str]:
-    """Return the names in the file by the names in the model."""
+    """Map the names after renaming to the names in the file."""
     for old, new in renames.items():
         if not isinstance(new, str):
             with under_key(f"map.{old}"):
@@ -129,7 +129,7 @@ def _renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, 
                     f"no name in the file begins with {old!r}{near}; its names are {first}, ..."
                 )
     files: dict[str, str] = {}
-    # The longest beginning is replaced.
+    # If several entries match a name, the longest one is used.
     pairs = [*sorted(renames.items(), key=lambda pair: len(pair[0]), reverse=True), ("", "")]
     for name in saved:
         start, replacement = next(pair for pair in pairs if name.startswith(pair[0]))
@@ -144,7 +144,7 @@ def _renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, 
 def _ignored(
     patterns: Collection[str], files: Mapping[str, str], wanted: Collection[str]
 ) -> set[str]:
-    """Return the names that a pattern matches, in the model or in the file."""
+    """Return the names, in the model or in the file, that a pattern matches."""
     pairs = {name: (name, files.get(name, name)) for name in dict.fromkeys([*wanted, *files])}
     ignored: set[str] = set()
     for at, pattern in enumerate(patterns):
@@ -165,9 +165,9 @@ def _ignored(
 
 
 def _shared_with(model: nn.Module, loaded: Collection[str]) -> set[str]:
-    """Return the further names of shared parameters of which one name is loaded.
+    """Return all names of shared parameters that are loaded under one of their names.
 
-    Files of Hugging Face hold only one of them.
+    Files of Hugging Face contain a shared parameter under one name only.
     """
     named = [(plain_name(n), id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
     there = {one for name, one in named if name in loaded}

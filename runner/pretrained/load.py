@@ -40,8 +40,8 @@ def load_weights(
             evaluations used; a file with a state dict, read with ``weights_only=True``; a
             ``.safetensors`` file; or a folder with ``model.safetensors``, ``pytorch_model.bin`` or
             the index of several such files.
-        rename: beginnings of names in the file, and their replacements in the model; the longest
-            one counts. The key ``map`` of a config.
+        rename: maps beginnings of names in the file to beginnings of names in the model; the
+            longest match is used. In a config this is ``load_from.map``.
         ignore: names, paths of modules or patterns (fnmatch) that are not loaded.
         strict: whether all names and shapes must fit; otherwise the rest of the model stays as it
             is.
@@ -59,7 +59,7 @@ def load_pretrained(model: nn.Module, settings: LoadFromSection | str) -> None:
     """Load the weights that the section ``load_from`` names; every rank must call this.
 
     Raises:
-        BuildError: they cannot be read, or do not fit; it names the key.
+        BuildError: the weights cannot be read, or do not fit; the error names the key.
     """
     if isinstance(settings, str):
         settings = LoadFromSection(path=settings)
