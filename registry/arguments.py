@@ -1,4 +1,4 @@
-"""Checks of a class's or function's arguments, before it is called."""
+"""Check the arguments of a class or function before it is called."""
 
 import inspect
 import re
@@ -24,7 +24,7 @@ def title(target: object) -> str:
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature of ``target`` for a config, None if Python cannot determine it.
+    """Return the signature against which a config is checked; None if Python has none.
 
     A class that passes its ``**kwargs`` on may define the class method
     ``config_signature() -> inspect.Signature``, so that these names are checked too.
@@ -37,7 +37,7 @@ def signature_of(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def is_only_declared(target: Callable[..., Any]) -> bool:
-    """Whether the called function may accept arguments that are not in the signature.
+    """Return whether the called function may accept arguments that are not in the signature.
 
     Strict dataclasses of huggingface_hub, pydantic's models and functions with ``functools.wraps``
     declare a signature, but call a function that accepts ``**kwargs``.
@@ -61,7 +61,7 @@ def constructor(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_names(target: Callable[..., Any]) -> Collection[str]:
-    """Return the arguments, listed in ``config_plain``, whose mappings are passed unbuilt."""
+    """Return the arguments whose mappings are passed as they are: those in ``config_plain``."""
     names: Collection[str] = getattr(target, "config_plain", ())
     return names
 
@@ -79,7 +79,7 @@ def signature_text(target: Callable[..., Any]) -> str:
 
 
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of ``target`` by name; empty if Python does not know them."""
+    """Return the parameters of ``target`` by name; empty if it has no known signature."""
     signature = signature_of(target)
     return signature.parameters if signature is not None else {}
 
@@ -106,12 +106,12 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 
 def is_tensor(hint: Any) -> bool:
-    """Whether a hint is ``Tensor`` or ``Tensor | None``, by names: torch is not imported."""
+    """Return whether a hint is ``Tensor`` or ``Tensor | None``, by names: torch is not imported."""
     return {title(one) for one in options_of(hint)} - {"NoneType"} == {"Tensor"}
 
 
 def are_numbers(value: Any) -> bool:
-    """Whether ``value`` is a nested or flat list of numbers."""
+    """Return whether ``value`` is a nested or flat list of numbers."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -120,9 +120,9 @@ def are_numbers(value: Any) -> bool:
 
 
 def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tuple[str, str]:
-    """Return the argument that an error of ``target`` is about, and the correct name.
+    """Return the given argument that an error text is about and, if it is misspelt, its real name.
 
-    The correct name is "" if the argument exists. Both are "" if the text names no argument.
+    The real name is "" if the argument exists. Both are "" if the text names no argument.
     """
     unknown = set(given) - parameters_of(target).keys()
     for word in re.findall(r"\w+", text):
@@ -136,10 +136,14 @@ def blame(target: Callable[..., Any], given: Collection[str], text: str) -> tupl
 def argument_problems(
     target: Callable[..., Any], given: Collection[str], runtime: Collection[str] = ()
 ) -> list[ArgumentProblem]:
-    """Return the problems of a call of ``target`` with the names ``given``, unknown names first.
+    """Return the problems of calling ``target`` with arguments of these names, unknown ones first.
 
-    A missing name is not reported if an unknown name may be a misspelling of it. The caller
-    supplies the names in ``runtime`` if ``target`` requires them.
+    A missing name is not reported if an unknown name may be a misspelling of it.
+
+    Args:
+        target: the class or function.
+        given: the names of the arguments in the config.
+        runtime: the names of arguments that are supplied when the config is built.
     """
     signature = signature_of(target)
     if signature is None or is_only_declared(target):

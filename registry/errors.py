@@ -171,7 +171,7 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def is_users_file(name: str) -> bool:
-    """Whether a source file is the user's, neither a part of this package nor installed."""
+    """Return whether a source file is the user's, neither a part of this package nor installed."""
     path = Path(name).resolve()
     # Packages of another environment may be on the path too.
     is_installed = "site-packages" in path.parts or str(path).startswith(_NOT_USERS)

@@ -1,4 +1,4 @@
-"""Imports: of import paths, of the modules behind a registry, and of the user's modules."""
+"""Import objects by their paths, the modules behind a registry, and the user's modules."""
 
 import ast
 import importlib
@@ -147,10 +147,11 @@ class ModuleSources:
 
 
 def anchored(entry: str, folder: Path) -> str:
-    """Return an ``imports`` entry that does not depend on the working directory.
+    """Return an ``imports`` entry that means the same in every working directory.
 
-    A file is relative to ``folder``, which contains the config, and becomes absolute; so does a
-    module in that folder. Other modules keep their names.
+    The path of a .py file is relative to ``folder``, which contains the config, and becomes
+    absolute. The name of a module that is a file in ``folder``, and not in the working directory,
+    becomes the absolute path of that file. Other names stay as they are.
     """
     if entry.endswith(".py"):
         return os.path.abspath(folder / entry)
@@ -174,7 +175,7 @@ def find_entry(entry: str) -> None:
 
 
 def _is_importable(top: str) -> bool:
-    """Whether a top-level module with that name exists; nothing is imported."""
+    """Return whether a top-level module with that name exists; nothing is imported."""
     return top in sys.modules or (top.isidentifier() and find_spec(top) is not None)
 
 
@@ -235,11 +236,12 @@ def folders_of(modules: Iterable[str]) -> list[str]:
 
 
 def where_defined(name: str) -> list[str]:
-    """Return sentences about definitions of ``name`` in the working directory, with advice.
+    """Return sentences that say where ``name`` is defined in the working directory, with advice.
 
-    At most three, nearest first, of modules that can be imported from there. Nothing is imported.
-    Hidden folders, environments and build folders are skipped, and the search is limited in time,
-    depth and number of files.
+    There are at most three, for the modules that are the least nested. Only modules that can be
+    imported from the working directory are searched, without importing them. Hidden folders,
+    environments and build folders are skipped, and the search is limited in time, depth and number
+    of files.
     """
     if not name.isidentifier():
         return []
@@ -286,7 +288,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_top(path: Path) -> bool:
-    """Whether an import of that name in its folder would load this file or folder."""
+    """Return whether an import of that name in its folder would load this file or folder."""
     loaded = getattr(sys.modules.get(path.stem), "__spec__", None)
     spec = loaded or PathFinder.find_spec(path.stem, [str(path.parent), *sys.path])
     found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]

@@ -148,7 +148,7 @@ def _component(entries: list[Registration]) -> Schema:
 
 
 def _arguments(entry: Registration) -> Schema:
-    """Return descriptions of the arguments; their annotations may be too narrow for a schema."""
+    """Return the arguments with descriptions but without types, which may be too narrow."""
     return {
         declaration.partition(":")[0]: {"description": f"{declaration}. {meaning}".rstrip()}
         for declaration, meaning in entry.arguments
@@ -174,7 +174,7 @@ def _hooks(entries: list[Registration]) -> Schema:
 
 
 def _with_ours(registry: str, section: type) -> Schema:
-    """Return the schema of a component whose dict has settings of ``section`` as well."""
+    """Return the schema of a component whose dict may also have settings of ``section``."""
     ours = {
         name: one
         for name, one in _section(section)["properties"].items()

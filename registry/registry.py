@@ -323,8 +323,8 @@ def _is_stale(present: object, target: object) -> bool:
 def missed(registry: Registry, key: str) -> RegistryKeyError:
     """Return an error whose text names, on one line, the key and the searched registries.
 
-    Modules that fail to import come first: they may be the only reason. Otherwise the text has
-    similar names, and files that define the name.
+    If modules failed to import, the text begins with them: they may be the only reason. It also
+    names similar names, and files that define the name.
     """
     first: list[ImportError] = []
     remarks: list[str] = []
@@ -359,7 +359,7 @@ def missed(registry: Registry, key: str) -> RegistryKeyError:
 
 
 def _near_names(registry: Registry, key: str) -> str:
-    """Return "; did you mean A or B?", or all names if there are few, or ""."""
+    """Return "; did you mean A or B?", otherwise all names if there are few, otherwise ""."""
     lineage = _lineage(registry)
     candidates = [name for member in lineage for name in member.names()]
     for member in registry.family():
@@ -432,7 +432,7 @@ def check_arguments(target: Any, args: Collection[str]) -> None:
 
 
 def _is_dict_like(cfg: Any) -> bool:
-    """Whether ``cfg`` is a mapping, or similar enough, such as mmengine's ``Config``."""
+    """Return whether ``cfg`` is a mapping, or similar enough, such as mmengine's ``Config``."""
     return hasattr(type(cfg), "__getitem__") and callable(getattr(cfg, "items", None))
 
 

@@ -1,4 +1,4 @@
-"""Lists and counts of the registered names, read from source files without importing them."""
+"""List registered names, read from source files without importing them; count registrations."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Builds nested configs: dicts with a ``type`` are built before the objects that contain them."""
+"""Build nested configs: dicts with a ``type`` are built before the objects that contain them."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Checks whether dicts with a ``type`` can be built, without building them."""
+"""Check whether dicts with a ``type`` can be built, without building them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -36,7 +36,7 @@ def check_component(
 def component_check(
     cfg: Any, registry: Registry, where: str, runtime_args: Collection[str] = ()
 ) -> Problem | Later:
-    """Return a problem of ``cfg`` that does not depend on its class, or the check of its class."""
+    """Return a problem that can be found without the class, or the check that needs the class."""
     if not isinstance(cfg, Mapping):
         hint = f"; write {{type: {cfg}}}" if isinstance(cfg, str) and len(cfg) < MOST_SHOWN else ""
         return Problem(where, f"must be a dict with a type, got {shown_value(cfg)}{hint}")

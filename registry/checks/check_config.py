@@ -1,4 +1,4 @@
-"""The complete check of a run config, before any process starts."""
+"""Check a whole run config, before any process starts."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -120,7 +120,7 @@ def examine_config(cfg: Mapping[str, Any] | Examination) -> Examination:
 
 
 def examine_names(cfg: Mapping[str, Any]) -> Examination:
-    """Check like ``name_problems``, and return the result, which ``examine_config`` completes."""
+    """Check like ``name_problems``, and return a result that ``examine_config`` can complete."""
     config = cfg if isinstance(cfg, Config) else config_from_dict(cfg)
     values = config.to_dict()
     failed = list(_import_problems(config, find_entry))

@@ -1,4 +1,4 @@
-"""Checks the section ``data``: its loaders, and several sets by name."""
+"""Check the section ``data``: its loaders, and several sets by name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -34,7 +34,7 @@ def _has_sets(section: Mapping[str, Any]) -> bool:
 
 
 def _is_loader(key: Any, value: Any) -> bool:
-    """Return whether an entry is a loader by the name ``key``, and not a setting of a loader."""
+    """Return whether an entry of a section is a set named ``key``, and not a loader's setting."""
     if not isinstance(value, dict):
         return False
     if "type" in value:
@@ -46,9 +46,10 @@ def _is_loader(key: Any, value: Any) -> bool:
 def without_sets(
     values: Mapping[str, Any], problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[str, SetsSection]]:
-    """Return the settings without sections of several sets, and these sections after a check.
+    """Take the ``data`` sections with several sets out of the settings, and check them.
 
-    Problems are appended to ``problems``.
+    Problems are appended to ``problems``. Returns the other settings, and the sections without
+    problems.
     """
     found = sets_in(values)
     single = dict(values)

@@ -1,4 +1,4 @@
-"""Checks the sections ``optimizer``, ``optim_wrapper`` and ``schedulers``."""
+"""Check the sections ``optimizer``, ``optim_wrapper`` and ``schedulers``."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,9 +27,9 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
 
 
 def stepping_class(settings: Mapping[str, Any]) -> Any:
-    """Return the class that defines the options of an optimizer's groups, None if not found.
+    """Return the class whose arguments are the options of an optimizer's groups; None if unknown.
 
-    If an optimizer wraps another one, this is its ``optimizer_class``.
+    For an optimizer that wraps another one, this is its ``optimizer_class``.
     """
     wanted = settings.get("optimizer_class", settings.get("type"))
     if isinstance(wanted, Mapping):
@@ -162,7 +162,7 @@ def _choice_problems(
 def check_paramwise(
     values: Any, optimizer: Callable[..., Any] | None, where: str, problems: list[Problem]
 ) -> ParamwiseSection | None:
-    """Return ``values`` as options by parameter, None if they have problems.
+    """Check a ``paramwise`` section and return it, or None if it has problems.
 
     Args:
         optimizer: a class whose arguments custom keys may set, in addition to the four general
@@ -188,7 +188,7 @@ def _custom_keys(values: Any) -> dict[str, Any]:
 
 
 def _check_options(values: Any, where: str, problems: list[Problem]) -> ParamwiseSection | None:
-    """Check options by parameter as far as they do not depend on the optimizer."""
+    """Check the options of a ``paramwise`` section that do not depend on the optimizer."""
     section = check_section(ParamwiseSection, values, where, problems)
     if section is not None and (section.layer_decay is None) != (not section.layers):
         name, other, form = "layer_decay", "layers", "[net.blocks.*], from the input to the output"
@@ -213,7 +213,7 @@ def _check_options(values: Any, where: str, problems: list[Problem]) -> Paramwis
 def _class_problems(
     values: Any, optimizer: Callable[..., Any] | None, where: str
 ) -> Iterator[Problem]:
-    """Yield problems of options that the optimizer's groups do not support."""
+    """Yield the options of a ``paramwise`` section that the optimizer's groups do not support."""
     parameters = parameters_of(optimizer).values() if optimizer is not None else ()
     takes_any = optimizer is not None and signature_of(optimizer) is None
     takes_any = takes_any or any(p.kind is p.VAR_KEYWORD for p in parameters)

@@ -28,9 +28,9 @@ HOOK_TYPES = {
     "ledger": "LedgerHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")
-# Settings of a scheduler that are ours; the others are its own arguments.
+# Settings in a scheduler's section that stepwrap defines; the others are arguments of its class.
 SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
-# The same of a metric.
+# The same for a metric's section.
 METRIC_KEYS = ("sets", "head", "transform")
 
 
@@ -40,10 +40,10 @@ class LoaderSection:
 
     Attributes:
         batch_size: samples per batch and rank.
-        collate: the import path of a function.
-        seed: the default is the run's seed.
-        in_memory: whether to index the dataset's ``tensors``; "device" indexes copies of them on
-            the run's device.
+        collate: the import path of a function that makes a batch of a list of samples.
+        seed: the seed of the order and of the workers; default: the run's seed.
+        in_memory: whether to make batches by indexing the dataset's ``tensors``; "device" indexes
+            copies of them on the run's device.
     """
 
     dataset: Component
@@ -186,7 +186,7 @@ class TensorParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeSection:
-    """When parameters are frozen: in the updates up to ``until_step``; null for all of them."""
+    """When parameters are frozen: up to the update ``until_step``, or null for the whole run."""
 
     until_step: int | None = field(default=None, metadata={"minimum": 1})
 
@@ -215,8 +215,8 @@ class RunSections:
 
     Attributes:
         import_from: folders that are searched last for modules that the config names.
-        hooks: settings by name, each with its ``type``; with the default hooks, without disabled
-            ones.
+        hooks: the settings of each hook by its name; they include the default hooks, but not
+            disabled ones.
         optimizer: one optimizer with a ``type``, or several by name; then ``optim_wrapper`` may be
             by name too.
         schedulers: always a list.

@@ -1,4 +1,4 @@
-"""Checks values against the annotations of a section's dataclass or a function's arguments."""
+"""Check values against the annotations of a section's dataclass or a function's arguments."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -46,8 +46,8 @@ def check_section(
     ``problems``. A field's metadata may have a ``minimum`` for numbers.
 
     Args:
-        also: keys that would select another kind of section.
-        places: the key paths of settings that belong to other sections.
+        also: keys that are not allowed here but select another kind of section, such as "type".
+        places: by name, the key paths of settings that belong to other sections, for hints.
     """
     if not isinstance(values, Mapping):
         problems.append(Problem(where, f"must be a section of settings, got {shown_value(values)}"))
@@ -60,7 +60,7 @@ def check_section(
     if len(known) <= _MANY:
         all_of = f"; allowed are {', '.join(known)}"
     for key in unknown:
-        # A setting that is there is meant only if the key is a shortened form of its name.
+        # Propose a setting that is already present only if the key is a beginning of its name.
         likely = [name for name in known if name in free or name.startswith(key)]
         hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, likely)
         hint = hint or did_you_mean(key, [*known, *also]) or all_of
@@ -114,7 +114,7 @@ def _is_alternative(value: Any, options: tuple[Any, ...]) -> bool:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether ``value`` has the type ``hint``; whole numbers are numbers too."""
+    """Return whether ``value`` has the type ``hint``; whole numbers are numbers too."""
     if hint is Any:
         return True
     if get_origin(hint) is Literal:
@@ -190,5 +190,5 @@ def _allowed_instead(value: Any, hint: Any) -> str:
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether ``hint`` is a number, text, truth value, null or literal."""
+    """Return whether ``hint`` is a number, text, truth value, null or literal."""
     return hint in (bool, int, float, str, type(None)) or get_origin(hint) is Literal

@@ -1,4 +1,4 @@
-"""Reads config files, YAML or Python, with their base files and the line of each value."""
+"""Read config files, YAML or Python, with their base files and the line of each value."""
 
 import os
 import re
@@ -280,7 +280,7 @@ class _Reader:
                 raise self._error(line, f"this key is already set in line {first}", str(key))
             lines[str(key)] = line
             keys.append((key, value))
-        # After the merged sections, because these values replace their origins.
+        # Read these values after the merged sections, whose origins they replace.
         for key, value in keys:
             values[key] = self._child(value, key, at, lines[str(key)], above)
         return values

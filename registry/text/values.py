@@ -1,4 +1,4 @@
-"""Settings as dicts, lists and scalars: checks and merges them, and resolves ``${...}``."""
+"""Check and merge settings, which are dicts, lists and scalars, and resolve ``${...}``."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -163,7 +163,7 @@ def escaped(value: Any) -> Any:
 
 
 def _fault(text: str) -> str:
-    """Return what is wrong with the syntax of an interpolation, "" when nothing is."""
+    """Return a message about the syntax of an invalid interpolation; "" if it is valid."""
     why = f"longer than {_MAX_TEXT:,} characters" if len(text) > _MAX_TEXT else ""
     steps = (1 if bracket == _OPEN else -1 for bracket in _BRACKETS.findall(text))
     # Checked before parsing: how deep the parser can recurse depends on the stack of the caller.
