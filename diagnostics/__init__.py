@@ -1,8 +1,9 @@
 """Tools that examine runs: the ledger, ``stepwrap bisect``, ``replay`` and ``verify-resume``.
 
-They attach through hooks and through commands (entry-point group ``stepwrap.commands``). No other
-folder imports this one, and it may import all others. Start reading in commands.py. Torch is
-imported lazily, so that the command line starts fast.
+A ledger is a file of hashes of each step of a run; comparing two ledgers shows the first difference
+between runs. The tools attach through hooks and through commands (entry-point group
+``stepwrap.commands``). No other folder imports this one, and it may import all others. Start
+reading in commands.py. Torch is imported lazily, so that the command line starts fast.
 """
 
 from __future__ import annotations

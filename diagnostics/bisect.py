@@ -25,7 +25,7 @@ _NAME = "stepwrap bisect"
 DIFFERENT = 3
 # The stages for which full ledgers also have entries by module and parameter.
 _BY_PARTS = ("forward", "gradient", "update")
-# The hooks that a repetition turns off, and the settings of its ledger.
+# When a run is repeated, these hooks are turned off, and its ledger has these settings.
 _OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
 _FULL = "every_steps: 1, full: true, max_mib: 4096"
 
@@ -57,7 +57,11 @@ def run_bisect(options: Options) -> int:
 
 
 def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
-    """Return whether steps just before the difference lack entries, or its entry lacks parts."""
+    """Return whether training again can narrow the difference down.
+
+    It can if steps just before the difference have no entries, or if the differing entry is not of
+    a full ledger.
+    """
     if found.agreed != found.step - 1:
         return True
     return found.stage in _BY_PARTS and not all(one.is_full(found.step) for one in ledgers)
@@ -66,7 +70,10 @@ def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
 def _narrow(
     found: Difference, folders: list[Path], ledgers: Sequence[Ledger], scratch: Path
 ) -> Difference:
-    """Repeat both runs with full ledgers; return their difference, or ``found`` without one."""
+    """Repeat both runs with full ledgers, and return their first difference.
+
+    Returns ``found`` if the repetitions do not differ, or if a run cannot be repeated exactly.
+    """
     full = []
     for number, (folder, ledger) in enumerate(zip(folders, ledgers, strict=True)):
         repeated = _repeat(folder, found, ledger.world_size(found.step), scratch / str(number))

@@ -1,4 +1,4 @@
-"""64-bit hashes of tensors (computed on their device), bytes and random streams."""
+"""Compute 64-bit hashes of tensors (on their device), bytes and random streams."""
 
 from __future__ import annotations
 

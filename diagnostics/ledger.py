@@ -48,7 +48,7 @@ Entry = dict[Item, int]
 
 
 class LedgerWriter:
-    """Append a rank's entries to its file; each is a single write, so a kill loses none of them.
+    """Append entries to a rank's file, each in a single write, so that a kill loses none of them.
 
     Args:
         path: The file; an existing file is continued, or overwritten if ``step`` is 0.
@@ -113,7 +113,7 @@ def _record(kind: int, content: bytes) -> bytes:
 
 
 class _RankFile:
-    """The valid entries in one rank's file, without abandoned branches of the run."""
+    """The valid entries in one rank's file, without steps that the run trained again later."""
 
     def __init__(self, path: Path) -> None:
         self._data = path.read_bytes()
@@ -225,7 +225,8 @@ class Difference:
     """The first difference between two runs.
 
     Attributes:
-        step: The number of the update, from 1; for initial weights, the number of updates before.
+        step: The number of the update, counted from 1. If weights differ at the start or at a
+            resume, the number of updates before that.
         rank: The lowest rank with the difference.
         stage, name: The first item that differs, see ``Item``.
         agreed: The last step before it in which the ledgers agree; -1 if there is none.
@@ -244,8 +245,9 @@ class Difference:
 def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None:
     """Return the first difference of two ledgers, in the steps after ``after`` that both have.
 
-    Within a step, items that come earlier in an entry are reported first, on any rank. Only items
-    that both ledgers have are compared: the groups, if only one ledger is full.
+    Of several differences in a step, the one whose item comes first in the entries is returned, on
+    whichever rank it is. Only items that both ledgers have are compared. If only one of them is
+    full, these are the groups.
 
     Returns:
         The difference, or None if the ledgers agree.

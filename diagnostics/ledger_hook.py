@@ -71,7 +71,8 @@ class LedgerHook(Hook):
         # The names by the parameters' ids.
         self._names: dict[int, str] = {}
         self._entry: dict[Item, int | Tensor] = {}
-        # Whether the running update will have an entry; a suffix for names from later batches.
+        # Whether the running update will have an entry, and the suffix of names in its second and
+        # later batches.
         self._due = False
         self._where = ""
 

@@ -62,7 +62,7 @@ class Watch:
 class Replayed:
     """The result of the step on one rank."""
 
-    # "" if the replay started at the beginning of the run.
+    # The checkpoint from which the replay started; "" for the beginning of the run.
     checkpoint: str = ""
     started_at: int = 0
     # The logged values of each of its batches.
@@ -149,7 +149,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
 
 
 def _recall(state: LoopState, latest: Path) -> None:
-    """Load the steps that the run has skipped from its last checkpoint into the spike guards."""
+    """Load the spike guards from the run's last checkpoint, which has all steps it skipped."""
     guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
     saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():

@@ -84,8 +84,8 @@ class TraceHook(Hook):
     Before and after each line, also in data-loading workers, the hook compares the generators of
     Python, NumPy and torch, the attributes of ``self``, the global names of the module, and local
     generators. Iterators are recorded if a function uses them. Each change is written once, as a
-    line of JSON: "data" (a batch was read) or "step", whether in a worker, the change, and
-    file:line.
+    line of JSON: "data" if it happened while a batch was read, otherwise "step"; whether it
+    happened in a worker; the change; and file:line.
 
     Args:
         folder: The folder for the files, one of each process.
@@ -146,7 +146,7 @@ class TraceHook(Hook):
         return follow
 
     def _compare(self, frame: FrameType, line: int | None) -> None:
-        """Record the changes that ``line`` has made; with None, only update the marks."""
+        """Record the changes that ``line`` made; if it is None, only store the current values."""
         for where, values in _namespaces(frame):
             marks = {name: _mark(value) for name, value in values.items()}
             before, self._marks[where] = self._marks.get(where, marks), marks

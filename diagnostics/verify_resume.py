@@ -277,7 +277,7 @@ def _samples(run: Path) -> list[list[int]]:
 
 
 def _order(rows: list[list[int]], is_weighted: bool) -> list[tuple[int, int | None]]:
-    """Return (update, sample); without weights a repeated sample counts once in an epoch."""
+    """Return (update, sample) pairs; without a ``loss_weight``, drop repetitions in an epoch."""
     first = {(row[1], row[-1]): row[0] for row in reversed(rows)}
     return [(row[0], row[-1]) for row in rows if is_weighted or first[row[1], row[-1]] == row[0]]
 
