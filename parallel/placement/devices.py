@@ -25,9 +25,9 @@ class Room(NamedTuple):
     """One device.
 
     Attributes:
-        device: one device; a GPU includes its index.
-        free_mib: free memory.
-        compute: relative to the other devices.
+        device: the device, with an index if it is a GPU.
+        free_mib: free memory in MiB.
+        compute: compute capacity relative to the other devices.
     """
 
     device: torch.device

@@ -199,7 +199,7 @@ def _recurrent_flops(inputs: Any, *others: Any, **_: Any) -> int:
 
 @contextmanager
 def _countable(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and attention that consists of operations that the counter knows."""
+    """Set evaluation mode, and compute attention by operations that the counter knows."""
     training = [module for module in model.modules() if module.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -13,13 +13,13 @@ from torch import Tensor
 EXHAUSTIVE_PLACEMENTS = 100_000
 _CHUNK = 20_000
 _STARTS = 20
-# The best starts are perturbed in rounds. A row is one candidate placement. The cost of a round
-# grows with its rows times the pairs of models. So more models have fewer rows, and more rounds at
-# first, then fewer again.
+# The best starting placements are perturbed in rounds; each is a row of a tensor. The time of a
+# round grows with the number of rows times the number of pairs of models. With more models, a round
+# therefore has fewer rows. The number of rounds first rises with the number of models, then falls.
 _ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
 _PAIRS_IN_ALL = 300_000
-# Rows are improved in parts whose pairs of models fit into the CPU's cache.
+# As many rows are improved at once as have this many pairs of models, which fit the CPU's cache.
 _PAIRS = 50_000
 # Smaller differences between costs are rounding errors.
 _SAME = 1e-12
@@ -131,7 +131,7 @@ class Found(NamedTuple):
 
     Attributes:
         assignment: index of the device of each model.
-        fits: whether no device overflows; if False, no placement found overflows less.
+        fits: whether all models fit. If not, this placement exceeds the devices' memory the least.
         certain: whether it is proven that this placement is the best or, if it does not fit, that
             none fits.
     """
@@ -201,7 +201,7 @@ class _Moves:
     """Local search on hard placements: a step moves one model, or exchanges two."""
 
     def __init__(self, problem: Problem) -> None:
-        # The parts of the problem that determine changes of the cost, multiplied by the weights.
+        # The parts of the problem from which changes of the cost follow, times their weights.
         self._shape = problem.shape
         connection, _, complexity, _ = problem.weights
         between = share(problem.connection)
@@ -291,10 +291,11 @@ class _Moves:
 
 
 def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None, bool]:
-    """Return (placement, True), (None, True) if no placement fits, or (None, False) if unknown.
+    """Search for a placement that fits: the device of each model.
 
-    A placement is the device of each model. Places the largest models first, each on the fullest
-    device with enough space, and backtracks at dead ends, up to a limit.
+    Returns (placement, True), (None, True) if no placement fits, or (None, False) if the search
+    reached its limit. It places the largest models first, each on the fullest device with enough
+    space, and backtracks if a model does not fit.
     """
     order = sorted(range(len(sizes)), key=lambda model: -sizes[model])
     wanted = [sizes[model] for model in order]

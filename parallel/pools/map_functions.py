@@ -16,7 +16,7 @@ class MapFunctions:
     Args:
         calls: the calls that have not ended, by job.
         open_jobs: the jobs of iterators, which are not in ``calls`` while they wait for input.
-        packing: whether tensors are copied, and ``recurse``.
+        packing: ``copy_tensor`` and ``recurse``; see ``pack``.
     """
 
     def __init__(
@@ -81,7 +81,10 @@ class SentFunctions:
             self._by_job = {job: one for job, one in self._by_job.items() if functions.is_open(job)}
 
     def use(self, job: int, number: int) -> SentFunction:
-        """Return the function of a job for task ``number``; the oldest makes room for a new one."""
+        """Return the function of a job for task ``number``.
+
+        If all slots are taken, the function that was not used for the longest time is dropped.
+        """
         function = self._by_job.pop(job, None)
         if function is None:
             taken = {one.slot for one in self._by_job.values()}
