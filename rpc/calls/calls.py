@@ -64,7 +64,7 @@ def call_sync(
 def call_async(
     to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> Future[Any]:
-    """Like ``call_sync``, but return a future, whose ``wait()`` returns the result or raises."""
+    """Call like ``call_sync``, but return a future; its ``wait()`` returns the result or raises."""
     sent, lost = _send(to, func, args, kwargs, timeout, what)
     result: Future[Any] = Future(devices=devices())
 

@@ -32,10 +32,10 @@ class MeetingResult(NamedTuple):
 
 
 class MissingMembers(NamedTuple):
-    """The absent members.
+    """The absent members of a meeting.
 
-    They have never arrived ("not come"). If all have arrived, they are the members that timed out
-    before this process ("timed out").
+    If ``state`` is "not come", they have never arrived. If it is "timed out", all members have
+    arrived at some time, and these timed out before this process did.
     """
 
     names: list[str]

@@ -145,5 +145,8 @@ def _manage(method: str, *args: Any) -> Any:
 
 @served_immediately
 def wait_for_leave() -> Future[None]:
-    """Return a future that completes when this process leaves its world; it fails on death."""
+    """Return a future that completes when this process leaves its world.
+
+    For the caller, it fails if this process dies.
+    """
     return current().has_left

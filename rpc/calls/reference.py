@@ -199,7 +199,7 @@ def _raise_again(failure: Message) -> None:
 
 @contextlib.contextmanager
 def _result_of(number: str, holder: str) -> Iterator[_Result]:
-    """Yield a value to change its holders; delete it afterwards if no holder is left."""
+    """Yield a result, whose holders may be changed; delete it afterwards if no holder is left."""
     node = _node.current()
     with node.lock:
         # Messages may overtake each other: a release may arrive before the call of the value.

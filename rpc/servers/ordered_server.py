@@ -66,7 +66,7 @@ class OrderedServerSimple(OrderedServerBase):
         return accepted
 
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """Return a copy of a value and its version, by default the newest; None without one."""
+        """Return a copy of a value, by default the newest, and its version; None if missing."""
         service = f"{self.server_name}/_pull_service"
         found: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
         return found
@@ -280,7 +280,7 @@ class StateServerImpl(OrderedServerSimpleImpl):
 def pull_update(
     server: OrderedServerBase, key: Hashable, version: Any, known: KnownState
 ) -> Update | None:
-    """Return the update from ``known`` to the newest state on any server; None without one.
+    """Return the update from ``known`` to the newest state on any server; None if it has no state.
 
     Its ``state`` is None if the caller already has the newest state: the mark of ``known`` is the
     newest mark, or ``version`` is the newest version or later.
