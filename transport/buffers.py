@@ -22,10 +22,11 @@ def take(part: Any) -> Any:
 
 
 def divider(parts: list[Any], apart_from: int) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a buffer callback that appends buffers of at least ``apart_from`` bytes to ``parts``.
+    """Return a ``buffer_callback`` for pickle that moves large buffers to ``parts``.
 
+    Buffers of at least ``apart_from`` bytes are appended to ``parts`` and stay out of the pickle.
     Placeholders stay out of the pickle too, but are not appended: ``parts`` already has their
-    value.
+    values.
     """
 
     def is_inside(buffer: pickle.PickleBuffer) -> bool:

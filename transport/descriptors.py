@@ -19,7 +19,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_PER_MESSAGE * _SIZE)
 
 
 class Received:
-    """A descriptor from another process. Whoever calls ``detach`` must close it."""
+    """A descriptor that was received from another process."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""Tensors outside of a pickle: the view of each into its storage, and the storages' contents."""
+"""Encode tensors outside of a pickle: each as a view of a storage, and the storages' contents."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def _ranges(views: list[Tensor]) -> list[tuple[int, int, list[int]]]:
 
 
 def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tuple[int, ...]] | None:
-    """Return a copy without the gaps, and the stride of the views in it.
+    """Return a copy of the elements without gaps, and the stride that views of the copy have.
 
-    Return None if it would be no smaller, or if the views differ.
+    Returns None if the copy would not be smaller, or if the views differ.
     """
     view = views[0]
     stride = view.stride()
@@ -104,7 +104,7 @@ def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tupl
         for other in views[1:]
     ):
         return None
-    # Along the other dimensions all elements are the same.
+    # All other dimensions have size 1 or stride 0.
     order = [dim for dim in range(view.dim()) if view.shape[dim] > 1 and stride[dim] > 0]
     order.sort(key=lambda dim: stride[dim])
     reach = 1
