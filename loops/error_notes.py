@@ -27,7 +27,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
-    """If a collective in the block fails, name in its error the ranks that did not join it.
+    """Add the ranks that did not join a collective to the error of a collective in the block.
 
     Every rank must enter.
     """

@@ -135,8 +135,8 @@ class _EvalLoop(Evaluation):
     """One pass over the data under inference mode, in which each sample counts once.
 
     The model's training flags and the random streams are restored afterwards, so evaluations do not
-    affect training. Steps run in the precision of the training if the state has an
-    ``AmpOptimWrapper``, otherwise in the state's ``precision``, by default the model's dtype.
+    affect training. If the state has an ``AmpOptimWrapper``, steps run in its precision, as in
+    training. Otherwise they run in ``state.precision``, which is the model's dtype by default.
 
     Args:
         dataloader: This rank's batches; ranks may have different numbers of them, including none.

@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class Cadence:
-    """Intervals in updates, epochs or seconds of training; any may be given, None turns one off.
+    """Decide when an action is due, by intervals in updates, epochs or seconds of training.
 
-    Call ``due_step`` after each update and ``due_epoch`` after each epoch, usually in
-    ``on_save_point``. The result is the same on every rank.
+    Any of the intervals may be given; None turns one off. Call ``due_step`` after each update and
+    ``due_epoch`` after each epoch, usually in ``on_save_point``. The result is the same on every
+    rank.
 
     Raises:
         ValueError: A number is not positive, or a count is not whole.
@@ -44,13 +45,13 @@ class Cadence:
         self.due_at_s = math.inf if every_secs is None else -math.inf
 
     def due_step(self, state: LoopState) -> bool:
-        """Return whether this update is due, by its number or by the clock."""
+        """Return whether the action is due after this update, by its number or by the clock."""
         by_steps = self.every_steps is not None and state.step % self.every_steps == 0
         by_clock = state.clock_s >= self.due_at_s and self._due_by_clock(state)
         return state.step > 0 and (by_steps or by_clock)
 
     def due_epoch(self, state: LoopState) -> bool:
-        """Return whether an epoch has just ended (``state.batch`` is 0) and is due."""
+        """Return whether an epoch has just ended (``state.batch`` is 0) and the action is due."""
         if self.every_epochs is None or state.batch or not state.epoch:
             return False
         return state.epoch % self.every_epochs == 0

@@ -38,7 +38,7 @@ def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
     """Return the step numbers that a list of numbers and ranges such as "1200-1210" contains.
 
     Raises:
-        ValueError: An entry is neither, or a range is empty or too long.
+        ValueError: An entry is neither a number nor a range, or a range is empty or too long.
     """
     steps: set[int] = set()
     for entry in skip_steps if isinstance(skip_steps, Iterable) else [repr(skip_steps)]:

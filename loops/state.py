@@ -77,7 +77,10 @@ class LogBuffer:
             self._raw.pop()
 
     def first_nonfinite(self, watches: Callable[[str], bool], after: int) -> tuple[int, str] | None:
-        """Return update and text of the first non-finite value after update ``after``, or None."""
+        """Return update and text of the first non-finite value after update ``after``, or None.
+
+        Only values whose names ``watches`` accepts are considered.
+        """
         found = [(step, name, text) for name, (step, text) in self._nonfinite.items()]
         found += _not_finite(self._raw, after)
         texts = [(s, f"{name} is {text}") for s, name, text in found if s > after and watches(name)]
@@ -333,10 +336,11 @@ class LoopState:
         in_step: Whether a batch is being read or trained on. The counters do not include it yet,
             but it may have changed the random streams and the weights.
         data: The position of the training in its data.
-        together: Whether all ranks are in this step. False in the last batches of a pass in which
-            this rank has more than others (``uneven_inputs``): hooks must not communicate then.
-        updated_at: (epoch, batch, iteration) of the last update, at which the running accumulation
-            window began; None if unknown.
+        together: Whether all ranks take part in this step. False for the last batches of a pass if
+            this rank has more batches than others (``uneven_inputs``); hooks must not communicate
+            then.
+        updated_at: (epoch, batch, iteration) after the last update, where the current accumulation
+            window begins; None if unknown.
         skip_steps: Numbers of the steps without an update; their batches are read and discarded.
             None if no step is skipped.
         skipped: Whether the last step was skipped, before it began or by a guard: the weights did

@@ -311,7 +311,7 @@ def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool
 
 
 def _is_stale(present: object, target: object) -> bool:
-    """Whether ``present`` comes from an earlier, failed import of the module of ``target``."""
+    """Return whether ``present`` is from an earlier, failed import of the module of ``target``."""
     (module, name), new = (
         (getattr(one, "__module__", ""), getattr(one, "__qualname__", ""))
         for one in (present, target)

@@ -134,7 +134,9 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
 
 
 def check_export(path: Path) -> None:
-    """Check the suffix and the packages for it, and that ``path`` is new.
+    """Check that the suffix of ``path`` is known, its packages are installed and the file is new.
+
+    Call this before loading the model.
 
     Raises:
         FileExistsError, ImportError, ValueError: as ``export_model``.
@@ -231,7 +233,7 @@ def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Ca
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide deprecation warnings of torch, and log lines of its ONNX exporter below errors."""
+    """Hide torch's deprecation warnings, and what its ONNX exporter logs below level ERROR."""
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)

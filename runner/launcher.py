@@ -329,7 +329,7 @@ def _variables(nproc: int) -> dict[str, str]:
 
 
 def _may_be_consequence(failure: Failure) -> bool:
-    """Whether a failure may be caused by another rank's: a lost peer or an aborted collective."""
+    """Return whether another rank's failure may be the cause: a lost peer or aborted collective."""
     lost = ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
     return failure.kind == "CollectiveError" or any(text in failure.trace for text in lost)
 

@@ -132,7 +132,7 @@ def _quiet_mmengine() -> Iterator[None]:
 
 
 def needs_group(run: RunSections) -> bool:
-    """Whether the wrapper or an optimizer requires a process group, even with one process."""
+    """Return whether the wrapper or an optimizer needs a process group, even on one process."""
     if works_over_ranks(run.optimizer):
         return True
     wrapper = wrapper_class(run)

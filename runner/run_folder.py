@@ -203,7 +203,7 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
 
 
 def clear_results(run_dir: Path) -> None:
-    """Delete the files that an earlier run wrote to ``run_dir``, and no others."""
+    """Delete the checkpoints, the ledger and the records in ``run_dir``; keep all other files."""
     for name in ("checkpoints", "ledger"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in _RECORDS:

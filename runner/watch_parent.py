@@ -25,8 +25,8 @@ def die_with_parent(parent: int) -> None:
     """
     os.setpgid(0, 0)
     for number in STOP_SIGNALS:
-        # The group may have received a signal while this process started, in which it is blocked:
-        # SIG_IGN discards it.
+        # A signal to the old group may be pending, because signals are blocked while this process
+        # starts: SIG_IGN discards it.
         signal.signal(number, signal.SIG_IGN)
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

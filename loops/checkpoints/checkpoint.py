@@ -138,7 +138,7 @@ def _why_unsafe(state: LoopState) -> str:
 
 
 def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] = ()) -> list[Path]:
-    """Remove all but the latest ``keep_last`` checkpoints and those in ``keep``.
+    """Remove checkpoints, except for the latest ``keep_last`` ones and those in ``keep``.
 
     Only rank 0 removes checkpoints, without communication. ``keep_last=None`` keeps all. Returns
     the removed folders.

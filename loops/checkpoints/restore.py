@@ -310,8 +310,8 @@ def find_checkpoint(
 ) -> Path | None:
     """Return the latest or best undamaged checkpoint of a run; every rank must call this.
 
-    A damaged checkpoint is logged and skipped. Returns None if there is none, or if ``which`` is
-    "best" and all are damaged.
+    A damaged checkpoint is logged and skipped. Returns None if the run has no checkpoint, or if
+    ``which`` is "best" and no undamaged checkpoint is marked as best.
 
     Args:
         run_dir: The run's folder, or its folder of checkpoints.

@@ -167,7 +167,7 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
 
 
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return this rank's parts of the mean of the gradients in all ranks' files, by name."""
+    """Return the mean of the gradients in all ranks' files; of sharded ones, this rank's parts."""
     layouts = {plain_name(name): layout_of(p) for name, p in model.named_parameters()}
     names = dict.fromkeys(name for content in ranks for name in content["gradients"])
     return {name: _mean(name, layouts[name], ranks) for name in names}

@@ -26,7 +26,7 @@ from ..rng import preserved_rng
 from ..schedule import positive
 from ..state import LoopState
 
-# rule(averages, parameters, count) updates the averages of `count` earlier sets of parameters.
+# rule(averages, parameters, count) adds a set of parameters to the averages of `count` sets.
 _Rule: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
 
 
@@ -140,7 +140,7 @@ class _AveragingHook(Hook):
             self._restored = None
 
     def _add(self, count: int = 0) -> None:
-        """Update the average, of ``count`` sets of parameters so far, by the current parameters."""
+        """Add the current parameters to the average, which contains ``count`` sets so far."""
         pairs = zip(_parts(self._params), self._average, strict=True)
         self._average_into(self._average, [p.to(mean.dtype) for p, mean in pairs], count)
 
@@ -228,8 +228,8 @@ class SWAHook(_AveragingHook):
     Args:
         from_epoch: The first epoch whose final weights are averaged; epochs are counted from 1.
         from_step: The first update whose weights are averaged.
-        every: Add weights to the average after every ``every``-th epoch, or update if ``from_step``
-            is given.
+        every: Average the weights after each ``every``-th epoch or, if ``from_step`` is given, each
+            ``every``-th update.
         evaluate_with_swa: Evaluate with the averaged weights.
         update_bn: Compute BatchNorm statistics for the average. If false, evaluations use the
             model's own statistics.

@@ -50,7 +50,7 @@ class LogHook(LoggerHook):
         super().__init__()
         self._console = console
         self._has_folder = False
-        # The updates of a log interval in which an earlier run ended; empty if it ended at one.
+        # If an earlier run ended inside a log interval, its updates in this interval; else empty.
         self._cut_short = range(0)
 
     def on_train_start(self, state: LoopState) -> None:

@@ -107,7 +107,7 @@ def _check_value(
 
 
 def _is_alternative(value: Any, options: tuple[Any, ...]) -> bool:
-    """Whether ``value`` is one of the options other than a section, such as null or a component."""
+    """Return whether ``value`` fits an option other than a section, such as null or a component."""
     if isinstance(value, Mapping):
         return "type" in value and any(get_origin(option) is dict for option in options)
     return any(fits(value, option) for option in options)

@@ -81,7 +81,7 @@ def convert_config(
     scope, name = settings.get("default_scope"), Path(path).stem
     draft = Draft(lines, scope, epoch_length, keep_order, {"name": name})
     top = Section(draft, settings)
-    # Variables that the file reads are parts of other settings.
+    # Variables that expressions in the file use are parts of other settings: do not report them.
     walk(top, (*_MAPPING, *dropped(*lines.read, "_base_")), draft.sections)
     top.close("is not a known setting")
     order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))

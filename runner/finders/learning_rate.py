@@ -65,7 +65,7 @@ class RangeTestHook(Hook):
         optimizer: the name of the optimizer whose rate rises, if there are several.
     """
 
-    # Before other hooks.
+    # Called before other hooks.
     order = 5
 
     def __init__(self, first: float, last: float, steps: int, optimizer: str = "") -> None:

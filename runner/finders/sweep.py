@@ -275,7 +275,7 @@ class Sweep:
         return [one for one in ended if "interrupted" not in one.user_attrs]
 
     def ranked(self) -> list[FrozenTrial]:
-        """Return the completed trials, best first, and then the pruned ones; failed ones not."""
+        """Return the completed trials, best first, then the pruned ones; leave out failed ones."""
         sign = -1 if self._higher_is_better else 1
         with_value = [one for one in self.trials if one.value is not None]
         return sorted(with_value, key=lambda one: (is_pruned(one), sign * (one.value or 0.0)))
@@ -309,7 +309,7 @@ class Sweep:
     ) -> FrozenTrial:
         """Train with the values of a trial, and return the ended trial.
 
-        If training fails, the trial is marked as failed and has the error; it is not raised.
+        If training fails, nothing is raised: the trial is marked as failed and stores the error.
 
         Raises:
             ConfigError: this machine is too small for the number of processes.
