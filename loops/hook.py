@@ -82,7 +82,7 @@ class Hook:
         """
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        """A log record is complete: means over interval and ranks, which are equal on every rank."""
+        """A log record is complete: means over interval and ranks, equal on every rank."""
 
     def on_save_point(self, state: LoopState) -> None:
         """The state can be saved: the log record and validation that were due are done.
