@@ -59,8 +59,8 @@ def run_bisect(options: Options) -> int:
 def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
     """Return whether training again can narrow the difference down.
 
-    It can if steps just before the difference have no entries, or if the differing entry is not of
-    a full ledger.
+    It can if steps just before the difference have no entries, or if a ledger is not full at the
+    step that differs.
     """
     if found.agreed != found.step - 1:
         return True

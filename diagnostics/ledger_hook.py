@@ -49,7 +49,7 @@ class LedgerHook(Hook):
         ValueError: ``every_steps`` or ``max_mib`` is not positive.
     """
 
-    # After all other hooks, whose changes of batches and weights are part of the step.
+    # Called after all other hooks, whose changes of batches and weights are part of the step.
     order = 99
 
     def __init__(

@@ -178,7 +178,7 @@ def _bits_of(model: nn.Module) -> list[Tensor]:
 class ReplayHook(Hook):
     """Examine one step of a training and stop after it."""
 
-    # After all other hooks, so that the debugger stops right before the training step.
+    # Called after all other hooks, so that the debugger stops right before the training step.
     order = 99
 
     def __init__(self, watch: Watch) -> None:

@@ -60,7 +60,7 @@ class ConfigError(Exception):
 
 @contextmanager
 def under_key(key: str) -> Iterator[None]:
-    """Store ``key``, below the keys of outer blocks, on an error that is raised in the block."""
+    """Store a key path on an error raised in the block: ``key``, then the keys of inner blocks."""
     try:
         yield
     except (Exception, SystemExit) as error:
