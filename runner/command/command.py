@@ -242,7 +242,7 @@ MAX_RESTARTS = click.Option(
 RESUME = _path(
     "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
 )
-FRESH = flag("fresh", "delete the existing results in the run folder")
+FRESH = flag("fresh", "delete the existing checkpoints and records in the run folder")
 LIMIT_BATCHES = click.Option(
     ["--limit-batches"],
     type=positive,
