@@ -1,6 +1,6 @@
 """Use stepwrap's optimizer wrappers in mmengine's ``Runner`` and with its schedulers.
 
-mmengine accepts only instances of its own classes. Importing this module registers stepwrap's
+mmengine accepts only instances of mmengine's classes. Importing this module registers stepwrap's
 optimizer wrappers as virtual subclasses of these (``abc.ABCMeta.register``). Pass them as objects,
 or name them in a config::
 

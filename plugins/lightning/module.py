@@ -46,7 +46,7 @@ class _Schedule(NamedTuple):
     def step(self, *measured: Any) -> None:
         """Step the scheduler; suppress torch's warning if a loss scaler skipped the update."""
         with warnings.catch_warnings():
-            # torch cannot tell a skipped update from a wrong order (pytorch/pytorch#44511).
+            # torch warns because it does not know about skipped updates (pytorch/pytorch#44511).
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
             self.scheduler.step(*measured)
 

@@ -125,7 +125,7 @@ def test_an_optimizer_made_before_layers_are_split() -> None:
     model = Net()
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     parallelize(model, build_mesh({"tensor": 2}), PLAN)
-    text = "^SGD has parameters that are no longer in the model, because splitting"
+    text = "^SGD has parameters that do not belong to the model any more, because splitting"
     with pytest.raises(RuntimeError, match=text):
         optim.update_params(model(_inputs()).sum())
     # What is not split is as it was, and its optimizer with it.

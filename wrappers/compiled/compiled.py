@@ -325,7 +325,7 @@ def _forward(
 
 
 class _Interpreter(Interpreter):
-    """Run a graph, but keep activations instead of recomputing those of checkpointed blocks."""
+    """Run a graph, but keep the activations of checkpointed blocks instead of recomputing them."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the graph."""

@@ -75,8 +75,8 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
     """Return whether any parameter has a gradient; raise RuntimeError if one should have one."""
     if any(getattr(one, "is_replaced", False) for one in parameters):
         raise RuntimeError(
-            f"{name} has parameters that are no longer in the model, because splitting its layers "
-            "replaced them; create the optimizer after wrapping"
+            f"{name} has parameters that do not belong to the model any more, because splitting "
+            "its layers replaced them; create the optimizer after wrapping"
         )
     if any(one.grad is not None for one in parameters):
         return True
@@ -160,7 +160,7 @@ def _differing(
         noise: gradients whose norm is below this part of the largest norm may be rounding errors,
             and are not compared.
     """
-    # The row of zeros avoids an empty message if there are no parameters.
+    # The row of zeros avoids an empty message for an optimizer without parameters.
     own = torch.stack([torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)])
     own = own.to(comm_device(group))
     everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]

@@ -443,7 +443,7 @@ class OptimWrapper(Accumulation):
         """Return the optimizer's state, with its class and the count of micro-batches.
 
         The state of sharded parameters consists of ``DTensor``s. Every rank must call this if
-        `collective_state`. With ``ZeroRedundancyOptimizer`` only the first rank gets the state of
+        ``collective_state``. With ``ZeroRedundancyOptimizer`` only the first rank gets the state of
         the parameters.
         """
         state = state_of(self.optimizer)

@@ -139,7 +139,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        If `begin_batch` was not called, or if no member accumulates and none has counted a
+        If ``begin_batch`` was not called, or if no member accumulates and none has counted a
         micro-batch since that call, return whether the last micro-batch of any member ended its
         window.
         """
@@ -191,7 +191,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return {f"{n}.{k}": v for n, one in self.items() for k, v in one.get_momentum().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by member; every rank must call this if `collective_state`."""
+        """Return the state by member; every rank must call this if ``collective_state``."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class NamedParameter(NamedTuple):
 def named_parameters(model: nn.Module) -> list[NamedParameter]:
     """Return the parameters in the order of their modules, shared ones under each of their names.
 
-    Wrappers inside the model and `torch.compile` do not change the names.
+    Wrappers inside the model and ``torch.compile`` do not change the names.
     """
     return list(_walk(model, "", ()))
 
@@ -180,7 +180,7 @@ def param_groups(
     Only the longest matching key is used. If none matches, the kind of parameter selects factors:
 
     - ``bias_lr_mult``: biases outside norm layers
-    - ``bias_decay_mult``: these biases, except those of depthwise convolutions
+    - ``bias_decay_mult``: the same biases, except biases of depthwise convolutions
     - ``norm_decay_mult``: weights and biases of norm layers
     - ``dwconv_decay_mult``: weights and biases of depthwise convolutions
     - ``flat_decay_mult``: parameters with one dimension, if the factor of their kind is not set
@@ -240,7 +240,7 @@ class _Rules:
                 logger.warning("%s", problem)
 
     def options_of(self, one: NamedParameter) -> tuple[str, Options]:
-        """Return a parameter's options, with a text that says where they come from."""
+        """Return a text that names the source of a parameter's options, and the options."""
         why, options = self._own_options(one)
         if one.name not in self.levels:
             return why, options

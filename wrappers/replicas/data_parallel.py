@@ -82,8 +82,8 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         gather: Gather | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        # DataParallel.__init__ is not called: it rejects the CPU, and ignores its arguments if
-        # there is no GPU.
+        # DataParallel.__init__ is not called: it rejects the CPU, and without a GPU it ignores its
+        # arguments.
         nn.Module.__init__(self)
         if device_ids is not None and not device_ids:
             raise ValueError(

@@ -25,7 +25,7 @@ def scatter_batch(
 
     Tensors may be nested in dicts, lists, tuples and namedtuples. Tensors without dimensions and
     other objects are passed to every copy. There may be fewer chunks than devices: with 3 devices,
-    5 samples are split into 2, 2 and 1, but 4 samples into 2 and 2. If there is no tensor, every
+    5 samples are split into 2, 2 and 1, but 4 samples into 2 and 2. Without any tensor, every
     device gets all arguments.
 
     Returns:

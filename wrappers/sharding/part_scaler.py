@@ -41,7 +41,7 @@ class PartScaler(ShardedGradScaler):
         return super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and check those of all ranks for infinite values."""
+        """Unscale the gradients; find infinite values in the gradients of all ranks."""
         super().unscale_(optimizer)
         if self.is_enabled():
             # Fused steps combine this tensor with DTensors, so it must have no dimensions.

@@ -390,7 +390,7 @@ def reject_model_train_step(
     """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``.
 
     Args:
-        why: what goes wrong for "a model that calls itself", to complete the message.
+        why: the problem with "a model that calls itself", to complete the message.
         remedy: a sentence with another solution.
     """
     if wrapper.train_step is not Steps.train_step or not overrides_train_step(model):
