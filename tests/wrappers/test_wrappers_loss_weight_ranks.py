@@ -104,7 +104,7 @@ def test_a_custom_step() -> None:
     ("step", "text"),
     [
         (_forgetful, r"call optim_wrapper.weigh\(batch\) with the preprocessed batch"),
-        (_weighs_outside, r"enter optim_wrapper.optim_context\(self\) .* optim_wrapper.weigh"),
+        (_weighs_outside, r"in optim_wrapper.optim_context\(self\), .* optim_wrapper.weigh"),
     ],
 )
 @on_ranks(2)

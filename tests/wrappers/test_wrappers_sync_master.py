@@ -74,8 +74,8 @@ def test_none_is_a_reply() -> None:
         (lambda messages: 1 / 0, ZeroDivisionError, "division by zero"),
         (lambda messages: scaled(messages)[::-1], AssertionError, "first result should belongs"),
         (lambda messages: [], AssertionError, "first result should belongs"),
-        (lambda messages: scaled(messages)[:2], ValueError, r"each of \[0, 1, 2\].* to \[0, 1\]"),
-        (lambda messages: [*scaled(messages), (9, 9)], ValueError, r"to \[0, 1, 2, 9\]"),
+        (lambda messages: scaled(messages)[:2], ValueError, r"each of \[0, 1, 2\].* for \[0, 1\]"),
+        (lambda messages: [*scaled(messages), (9, 9)], ValueError, r"for \[0, 1, 2, 9\]"),
     ],
 )
 def test_a_failing_callback(
