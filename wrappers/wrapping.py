@@ -90,8 +90,9 @@ def wrap_model(
         options: arguments of the wrapper.
 
     Raises:
-        TypeError: the model is wrapped already and another argument is given, or its wrapper has
-            no ``train_step``; ``wrapper`` cannot be called; or an option is unknown.
+        TypeError: the model is wrapped already, and an argument other than ``device`` is given or
+            its wrapper has no ``train_step``; ``wrapper`` cannot be called; or an option is
+            unknown.
         ValueError: wrapper, mesh and preparation contradict each other, or differ between ranks.
             An error on one rank is raised on every rank.
         RuntimeError: there is no process group, and the wrapper is a subclass of

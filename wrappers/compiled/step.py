@@ -166,9 +166,9 @@ class CompiledStep:
     def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
         """Make a step by a program, if there is one; return the values to log.
 
-        Without a program, one rank makes no step here and returns None. If several ranks average
-        gradients, an eager step averages them in the same joined tensors as the programs of the
-        other ranks.
+        If there is no program and only one rank, nothing is done and None is returned. If there is
+        no program but several ranks average gradients, an eager step is made. It averages the
+        gradients in the same joined tensors as the programs of the other ranks.
         """
         wrapper = self._wrapper
         self._left = 0

@@ -37,7 +37,7 @@ class FirstUpdate(Gate):
     begin = enter
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Raise RuntimeError if gradients are missing or differ; remove the gate if the check ran.
+        """Raise RuntimeError if gradients are missing or differ; once all agree, remove the gate.
 
         Every rank that shares gradients must call this.
         """

@@ -75,10 +75,11 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
       that value.
     - ``layer``: the class names of the layers to initialise. Subclasses are included.
     - ``override``: a list of mappings with the ``name`` of a submodule, in which every layer is
-      initialised: by the other keys of this mapping or, if it has only a name, as in the outer one.
+      initialised: by the other keys of this mapping or, without other keys, by the outer mapping.
 
     Pretrained has none of the last three. It takes ``checkpoint``, a file that contains only
-    weights, and ``prefix``: load only weights whose names begin with it, without it.
+    weights, and ``prefix``: only weights whose names begin with the prefix are loaded, under the
+    rest of the name.
 
     Args:
         init_cfg: one mapping, or several that are applied in order.
