@@ -90,7 +90,7 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
     Raises:
         AssertionError: on every rank, if ``data`` is not a list on some rank.
         ValueError: on every rank, if ``src`` is not a rank of the group, or if ``src`` or the
-            lengths of the lists differ.
+            lengths of the lists differ between ranks.
         CollectiveError: on every rank, if an object cannot be pickled or unpickled; or if a rank
             does not take part.
     """
@@ -120,8 +120,10 @@ def get_default_group() -> distributed.ProcessGroup | None:
 def get_backend(group: Group = None) -> str | None:
     """Return the name of the group's backend in lower case, None without a group.
 
-    Several backends are written as in torch, such as "cpu:gloo,cuda:nccl". Raises ValueError if
-    this process is not a member.
+    Several backends are returned in torch's form, such as "cpu:gloo,cuda:nccl".
+
+    Raises:
+        ValueError: this process is not a member of the group.
     """
     if not is_distributed():
         return None
@@ -154,14 +156,15 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
         num_gpus_per_node: the number of ranks per host; the last host may have fewer.
 
     Raises:
-        ValueError: on every rank, if ``num_gpus_per_node`` differs or ``node_rank`` does not fit.
+        ValueError: on every rank, if ``num_gpus_per_node`` is not the same positive number on all
+            ranks, or if ``node_rank`` is not the rank divided by it, rounded down.
     """
     if not is_distributed():
         return
     _check_places(all_gather_object((node_rank, num_gpus_per_node)))
     everyone, world = members(), get_default_group()
     assert world is not None
-    # Every rank makes the groups of all hosts: torch names a group by counting the calls.
+    # Every rank must create the groups of all hosts, because torch names groups by counting calls.
     with calling("init_local_group"):
         for start in range(0, len(everyone), num_gpus_per_node):
             own = everyone[start : start + num_gpus_per_node]
@@ -187,10 +190,11 @@ def get_local_group() -> distributed.ProcessGroup | None:
 def get_local_size() -> int:
     """Return the number of ranks on this host, 1 without a process group.
 
-    Looked up in this order: the local group, LOCAL_WORLD_SIZE, Open MPI's variable, Slurm's.
+    The first of these that exists is used: the local group, LOCAL_WORLD_SIZE, Open MPI's variable,
+    Slurm's variable.
 
     Raises:
-        RuntimeError: none of them is set.
+        RuntimeError: none of them exists.
     """
     if not is_distributed():
         return 1
@@ -210,8 +214,9 @@ def get_local_size() -> int:
 def get_local_rank() -> int:
     """Return this process's rank on its host.
 
-    It is the rank in the local group. Without one see ``stepwrap.collectives.get_local_rank``: if
-    no launcher has set the local rank, every rank must call this.
+    This is the rank in the local group. Without a local group, it is the result of
+    ``stepwrap.collectives.get_local_rank``; then every rank must call this unless a launcher has
+    set the local rank.
     """
     group = _live_local_group()
     return ranks.get_local_rank() if group is None else distributed.get_rank(group)
@@ -239,7 +244,7 @@ def _check_places(places: list[tuple[int, int]]) -> None:
 
 
 def get_data_device(data: object) -> torch.device:
-    """Return the one device of all tensors in nested lists, tuples, sets and dicts.
+    """Return the device on which all tensors in nested lists, tuples, sets and dicts are.
 
     Raises:
         ValueError: the tensors are on different devices, or a container is empty.
@@ -265,7 +270,7 @@ def cast_data_device(data: _T, device: torch.device | str, out: _T | None = None
     Raises:
         ValueError: a container is empty, or ``out`` has other lengths, keys or shapes.
         TypeError: an element is neither a tensor nor a container, or ``out`` has another class, or
-            is a set, which has no order. ``out`` is unchanged then.
+            is a set, which has no order. After an error ``out`` is unchanged.
     """
     # Check all pairs before the first copy, so that an error leaves `out` unchanged.
     pairs = [] if out is None else list(_paired(data, out))

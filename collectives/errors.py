@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed on some rank, or a rank died, left or did not arrive in time."""
+    """Raised if a collective fails on a rank, or a rank dies, leaves or does not arrive in time."""
 
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -28,7 +28,7 @@ _ROOT = Path(__file__).absolute().parents[1]
 _OURS = tuple(
     f"{one.parent}{os.sep}" for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"
 )
-# Frames of context managers lie between our frames and the caller's.
+# Frames of context managers lie between this package's frames and the caller's.
 _NOT_CALLERS = _FOLDER, contextlib.__file__
 # The maximum number of keys or differences in an error text.
 _SHOWN = 5
@@ -46,8 +46,8 @@ class Call:
     Attributes:
         name: the function, without parentheses.
         group: the ranks that must make the call.
-        describe: returns what this rank passes: a text or a dict's keys. It must be the same on
-            all ranks unless the call ``has_headers``.
+        describe: function that describes this rank's arguments, by a text or by the keys of a dict.
+            The description must be the same on all ranks unless the call ``has_headers``.
         detail: a text such as "from rank 0", which must be the same on all ranks.
         has_headers: whether the call itself begins with ``exchange_headers``.
     """
@@ -59,7 +59,7 @@ class Call:
     has_headers: bool = False
 
     def structure(self) -> str | list[str]:
-        """Return what this rank passes; never raises, because the others are waiting."""
+        """Describe this rank's arguments; never raise, because other ranks are waiting."""
         try:
             described = self.describe() if self.describe else ""
             return described if isinstance(described, str) else [str(key) for key in described]
@@ -75,7 +75,17 @@ class Call:
 
 @dataclass(frozen=True)
 class Place:
-    """The call that one rank is in, its arguments (a text or a dict's keys), and its problem."""
+    """The call that one rank is in, with its line, its arguments and its error.
+
+    Attributes:
+        rank: the global rank.
+        call: the name of the function.
+        site: "file:line" of the caller.
+        detail: see ``Call``.
+        structure: the description of the arguments: a text, or the keys of a dict.
+        problem: why this rank failed, to follow "rank 0 "; "" if it did not.
+        when: the time in seconds since the epoch.
+    """
 
     rank: int
     call: str
@@ -119,7 +129,7 @@ def user_site(innermost: FrameType | None = None) -> str:
 def describe_places(
     places: Iterable[Place], elsewhere: Mapping[int, str] | None = None, *, compare: bool = True
 ) -> str:
-    """Return one sentence that says where each rank is and how their arguments differ."""
+    """Return one sentence that says where each rank is and how the ranks' arguments differ."""
     places = sorted(places, key=lambda place: place.rank)
     has_details = len({p.call for p in places}) == 1 and len({p.detail for p in places}) > 1
     by_call: dict[tuple[str, str], list[Place]] = {}
@@ -141,7 +151,7 @@ def describe_places(
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result and None, or None and the error, so that it can be sent to other ranks."""
+    """Run ``action``; return (result, None), or (None, error), so that it can be reported."""
     try:
         return action(), None
     except Exception as error:

@@ -1,7 +1,8 @@
-"""Use our optimizer wrappers in mmengine's ``Runner`` and with its schedulers.
+"""Use stepwrap's optimizer wrappers in mmengine's ``Runner`` and with its schedulers.
 
-mmengine accepts only instances of mmengine's classes. Importing this module registers ours as
-virtual subclasses (``abc.ABCMeta.register``). Pass them as objects, or name them in a config::
+mmengine accepts only instances of mmengine's classes. Importing this module registers stepwrap's
+optimizer wrappers as virtual subclasses of these (``abc.ABCMeta.register``). Pass them as objects,
+or name them in a config::
 
     optim_wrapper = dict(type="stepwrap.plugins.mmengine.OptimWrapper", optimizer=dict(...))
 """

@@ -32,13 +32,13 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
 
     Args:
         spec: a class or its name (subclasses match too), the path of a module, an ``fnmatch``
-            pattern for paths, or a list of these. Of the matches of a pattern only the outermost
-            are used: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping of
+            pattern for paths, or a list of these. A pattern selects only the outermost of its
+            matches: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping of
             ``classes`` (such a list) and ``min_params`` (a number): this adds the smallest modules
-            with at least ``min_params`` parameters outside of the modules in ``classes``.
+            that have at least ``min_params`` parameters outside of the modules in ``classes``.
 
     Raises:
-        ValueError: a name matches nothing, or a container without a ``forward``.
+        ValueError: a name matches nothing, or matches a container without a ``forward``.
         TypeError: ``spec`` has another type.
     """
     modules = dict(model.named_modules())
@@ -56,7 +56,7 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
 
 
 def _parse_blocks(spec: Any) -> tuple[list[str | type[nn.Module]], float | None]:
-    """Return the names, and the minimum number of parameters."""
+    """Return the names in ``spec``, and ``min_params``."""
     size = None
     if isinstance(spec, Mapping):
         check_options("a choice of blocks", spec, ["classes", "min_params"])
@@ -120,8 +120,8 @@ def _by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float)
             taken.update(id(one) for one in free)
     if not found and not chosen:
         raise ValueError(
-            f"no module of the model has min_params={min_params:g} parameters; the largest has "
-            f"{largest}"
+            f"no module of the model has at least min_params={min_params:g} parameters; the "
+            f"largest has {largest}"
         )
     return found
 
@@ -133,7 +133,7 @@ def _can_run(module: nn.Module) -> bool:
 def find_parameters(
     model: nn.Module, patterns: str | Iterable[str], setting: str
 ) -> dict[str, nn.Parameter]:
-    """Return, by name, the parameters that match ``patterns`` by name or by their module's path.
+    """Return, by name, the parameters whose name or whose module's path matches a pattern.
 
     Raises:
         ValueError: a pattern matches nothing; the message begins with ``setting``.
@@ -163,8 +163,8 @@ def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
     Args:
         spec: True, or a mapping with ``blocks`` (as for ``find_blocks``; default: the whole
             model) and arguments of ``torch.compile``: ``backend``, ``mode``, ``dynamic``,
-            ``fullgraph``, ``options``. False and "step", which is for ``compile_step``, compile
-            nothing here.
+            ``fullgraph``, ``options``. False compiles nothing, and neither does "step", which is
+            a setting for ``compile_step``.
 
     Raises:
         ValueError: a name matches no module, or the backend or mode is unknown.
@@ -233,16 +233,16 @@ def read_compile(spec: Any) -> dict[str, Any] | None:
 
 
 def checkpoint_activations(model: nn.Module, spec: CheckpointingSpec) -> nn.Module:
-    """Checkpoint blocks, in place: keep only their inputs, and run them again in the backward.
+    """Checkpoint the activations of blocks, in place: recompute them in the backward.
 
-    Losses and gradients do not change; each block costs one more forward. A block becomes an
-    instance of a subclass of its class, so names, attributes, ``isinstance``, copies and pickles
-    work as before. Running statistics are updated once per step.
+    Only the inputs of each block are kept. Losses and gradients do not change; each block costs one
+    more forward. A block becomes an instance of a subclass of its class, so names, attributes,
+    ``isinstance``, copies and pickles work as before. Running statistics are updated once per step.
 
     Args:
         spec: as for ``find_blocks``; or a mapping with such ``blocks`` and
             ``preserve_rng_state``: whether the second forward draws the same random numbers
-            (default: True; False saves a little time without dropout).
+            (default: True). False saves a little time; use it only without dropout.
 
     Raises:
         ValueError: a name matches no module, or ``forward`` of a block was replaced.
@@ -263,13 +263,13 @@ def find_checkpointed(model: nn.Module, spec: CheckpointingSpec) -> dict[str, nn
         if "forward" in vars(block):
             raise ValueError(
                 f"activation checkpointing needs the forward of the class {type(block).__name__}, "
-                f"but {path!r} has another forward as an attribute"
+                f"but the forward of {path!r} was replaced by an attribute"
             )
     return found
 
 
 def read_checkpointing(spec: Any) -> tuple[Any, bool]:
-    """Return the blocks of a specification, and ``preserve_rng_state``."""
+    """Return the blocks that ``spec`` names, as for ``find_blocks``, and ``preserve_rng_state``."""
     options = dict(spec) if isinstance(spec, Mapping) else {"blocks": spec}
     allowed = ["blocks", "preserve_rng_state", "classes", "min_params"]
     check_options("activation_checkpointing", options, allowed)
@@ -278,14 +278,16 @@ def read_checkpointing(spec: Any) -> tuple[Any, bool]:
         raise TypeError(f"preserve_rng_state must be true or false, got {preserve!r}")
     blocks = options.pop("blocks", None)
     if blocks is not None and options:
-        raise TypeError(f"activation_checkpointing has blocks or {', '.join(options)}, not both")
+        raise TypeError(
+            f"activation_checkpointing must have blocks or {', '.join(options)}, got both"
+        )
     if blocks is None and not options:
-        raise TypeError("activation_checkpointing needs blocks")
+        raise TypeError("activation_checkpointing must name blocks, got none")
     return (options or blocks), preserve
 
 
 class _Checkpointed(nn.Module):
-    """Base of the classes of checkpointed blocks."""
+    """The base class of all checkpointed blocks."""
 
     _made_from: tuple[type[nn.Module], bool]
 
@@ -297,10 +299,10 @@ class _Checkpointed(nn.Module):
         return (_new, (*self._made_from, *arguments), *state)
 
 
-# Cached, so that blocks of one class keep a common class.
+# Cached, so that all blocks of one class get the same subclass.
 @functools.cache
 def _checkpointed(kind: Any, preserve: bool) -> type[nn.Module]:
-    """Return the subclass of ``kind`` whose forward runs again in the backward."""
+    """Return a subclass of ``kind`` whose forward runs again in the backward."""
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -348,7 +350,7 @@ def _with_fixed_statistics(
 
 @contextmanager
 def _fixed(norms: Iterable[_NormBase]) -> Iterator[None]:
-    """Run layers without updating running statistics; they save the same tensors for backward."""
+    """Disable updates of running statistics; layers still save the same tensors for backward."""
     before = [(one, one.momentum, one._buffers.get("num_batches_tracked")) for one in norms]
     try:
         for one, _, _ in before:

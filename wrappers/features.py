@@ -1,7 +1,7 @@
 """Optional features of model and optimizer wrappers, and their defaults.
 
-Our wrappers inherit the defaults. Objects from other libraries, such as mmengine's optimizer
-wrapper, are read through ``model_features`` and ``optim_features``, which add missing features.
+stepwrap's wrappers inherit the defaults. For objects from other libraries, such as mmengine's
+optimizer wrapper, ``model_features`` and ``optim_features`` return a view that has them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ class ModelFeatures:
     Attributes:
         data_group: the ranks that see different batches; None for all of them.
         averages_ranks: whether a backward averages the gradients over ``data_group``.
-        collective_eval: whether every rank of ``data_group`` must take part in evaluation steps.
-        uneven_inputs: how to treat ranks with fewer batches; None if all need the same number.
+        collective_eval: whether every rank of ``data_group`` must call each evaluation step.
+        uneven_inputs: how to treat ranks with fewer batches than others; None if all ranks need the
+            same number.
         detect_anomalous_params: whether every step searches for parameters without a gradient.
     """
 
@@ -30,14 +31,14 @@ class ModelFeatures:
     detect_anomalous_params: bool = False
 
     def recheck_every(self, steps: int) -> bool:
-        """Check the model for changes only before every ``steps``-th compiled step.
+        """Make a compiled step check the model for changes only before every ``steps``-th step.
 
         Returns whether the wrapper's training step is compiled; by default it is not.
         """
         return False
 
     def average(self, value: Tensor) -> Tensor:
-        """Return the mean of a detached ``value`` over the data ranks, which must all call this."""
+        """Return the mean of a detached ``value`` over the data ranks; each of them must call."""
         return value
 
     def sync_buffers(self) -> None:
@@ -50,12 +51,13 @@ class ModelFeatures:
         """Return the state that a custom training step keeps between batches, for checkpoints.
 
         Override it together with ``load_step_state``. The state may hold tensors, numbers, lists
-        and dicts. Each rank gets its own state back if the resumed run has as many ranks.
+        and dicts. Each rank gets its own state back if the resumed run has the same number of
+        ranks.
         """
         return {}
 
     def load_step_state(self, state: dict[str, Any]) -> None:
-        """Restore ``step_state()``."""
+        """Restore what ``step_state()`` returned."""
 
 
 class OptimFeatures:
@@ -63,22 +65,22 @@ class OptimFeatures:
 
     Attributes:
         accumulative_counts: micro-batches per update.
-        inner_count: micro-batches so far.
+        inner_count: number of micro-batches so far.
         max_counts: total number of micro-batches of the training; -1 if unknown.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
-        batch_counts: whether the next micro-batch is real. A batch that only serves the
-            communication with other ranks has weight 0.
-        window_weight: weight of the micro-batches whose gradients this rank holds.
-        guard: allows or prevents each update.
+        batch_counts: whether the next micro-batch is real. A rank without data also runs batches
+            of weight 0, because the other ranks wait for its communication.
+        window_weight: total weight of the micro-batches whose gradients this rank holds.
+        guard: decides before each update whether it happens.
         grad_norm: total norm of the gradients before clipping.
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
             ``shape`` and ``[slices]``, so that only this rank's part is read.
-        precision_context: returns the context for the precision of a forward, such as autocast;
-            None if it is not needed.
+        precision_context: function that returns the context in which a forward runs, such as
+            autocast; None if no context is needed.
     """
 
     accumulative_counts: Any = 1

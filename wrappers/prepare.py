@@ -25,8 +25,8 @@ from .sharding.mesh import Mesh
 if TYPE_CHECKING:
     from .sharding.tensor_parallel import Style
 
-# sharding.tensor_parallel is imported inside functions: it loads large parts of torch, and is only
-# needed if there is a plan.
+# The functions below import sharding.tensor_parallel lazily: it loads large parts of torch, and
+# only a model with a tensor-parallel plan needs it.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class Preparation:
     """Settings for the preparation of a model before it is wrapped.
 
     Attributes:
-        freeze: patterns of ``freeze_parameters``.
-        tensor_parallel: the plan of ``parallelize``.
-        activation_checkpointing: the blocks of ``checkpoint_activations``.
-        compile: the options of ``compile_model``.
+        freeze: the patterns for ``freeze_parameters``.
+        tensor_parallel: the plan for ``parallelize``.
+        activation_checkpointing: the blocks for ``checkpoint_activations``.
+        compile: the options for ``compile_model`` or ``compile_step``.
     """
 
     freeze: Iterable[str] = ()
@@ -69,7 +69,7 @@ def check_preparation(preparation: Preparation) -> list[tuple[str, str]]:
 def model_checks(
     model: nn.Module, preparation: Preparation, tensor_size: int
 ) -> dict[str, Callable[[], object]]:
-    """Return checks by key path: each raises if ``model`` does not fit its setting.
+    """Return a check for each setting, by key path; it raises if ``model`` does not fit.
 
     A check returns a value that must be the same on all ranks.
     """
@@ -90,7 +90,7 @@ def _check_plan(model: nn.Module, plan: Mapping[str, Style] | None, tensor_size:
     from .sharding.tensor_parallel import check_plan
 
     check_plan(model, plan, tensor_size)
-    # Uses the type name, because the repr of an object of torch contains its address.
+    # Styles are compared by type name, because the repr of torch's objects contains their address.
     return sorted(
         (name, str(style) if isinstance(style, (str, Mapping)) else type(style).__name__)
         for name, style in plan.items()
@@ -110,7 +110,7 @@ def _check_compiled(model: nn.Module, preparation: Preparation) -> list[str]:
             if isinstance(layer, nn.Embedding) and id(layer) in inside:
                 raise ValueError(
                     f"torch cannot compile the embedding {path!r}, which is split by rows; compile "
-                    "the blocks without it, or split it colwise_replicate_output"
+                    "only blocks without it, or give it the style colwise_replicate_output"
                 )
     return list(compiled)
 
@@ -153,7 +153,7 @@ def prepare_model(
         localise: as for ``parallelize``.
 
     Raises:
-        ValueError: there is a plan without a tensor axis or an axis without a plan, or
+        ValueError: there is a plan but no tensor axis, or a tensor axis but no plan, or
             ``parallelize`` raises it.
     """
     freeze_parameters(model, preparation.freeze)

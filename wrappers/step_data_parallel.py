@@ -1,4 +1,4 @@
-"""The wrapper for a model of which several copies run in one process."""
+"""The wrapper that splits a batch over several copies of the model in one process."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from .torch_functions import uncompiled
 class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     """A ``ReplicationCallbackDataParallel`` with training, validation and test steps.
 
-    For one process and a batch that is split over several devices. In a training step
-    (``mode="loss"``) losses without dimensions are averaged, and each copy has the weight of its
-    part of the batch (the size of the first tensor among its inputs). A mean over samples is then
-    the mean over the whole batch. Sums over samples and weighted means (ignored labels, class
-    weights) would come out wrong: return one loss per sample instead, or set a ``loss_weight`` in
-    the optimizer wrapper. Losses with dimensions are concatenated, and so are lists in
-    ``mode="predict"``.
+    For one process with several devices, over which each batch is split. A training step calls the
+    copies with ``mode="loss"`` and averages each 0-d loss over them. The weight of a copy is its
+    share of the samples, counted in the first tensor of its inputs. So a loss that is a mean over
+    samples becomes the mean over the whole batch. Sums over samples and weighted means (ignored
+    labels, class weights) would come out wrong: return one loss per sample instead, or set a
+    ``loss_weight`` in the optimizer wrapper. Losses with dimensions are concatenated, and so are
+    the lists that ``mode="predict"`` returns.
 
-    ``val_step`` and ``test_step`` evaluate on the first device, without copies. For another
-    optimization step override ``train_step(data, optim_wrapper)`` in a subclass;
+    ``val_step`` and ``test_step`` evaluate on the first device, without copies. For a custom
+    training step, override ``train_step(data, optim_wrapper)`` in a subclass. In it,
     ``self(..., mode="loss")`` uses all devices.
 
     Args:
         module: the model, on the first of the devices.
         device_ids, dim: as in ``ReplicationCallbackDataParallel``.
         output_device: the device of the outputs and losses; default: the first device.
-        detect_anomalous_params: after every step look for parameters that the loss does not reach,
-            and log each set of them once.
-        sync_batchnorm: make the model's BatchNorm layers train with the statistics of the whole
-            batch, by ``convert_sync_batchnorm``; or a mapping with its ``precision``.
+        detect_anomalous_params: after every step, search for parameters without a gradient, and
+            log each set of them once.
+        sync_batchnorm: convert the model's BatchNorm layers by ``convert_sync_batchnorm``, so that
+            they normalise with the statistics of the whole batch; or a mapping with its
+            ``precision``.
         options: ``scatter`` (every copy also gets ``mode``), ``gather`` (not used for losses and
             lists of predictions) and ``timeout_s``; see ``ReplicationCallbackDataParallel``.
 
@@ -51,7 +52,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         TypeError: the model has its own ``train_step``, a part of it is compiled, or an option is
             unknown.
         ValueError: a device does not exist, or an option has an unknown name as its value.
-        RuntimeError: there are several ranks, because their gradients would not be averaged.
+        RuntimeError: there are several ranks, whose gradients this wrapper would not average.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
 
     @uncompiled("its copies are new modules in other threads")
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the copies; join their losses or predictions as for the whole batch."""
+        """Call the copies; return the losses or predictions of the whole batch."""
         mode = kwargs.get("mode")
         if mode is None and any(one in ("loss", "predict") for one in inputs if type(one) is str):
             raise TypeError("mode must be given by its name: mode='loss'")
@@ -109,7 +110,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         return [weight / total if total else 0.0 for weight in weights]
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split the arguments over the devices, except ``mode``, which every copy gets."""
+        """Split the arguments over the devices; pass ``mode`` to every copy."""
         if "mode" not in kwargs:
             return super().scatter(inputs, kwargs, device_ids)
         others = dict(kwargs)

@@ -31,8 +31,13 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
 
 
 def refuse_double_backward(output: Any, why: str) -> None:
-    """Make a backward with ``create_graph=True`` through the tensors in ``output`` raise."""
-    # Compiled code raises an error of torch.
+    """Raise in a later backward with ``create_graph=True`` that reaches tensors in ``output``.
+
+    Args:
+        output: tensors in lists, tuples and dicts.
+        why: the end of the message "a gradient of a gradient (create_graph=True) ...".
+    """
+    # In compiled code torch itself raises an error.
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
 
@@ -59,7 +64,7 @@ def uncompiled(reason: str) -> Callable[[_Function], _Function]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal disabled
             if disabled is None:
-                # Not at import, because it loads the compiler, which takes a second.
+                # Not called at import, because it loads the compiler, which takes a second.
                 disabled = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
             return disabled(*args, **kwargs)
 

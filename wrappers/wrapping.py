@@ -26,10 +26,11 @@ from .torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
 
-# Wrappers that need a process group; without one SingleDevice takes their place.
+# Wrappers that average gradients over a process group. Without one, SingleDevice replaces them.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
 _GIB = 2**30
-# The rest is for activations, whose size is unknown before the first batch.
+# Part of the free memory for weights, gradients and optimizer state. The rest is for activations,
+# whose size is unknown before the first batch.
 _USABLE = 0.7
 _WRAPPERS = ("single", "ddp", "fsdp")
 
@@ -37,8 +38,8 @@ _WRAPPERS = ("single", "ddp", "fsdp")
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
     """Return whether the class of ``model`` is in ``registry`` or in one of its child registries.
 
-    Modules inside ``model`` are not checked. For the registry MODEL_WRAPPERS, torch's DataParallel
-    and DistributedDataParallel are wrappers too.
+    The submodules of ``model`` are not checked. With the default registry, torch's DataParallel and
+    DistributedDataParallel count as wrappers too.
     """
     if registry is MODEL_WRAPPERS and isinstance(model, (DataParallel, DistributedDataParallel)):
         return True
@@ -49,10 +50,10 @@ def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> b
 
 
 def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) -> bool:
-    """Return whether ``module`` or a module inside is a DataParallel or DistributedDataParallel.
+    """Return whether ``module`` or a submodule is a DataParallel or DistributedDataParallel.
 
     Args:
-        extra: further classes of wrappers, such as FullyShardedDataParallel.
+        extra: other classes to count as wrappers, such as FullyShardedDataParallel.
     """
     wrappers = (DataParallel, DistributedDataParallel, *extra)
     return any(isinstance(one, wrappers) for one in module.modules())
@@ -70,28 +71,33 @@ def wrap_model(
 ) -> nn.Module:
     """Prepare and wrap ``model`` for this process, or for the process group if there is one.
 
-    Every rank must call this. In this order, it freezes parameters, moves the model, splits layers
-    (after a broadcast of the first rank's weights), checkpoints and compiles blocks, and wraps the
-    model.
+    Every rank must call this. The function freezes parameters, moves the model to ``device``,
+    splits layers by ``prepare.tensor_parallel`` (after it copied the first rank's weights to all
+    ranks), sets up activation checkpointing, compiles blocks and wraps the model, in this order.
+    A training step is compiled last.
 
     Args:
         wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel if several
             ranks see different batches, otherwise SingleDevice. Without a process group,
-            SingleDevice takes the place of StepDistributedDataParallel and
-            SeparateDistributedDataParallel.
+            StepDistributedDataParallel and SeparateDistributedDataParallel are replaced by
+            SingleDevice.
         model: the model; a wrapped one is returned unchanged.
-        device: where to move the model, or to materialise a meta model; default: no move.
-        mesh: the layout of the ranks; default: all see different batches.
-        prepare: the preparation of the model.
+        device: the device to move the model to; parameters on the meta device are materialised
+            there. Default: the model is not moved.
+        mesh: the layout of the ranks; default: every rank sees different batches.
+        prepare: what to do with the model before it is wrapped.
         train_step: a function to use as training step; see ``with_train_step``.
         options: arguments of the wrapper.
 
     Raises:
-        TypeError: the model is wrapped already and a wrapper or options are given, or the
-            wrapper is not a class, or an argument is unknown.
+        TypeError: the model is wrapped already, and an argument other than ``device`` is given or
+            its wrapper has no ``train_step``; ``wrapper`` cannot be called; or an option is
+            unknown.
         ValueError: wrapper, mesh and preparation contradict each other, or differ between ranks.
             An error on one rank is raised on every rank.
-        RuntimeError: a wrapper with a custom step needs a process group, and there is none.
+        RuntimeError: there is no process group, and the wrapper is a subclass of
+            StepDistributedDataParallel or SeparateDistributedDataParallel with a custom
+            ``train_step``.
     """
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
@@ -99,13 +105,13 @@ def wrap_model(
     wrapper = wrapper or _default(ranks.data_size)
 
     def check() -> dict[str, Any]:
-        """Freeze parameters and check the rest; return values that all ranks must share."""
+        """Freeze parameters, check all settings, and return what must be equal on all ranks."""
         if train_step is not None:
             check_step_function(train_step)
         if not callable(wrapper):
             raise TypeError(
                 "wrapper must be a class such as StepDistributedDataParallel, or the function "
-                f"auto, got {wrapper!r}: names and settings of wrappers are for configs"
+                f"auto, got {wrapper!r}; only configs accept a name or a dict"
             )
         freeze_parameters(model, preparation.freeze)
         checks = model_checks(model, preparation, ranks.tensor_size)
@@ -146,8 +152,8 @@ def compile_step(
         max_programs: the maximum number of compiled variants of the step, for batches of other
             shapes and after changes of the model.
         min_steps: do not compile if the run is known to have fewer updates.
-        custom_optimizer: also compile optimizers that are not torch's. A program does not see state
-            that they keep outside of ``param_groups`` and ``state``.
+        custom_optimizer: also compile optimizers that are not from torch. The compiled step ignores
+            changes of any state that they keep outside of ``param_groups`` and ``state``.
         backend: "inductor", or "eager" to run the traced step without a compiler, for debugging.
 
     Raises:
@@ -193,7 +199,7 @@ def takes_mesh(wrapper: Callable[..., nn.Module]) -> bool:
 
 
 def needs_process_group(wrapper: Callable[..., nn.Module]) -> bool:
-    """Return whether ``wrapper`` needs a process group, even of one process."""
+    """Return whether ``wrapper`` needs a process group even if there is only one process."""
     if takes_mesh(wrapper):
         return True
     grouped = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
@@ -207,7 +213,7 @@ def wrapper_problems(
     *,
     is_meta: bool = False,
 ) -> dict[str, str]:
-    """Return the reasons why ``wrapper`` cannot run, by the name of the setting to change.
+    """Return why ``wrapper`` cannot run: one reason for each setting that must change.
 
     Args:
         data_size: number of ranks that see different batches.
@@ -228,7 +234,10 @@ def wrapper_problems(
         problems["wrapper.type"] = f"{name} cannot copy a model that is split over ranks"
     if not takes_mesh(wrapper):
         if {"replicate", "shard"} & set(axes):
-            problems["mesh"] = f"{name} does not shard: name the axis data, or use fsdp"
+            problems["mesh"] = (
+                f"{name} does not shard the model, so the mesh must have a data axis instead of "
+                "replicate and shard; or use fsdp"
+            )
         if is_meta:
             problems["init_device"] = (
                 f"the model has parameters on the meta device, which {name} cannot fill; use fsdp"
@@ -298,27 +307,33 @@ def auto(
     ddp: Mapping[str, Any] | None = None,
     fsdp: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log the reason.
+    """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log the reason for the choice.
 
-    Every rank must call this. One data rank uses ``single``. Several use ``ddp`` if a whole copy
-    fits into the memory of each rank, otherwise ``fsdp``. Parameters on the meta device, or a shard
-    axis, use ``fsdp``. With w bytes of weights and buffers, of which g belong to trained
-    parameters, and s optimizer states per parameter, a copy under ddp needs::
+    Every rank must call this. The choice is ``fsdp`` if parameters are on the meta device or the
+    mesh has a shard axis, and ``single`` if only one rank sees data. Several ranks use ``ddp`` if a
+    whole copy of the model fits into the memory of each rank, otherwise ``fsdp``. A copy under ddp
+    needs this many bytes::
 
-        w + 2 g + s g       gradients, ddp's buckets for sending them, optimizer state
+        w + 2 g + s g
+
+        w      weights and buffers
+        g      weights of trained parameters; their gradients and the buckets in which ddp sends the
+               gradients have the same size
+        s      number of optimizer states per parameter
 
     Under fsdp each of n ranks needs (w + g + s g) / n, and memory for the gathered blocks.
 
     Args:
-        memory_gib: memory that each rank may use for this, in 2**30 bytes. Default: 70% of the
-            free memory of the rank that has the least, on its CUDA device or as its share of the
-            machine.
+        memory_gib: memory of each rank for weights, gradients and optimizer state, in 2**30 bytes.
+            Default: 70% of the free memory of the rank that has the least. This is the free memory
+            of its CUDA device or, on the CPU, of the machine, divided by the number of ranks that
+            use it.
         optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with
             momentum.
         single, ddp, fsdp: options of each wrapper, used if it is chosen.
 
     Raises:
-        TypeError: a wrapper does not have such an option.
+        TypeError: an option of ``single``, ``ddp`` or ``fsdp`` is unknown.
     """
     options = {"memory_gib": memory_gib, "optimizer_states": optimizer_states}
     tables = {"single": single, "ddp": ddp, "fsdp": fsdp}
@@ -372,7 +387,7 @@ def _choose(
 
 def _wrapper(name: str) -> Any:
     if name == "fsdp":
-        # Imported lazily: heavy.
+        # Imported lazily, because it loads large parts of torch.
         from .fsdp.fully_sharded import StepFullyShardedDataParallel
 
         return StepFullyShardedDataParallel

@@ -12,10 +12,11 @@ T = TypeVar("T")
 
 
 class BaseDistBackend(ABC):
-    """The ranks and object collectives that a metric needs; subclasses provide all five members.
+    """Base class of the ranks and object collectives that a metric needs.
 
-    Instances hold no results, and all metrics of a process share one. A constructor must raise if
-    the backend cannot be used, and must not touch a device.
+    Subclasses must override all five members. All metrics of a process share one instance, so an
+    instance must not keep results. A constructor must raise if the backend cannot be used, and must
+    not use a device.
     """
 
     @property
@@ -43,16 +44,17 @@ class BaseDistBackend(ABC):
 
 
 class TensorBaseDistBackend(BaseDistBackend):
-    """Object collectives for a library that only moves tensors; subclasses write five hooks.
+    """Base class of object collectives for a library that only moves tensors.
 
-    The hooks may work in place, and tensors may be of any type. A size is a tensor of one element
-    that ``int()`` accepts. If ``_object_to_tensor`` or ``_tensor_to_object`` fails on one rank,
-    every rank raises.
+    Subclasses must override the five hooks that begin with an underscore, and the properties of
+    ``BaseDistBackend``. The hooks may work in place, and tensors may be of any type. A size is a
+    tensor of one element that ``int()`` accepts. If ``_object_to_tensor`` or ``_tensor_to_object``
+    fails on one rank, every rank raises.
     """
 
     @abstractmethod
     def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
-        """Return the object as a flat tensor, and the tensor of its size."""
+        """Return the object as a flat tensor, and its number of elements as a tensor."""
 
     @abstractmethod
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
@@ -73,10 +75,11 @@ class TensorBaseDistBackend(BaseDistBackend):
     def all_gather_object(self, obj: T) -> list[T]:
         """Return the objects of all ranks, in rank order; every rank must call this.
 
-        All are copies, including the caller's. With one rank the list holds the object itself.
+        All of them, including the caller's, are copies. With one rank the list contains the object
+        itself.
 
         Raises:
-            CollectiveError: on every rank, if one of them cannot encode or decode.
+            CollectiveError: on every rank, if one of them cannot convert an object.
         """
         if not self.is_initialized or self.world_size == 1:
             return [obj]
@@ -94,7 +97,7 @@ class TensorBaseDistBackend(BaseDistBackend):
 
         Raises:
             ValueError: ``src`` is not a rank.
-            CollectiveError: on every rank, if the source cannot encode or another cannot decode.
+            CollectiveError: on every rank, if one of them cannot convert the object.
         """
         if src not in range(self.world_size):
             raise ValueError(f"src must be a rank below {self.world_size}, got {src!r}")
@@ -104,7 +107,8 @@ class TensorBaseDistBackend(BaseDistBackend):
         placeholder = self._object_to_tensor(None)
         (tensor, own_size), problem = self._encode(obj) if is_source else (placeholder, None)
         size = int(self._broadcast(own_size, src))
-        # Receivers pad a placeholder, which may be longer than the object: padding never shortens.
+        # Receivers pad a placeholder. It may be longer than the object, and padding cannot shorten
+        # it, so the source pads to its length as well.
         padded_size = max(size, int(placeholder[1]))
         tensor = self._broadcast(self._pad_tensor(tensor, padded_size), src)
         received: T | None = obj

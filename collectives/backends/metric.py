@@ -71,7 +71,7 @@ class BaseMetric(ABC):
         self._dataset_meta = copy.copy(dataset_meta)
 
     def reset(self) -> None:
-        """Delete all results, which ``compute`` keeps."""
+        """Delete all results; ``compute`` does not delete them."""
         self._results = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

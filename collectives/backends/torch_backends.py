@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class NonDist(BaseDistBackend):
-    """A single process that never communicates; collectives return the object itself."""
+    """The backend of a single process: it never communicates and returns the object itself."""
 
     is_initialized = False
     rank = 0
@@ -52,12 +52,12 @@ class _TorchRanks(BaseDistBackend):
 class TorchDist(_TorchRanks):
     """The ranks of a torch process group; a single process if there is none.
 
-    The fastest backend: it calls ``stepwrap.collectives.all_gather_object`` and ``broadcast``,
-    which choose the device and the transport. In a sub-group, ranks are group ranks, not global
-    ones: ``rank`` is this process's index in the result of ``all_gather_object``.
+    This is the fastest backend: it calls ``stepwrap.collectives.all_gather_object`` and
+    ``broadcast``, which choose how objects are sent. In a sub-group, ranks are group ranks, not
+    global ranks: ``rank`` is this process's index in the result of ``all_gather_object``.
 
     Args:
-        group: None is the default group, also one that is created later.
+        group: default: the default group, which may be created later.
     """
 
     def __init__(self, group: Group = None) -> None:

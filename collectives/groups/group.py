@@ -28,14 +28,14 @@ _SUM = dist.ReduceOp.SUM
 class CollectiveGroup:
     """A group of ranks with messages and collectives; created by ``create`` or by a ``World``.
 
-    Every member must make each call in the same order, except for messages. ``src`` and ``dst``
-    are global ranks. Tensors may have any dense layout, dtype and device, but dtypes must agree
-    between ranks, and so must shapes unless stated otherwise. Reductions are sum, product, min,
-    max, band, bor, bxor and mean, given by these names or as torch's ``ReduceOp``. Complex numbers
-    only have sum, product and mean. The mean of integers is rounded.
+    All members must make the same calls in the same order, except for messages between two ranks.
+    ``src`` and ``dst`` are global ranks. Tensors may have any dense layout, dtype and device, but
+    dtypes must be the same on all ranks, and so must shapes unless stated otherwise. Reductions are
+    sum, product, min, max, band, bor, bxor and mean, given by these names or as torch's
+    ``ReduceOp``. Complex numbers only have sum, product and mean. The mean of integers is rounded.
 
     With ``async_op`` a call returns a handle, whose ``wait()`` must be called before the tensors
-    are used. Otherwise it returns None once everything is done.
+    are used. Without it, the call returns None when everything is done.
 
     The group lives until ``destroy()`` or the end of the default group, even if this object is
     dropped earlier.
@@ -53,7 +53,7 @@ class CollectiveGroup:
         destroyed: whether ``destroy`` was called.
 
     Args:
-        group: None is the default group, which ``destroy()`` does not end.
+        group: torch's group; None for the default group, which ``destroy()`` does not end.
         current_relative_rank: this process's rank within the group; None on non-members.
     """
 
@@ -80,7 +80,8 @@ class CollectiveGroup:
         """Create a group; every rank of the default group must call this, members or not.
 
         Args:
-            ranks: global ranks of the members, None for all; group ranks follow sorted order.
+            ranks: global ranks of the members, None for all. The lowest becomes group rank 0, and
+                so on.
             timeout_s: the timeout of its calls in seconds.
             backend: default: the backend of the default group.
 
@@ -153,7 +154,7 @@ class CollectiveGroup:
     def all_gather(
         self, tensor_list: _Tensors, tensor: torch.Tensor, async_op: bool = False
     ) -> _Handle:
-        """Fill the list with all ranks' tensors, in group order; shapes may differ."""
+        """Fill the list with the ranks' tensors, in group order, whose shapes may differ."""
         return _run(operations.all_gather(self._live(), tensor_list, tensor), async_op)
 
     def gather(
@@ -236,7 +237,7 @@ class CollectiveGroup:
         async_op: bool = False,
         dst_tensor: int = 0,
     ) -> _Handle:
-        """Reduce all lists into element ``dst_tensor`` of rank ``dst``; the others stay as is."""
+        """Reduce all lists into element ``dst_tensor`` of rank ``dst``; change no other tensor."""
         steps = operations.reduce(
             self._live(), tensor_list, dst, op, several=True, dst_tensor=dst_tensor
         )
@@ -250,9 +251,9 @@ class CollectiveGroup:
     ) -> _Handle:
         """Fill each output list, one for each input, with the inputs of all ranks.
 
-        The order is rank by rank. If all ranks have equally many inputs, input ``j`` of group rank
-        ``k`` is at ``k * len(input_tensor_list) + j``. The ranks exchange the lengths first, even
-        with ``async_op``, and raise a ValueError everywhere if a list does not fit.
+        The order is rank by rank: if all ranks have the same number of inputs, input ``j`` of group
+        rank ``k`` is at ``k * len(input_tensor_list) + j``. The ranks exchange the lengths first,
+        even with ``async_op``. If a list does not fit, every rank raises ValueError.
         """
         lists = output_tensor_lists, input_tensor_list
         return _run(operations.all_gather_several(self._live(), *lists), async_op)
@@ -335,6 +336,6 @@ def _new_group(
         group = dist.new_group(chosen, timedelta(seconds=timeout_s), backend)
         if dist.get_rank() not in chosen:
             return None, None
-        # A member may destroy the group at once, which must not break one that still connects.
+        # A barrier, because a member may destroy the group while another one still connects.
         start_barrier(group).wait()
     return group, chosen.index(dist.get_rank())

@@ -1,10 +1,16 @@
 """The operations of a group, and the handle that runs them.
 
-Each function below the handle implements the group's method of that name as a generator with four
-parts. It yields a ``Named``; yields None once it has checked the arguments; starts to communicate
-and yields the works; and writes the results when the works are done. ``several`` marks the
-``multigpu`` calls: each rank reduces its list in order, the ranks exchange one message, and the
-result is copied into the list, so that all tensors end with the same bits.
+Each function below the handle implements the group's method of that name as a generator, which runs
+in four parts:
+
+1. It yields a ``Named``, which identifies the call.
+2. It checks the arguments and yields None.
+3. It starts to communicate and yields torch's ``Work`` objects.
+4. When these are done, it writes the results.
+
+The argument ``several`` marks the ``multigpu`` calls: each rank reduces its list in order, the
+ranks exchange one message, and the result is copied into the list, so all tensors end with the same
+bits.
 """
 
 from __future__ import annotations
@@ -42,8 +48,8 @@ Steps: TypeAlias = "Generator[Any, None, T]"
 class Named(NamedTuple):
     """The name, group and arguments of a call.
 
-    For a message between two ranks, ``failed`` is the text for its failure. The other ranks make
-    no such call, so they are neither compared nor asked.
+    For a message between two ranks, ``failed`` is the text of the error if it fails. The other
+    ranks do not make this call, so the error does not report their positions.
     """
 
     name: str
@@ -53,7 +59,7 @@ class Named(NamedTuple):
 
 
 class CollectiveHandle(Generic[T]):
-    """A call that has started; its tensors must not be used until ``wait()`` returns."""
+    """A call that has started; do not use its tensors until ``wait()`` has returned."""
 
     def __init__(self, steps: Steps[T], *, is_async: bool) -> None:
         self._steps, self._outcome = steps, list[T]()
@@ -72,8 +78,8 @@ class CollectiveHandle(Generic[T]):
         """Wait until the call has finished and its results are written.
 
         Returns:
-            The sender's global rank for a received message, otherwise None; the same again if
-            called again.
+            The sender's global rank for a received message, otherwise None. A second call returns
+            the same.
 
         Raises:
             CollectiveError: the call has failed, or the group's timeout is over.
@@ -100,7 +106,7 @@ class CollectiveHandle(Generic[T]):
 
     @contextlib.contextmanager
     def _calling(self, *, is_late: bool = False) -> Iterator[None]:
-        """Explain errors of the transport; ``is_late`` is for the wait of an async call."""
+        """Explain errors of the transport; ``is_late`` means the wait of an async call."""
         name, group, describe, failed = self._named
         name = f"{name}.wait" if is_late else name
         with calling(name, group, describe, has_headers=is_late or bool(failed)) as call:
@@ -284,8 +290,8 @@ def reduce_scatter(
 ) -> Steps[None]:
     """Exchange the parts and reduce them locally in rank order.
 
-    This sends as much as a ring, is three times as fast as gloo's own reduce-scatter, and supports
-    every dtype and operation.
+    This sends as many bytes as a ring, is three times as fast as gloo's own reduce-scatter, and
+    supports every dtype and operation.
     """
     name = "group.reduce_scatter"
     yield Named(name, group, lambda: f"{_name_of(op)} of {describe_dtype(output)}")

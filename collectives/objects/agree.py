@@ -16,11 +16,12 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """An error of one rank, as sent to the others.
+    """The description of one rank's error that is sent to the other ranks.
 
     Attributes:
         rank: the rank that failed.
-        kind: the type to raise: the error's own if every rank can build it from its text.
+        kind: the type to raise: the type of the error if it can be built from a text, otherwise
+            CollectiveError.
         text: the text of the error.
         full_text: type and text of the error.
         site: "file:line" of the failed call.
@@ -48,7 +49,7 @@ def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | 
     try:
         pickle.dumps(kind)
         kind(str(problem))
-    # Constructors and local classes fail in many ways.
+    # Constructors, and pickling of local classes, fail in many ways.
     except Exception:
         return Failure(rank, CollectiveError, full_text, full_text, call_site())
     return Failure(rank, kind, str(problem), full_text, call_site())
@@ -57,7 +58,7 @@ def failure_of(problem: Exception | None, rank: int | None = None) -> Failure | 
 def raise_first(
     failures: Sequence[Failure | None], own: Exception | None = None, what: str = ""
 ) -> None:
-    """Raise the first rank's failure, if any, with this rank's error ``own`` as the cause."""
+    """Raise the first of the ranks' failures, if any; its cause is this rank's error ``own``."""
     for failure in failures:
         if failure is not None:
             text = f"{what}on rank {failure.rank} ({failure.site}): {failure.text}"
@@ -71,11 +72,12 @@ def run_together(
 
     Args:
         action: a function whose result is picklable.
-        gather: exchanges an object with the other ranks.
+        gather: function that returns the objects of all ranks, given this rank's object.
 
     Returns:
-        Each rank's result, None if it failed; each rank's failure or None; and this rank's
-        exception, the cause of the error that the caller should raise.
+        A list with each rank's result, or None if it failed; a list with each rank's failure, or
+        None; and this rank's exception, or None. If there is a failure, the caller should raise an
+        error from this exception.
     """
     result, own = attempt(action)
     reports = gather((result, failure_of(own)))
@@ -83,7 +85,10 @@ def run_together(
 
 
 def results_of_all(action: Callable[[], T], group: Group = None, what: str = "") -> list[T]:
-    """Run ``action`` and return all ranks' results; raise on every rank if it fails on one."""
+    """Run ``action`` and return the results of all ranks; raise on every rank if one fails.
+
+    Every rank must call this.
+    """
     results, failures, own = run_together(action, lambda own: all_gather_object(own, group))
     raise_first(failures, own, what)
     return results
@@ -99,10 +104,12 @@ def agree(
 ) -> tuple[list[Header], list[T] | None]:
     """Compare a text between ranks by its digest, and send ``pieces`` in the same message.
 
-    Returns all ranks' headers, and None if the texts are equal, otherwise the results of
-    ``details`` on each rank. The first rank's problem, if any, is raised on every rank.
+    Every rank must call this. Returns the headers of all ranks, and None if the texts are equal,
+    otherwise each rank's result of ``details``. If ranks have a ``problem``, the first of these is
+    raised on every rank.
     """
-    # A random text differs from all others, so that all ranks exchange details.
+    # A rank with a problem sends a random text, which differs from all others, so all ranks
+    # exchange details. Instead of details, this rank reports its problem.
     headers = exchange_headers(call, agreed=uuid.uuid4().hex if problem else text, pieces=pieces)
     if len({header.agreed for header in headers}) == 1:
         return headers, None

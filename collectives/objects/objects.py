@@ -65,7 +65,7 @@ def gather_object(obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
 
     Raises:
         ValueError: ``dst`` is not a rank of the group.
-        CollectiveError: on every rank; see ``all_gather_object``.
+        CollectiveError: as in ``all_gather_object``.
     """
     place_in_group(dst, group, "dst")
     if live_world_size(group) == 1:
@@ -145,12 +145,12 @@ def _collect(
     *,
     is_sent: bool = True,
 ) -> dict[int, Any]:
-    """Return the sent objects by global rank, on the receivers."""
+    """Send ``obj`` to the receivers; return the objects that this rank received, by global rank."""
 
     def describe() -> str | Iterable[object]:
         return obj.keys() if isinstance(obj, Mapping) else type(obj).__name__
 
-    # Pickle outside of `calling`: it runs the user's code, which may call collectives.
+    # Pickles outside of `calling`, because this runs the user's code, which may call collectives.
     packed, problem = attempt(lambda: pack(obj) if is_sent else None)
     with calling(name, group, describe, detail, has_headers=True) as call:
         return _exchange(call, packed, problem, receivers)
@@ -174,10 +174,12 @@ def _exchange(
     receivers: Sequence[int],
     failed_to: str = "pickle its object",
 ) -> dict[int, Any]:
-    """Return all ranks' objects by the sender's global rank, on the receivers.
+    """Return the objects of all ranks by the sender's global rank; {} if this rank receives none.
 
-    Every rank must call this. Raises a CollectiveError on every rank if one has a problem or cannot
-    unpickle.
+    Every rank must call this.
+
+    Raises:
+        CollectiveError: on every rank, if one has a problem or cannot unpickle.
     """
     own, ranks = packed or _NOTHING, members(call.group)
     headers = exchange_headers(
@@ -271,7 +273,13 @@ def _unpack_each(memory: Mapping[int, memoryview]) -> dict[int, Any]:
 def _agree_on(
     call: Call, outcome: int, objects: dict[int, Any] | None, problem: Exception | None = None
 ) -> dict[int, Any] | None:
-    """Return the objects if all ranks succeeded, None if one could not map memory."""
+    """Return the objects if all ranks succeeded, None if one could not map memory.
+
+    Every rank must call this.
+
+    Raises:
+        CollectiveError: on every rank, if one could not unpickle.
+    """
     worst = torch.tensor(outcome, device=comm_device(call.group))
     dist.all_reduce(worst, dist.ReduceOp.MAX, call.group)
     if worst == _NOT_UNPICKLED:

@@ -34,8 +34,8 @@ def collect_results(
 ) -> list[T] | None:
     """Return the results of all ranks on the group's first rank; every rank must call this.
 
-    The order undoes a distributed sampler: the first result of each rank in rank order, then the
-    second ones, and so on. The other ranks get None.
+    The results have the order of the data set, which a distributed sampler divided: the first
+    result of each rank in rank order, then the second ones, and so on. The other ranks get None.
 
     Args:
         results: this rank's results; the ranks may have different numbers of them.
@@ -69,7 +69,10 @@ def collect_results_cpu(
     *,
     remove_tmpdir: bool = False,
 ) -> list[T] | None:
-    """Like ``collect_results``, by the group or files in ``tmpdir``; every rank must call this."""
+    """Collect results as ``collect_results`` does, through the group or files in ``tmpdir``.
+
+    Every rank must call this.
+    """
     if remove_tmpdir and tmpdir is None:
         raise ValueError("remove_tmpdir=True needs the tmpdir to remove, got None")
     results_of_all(lambda: _check_results(result_part, size), group, "collect_results() ")
@@ -80,13 +83,16 @@ def collect_results_cpu(
             shutil.rmtree(tmpdir)
 
     if remove_tmpdir:
-        # All ranks wait until the directory is gone.
+        # All ranks wait here until the directory is removed.
         results_of_all(remove, group, "collect_results() ")
     return None if gathered is None else interleaved(gathered)[:size]
 
 
 def collect_results_gpu(result_part: Sequence[T], size: int, group: Group = None) -> list[T] | None:
-    """Like ``collect_results``, on the communication device; every rank must call this."""
+    """Collect results as ``collect_results`` does, on the group's communication device.
+
+    Every rank must call this.
+    """
     return collect_results_cpu(result_part, size, group=group)
 
 
@@ -139,16 +145,17 @@ def all_gather_object_cpu(
 ) -> list[T] | None:
     """Return the objects of all ranks, in rank order; every rank must call this.
 
-    By default the process group carries them, and no shared directory is needed. With ``tmpdir`` or
-    ``use_system_tmp`` they are written to files in a directory that all ranks see; the directory
-    and other files in it are kept. A single process gets the object itself in a list.
+    By default they are sent through the process group, and no shared directory is needed. With
+    ``tmpdir`` or ``use_system_tmp`` they are written to files in a directory that all ranks must
+    see; the directory and other files in it are kept. A single process gets the object itself in a
+    list.
 
     Args:
         data: this rank's object.
         tmpdir: the directory, by its path on this rank; created if missing.
         rank_zero_return_only: whether to return None on all ranks except the group's first.
-        use_system_tmp: without ``tmpdir``: True shares rank 0's directory for temporary files,
-            False its current directory.
+        use_system_tmp: used without ``tmpdir``. True means the first rank's directory for temporary
+            files, False the first rank's current directory.
 
     Raises:
         CollectiveError: on every rank, if an object cannot be pickled or unpickled, the directory
@@ -163,21 +170,22 @@ def all_gather_object_cpu(
         parent = "" if tmpdir is not None else _parent(bool(use_system_tmp))
         return os.path.join(parent, f"stepwrap_{secrets.token_hex(16)}")
 
-    # Use a new directory for each call, and remove it even if another rank has died.
+    # Uses a new directory for each call, and removes it even if another rank has died.
     folder = Path(tmpdir or "", _from_first_rank(name, group, _BY_FILES))
     try:
         return _gather_through_files(data, folder, rank_zero_return_only, group)
     finally:
-        # Every rank removes it: hosts may not share it, and its creator may have died.
+        # Every rank removes it, because hosts may not share it and its creator may have died.
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def all_gather_object_gpu(
     data: T, rank_zero_return_only: bool = True, group: Group = None
 ) -> list[T] | None:
-    """Like ``all_gather_object_cpu`` without a directory; every rank must call this.
+    """Return the objects of all ranks as ``all_gather_object_cpu`` does without a directory.
 
-    The objects travel through the process group on its communication device, which may be the CPU.
+    Every rank must call this. The objects are sent through the process group on its communication
+    device, which may be the CPU.
     """
     if live_world_size(group) == 1:
         return [data]
@@ -196,7 +204,7 @@ def _gather_through_files(data: T, folder: Path, only_first: bool, group: Group)
             digest_of = zip(members(group), digests, strict=True)
             gathered = [_read_part(folder, rank, digest) for rank, digest in digest_of]
 
-    # This is also the barrier that keeps the files until all ranks have read them.
+    # This is also a barrier: the files are kept until all ranks have read them.
     results_of_all(read, group, _BY_FILES)
     return gathered
 
@@ -239,7 +247,7 @@ def _part_path(folder: Path, rank: int) -> Path:
 def _write_part(data: object, folder: Path) -> bytes:
     """Write this rank's file atomically and return its digest."""
     os.makedirs(folder.parent, exist_ok=True)
-    # Any rank may be first; without a shared directory each host creates and removes its own.
+    # Any rank may be first. Without a shared file system, each host creates and removes its own.
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         pieces = pack(data).pieces

@@ -1,7 +1,7 @@
-"""Objects as bytes: pickle protocol 5, with large tensors and arrays outside of the pickle.
+"""Convert objects to bytes: pickle protocol 5, with large tensors and arrays outside of the pickle.
 
-Unlike ``transport.pickling``, this pickler sends no function or class by value, moves tensors to
-the CPU, and reports whether another rank may fail to unpickle.
+Unlike ``transport.pickling``, this pickler never sends functions or classes by value. It moves
+tensors to the CPU, and reports whether unpickling may fail on another rank.
 """
 
 import gc
@@ -47,7 +47,7 @@ _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class PicklableWrapper:
-    """A wrapper that makes lambdas, closures and objects that contain them picklable.
+    """Make lambdas, closures and objects that contain them picklable by wrapping them.
 
     It uses cloudpickle, which must be installed on the receiving side too. Calls and attribute
     reads go to the wrapped object, but attributes that are set stay on the wrapper. A wrapper of a
@@ -140,7 +140,7 @@ class PackedObject(NamedTuple):
 
 
 def pack(obj: object) -> PackedObject:
-    """Return the object as a ``PackedObject``; raises whatever pickling it raises."""
+    """Return the object as a ``PackedObject``; errors of its pickling are raised unchanged."""
     data, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     pickler = _Pickler(data, buffer_callback=divider(buffers, OUT_OF_BAND_BYTES))
     pickler.dump(obj)
@@ -149,13 +149,13 @@ def pack(obj: object) -> PackedObject:
 
 
 def unpack(memory: memoryview) -> Any:
-    """Return the object of ``pack``; its large tensors and arrays use the given memory."""
+    """Return the object that was packed; its large tensors and arrays use the given memory."""
     stream, *buffers = split(memory)
     return _load(io.BytesIO(stream), buffers)
 
 
 def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> Any:
-    """Unpickle with garbage collection off: many new objects would trigger it again and again."""
+    """Unpickle without garbage collection, which many new objects would trigger repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,7 +166,7 @@ def _load(stream: io.BytesIO, buffers: Sequence[memoryview] | None = None) -> An
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that writes tensors as buffers; torch would copy their whole storage."""
+    """A pickler that writes tensors as buffers, because torch would write their whole storage."""
 
     def __init__(self, file: io.BytesIO, buffer_callback: Any = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -186,7 +186,7 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """An unpickler that loads torch's own pickles onto the CPU.
 
-    The sender's device may not exist here.
+    The sender's device may not exist in this process.
     """
 
     def find_class(self, module_name: str, global_name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Large objects between ranks of one host: written once into memory that readers map.
+"""Share large objects between ranks of one host: one rank writes them to memory that others map.
 
-Readers open the memory through the writer's entry in /proc. They map it privately, so that a write
-copies the page and changes no other rank's data.
+Readers open the memory through the writer's entry in /proc. They map it privately: writing to it
+copies the page and does not change the data of other ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def host() -> bytes:
 
 @contextlib.contextmanager
 def share_pieces(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
-    """Keep the pieces in shared memory while the body runs.
+    """Keep the pieces in shared memory during this context.
 
-    Yields process id, descriptor, inode, and 1 after an error (otherwise 0).
+    Yields process id, file descriptor, inode, and 1 if there was an error, otherwise 0.
     """
     if not pieces:
         yield [0, 0, 0, 0]
@@ -36,7 +36,7 @@ def share_pieces(pieces: Sequence[memoryview]) -> Iterator[list[int]]:
             descriptor = write(pieces)
             stack.callback(os.close, descriptor)
             place = [os.getpid(), descriptor, os.fstat(descriptor).st_ino, 0]
-        # Without memory or a descriptor, all ranks see the error flag and use the network.
+        # Memory or descriptors are exhausted: all ranks get this flag and use the network.
         except OSError:
             stack.close()
             place = [0, 0, 0, 1]

@@ -63,22 +63,23 @@ def init_dist(
 ) -> None:
     """Start the default process group; every rank must call this.
 
-    Sets multiprocessing's start method to "spawn" if it is unset, and for "slurm" and "mpi" the
-    unset variables among RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Makes the
-    local rank's GPU the current one, unless the backend is for CPUs only. The group is destroyed
-    when the process exits, unless that has happened before.
+    Also sets multiprocessing's start method to "spawn" if it is unset. For "slurm" and "mpi" it
+    sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT unless they are
+    set already; MASTER_ADDR for "mpi" only if all ranks are on one host. Unless the backend is for
+    CPUs only, the local rank's GPU becomes the current one. The group is destroyed when the process
+    exits, if it still exists then.
 
     Args:
         launcher: "pytorch" (torchrun), "slurm", "mpi" (Open MPI) or "none", which starts nothing.
-        backend: as for ``torch.distributed.init_process_group``. None is NCCL for CUDA tensors
-            plus gloo for CPU tensors if each rank of this host has a GPU, otherwise gloo.
+        backend: as for ``torch.distributed.init_process_group``. Default: NCCL for CUDA tensors
+            and gloo for CPU tensors if each rank of this host has a GPU, otherwise gloo.
         init_backend: must be "torch".
         kwargs: ``timeout`` in seconds or as a timedelta; ``port`` for "slurm"; the rest is passed
             to ``torch.distributed.init_process_group``.
 
     Raises:
-        ValueError: an unknown launcher or init_backend, NCCL without a GPU, a timeout that is not
-            positive.
+        ValueError: the launcher or init_backend is unknown, the backend is NCCL but there is no
+            GPU, or the timeout is not positive.
         TypeError: the timeout is not a number of seconds.
         KeyError: the launcher has not set a variable; the text names it.
     """
@@ -112,9 +113,9 @@ def meet_at_master(
 ) -> dict[str, Any]:
     """Return store, rank and world size for ``init_process_group``; every rank must call this.
 
-    The store is torchrun's if it shares one; otherwise rank 0 opens one at MASTER_ADDR and
-    MASTER_PORT. If all ranks are on this host, the store listens on the loopback interface only,
-    and so does gloo unless GLOO_SOCKET_IFNAME is set.
+    The store is torchrun's if torchrun shares its store; otherwise rank 0 opens one at MASTER_ADDR
+    and MASTER_PORT. If all ranks are on this host, the store listens on the loopback interface
+    only, and so does gloo unless GLOO_SOCKET_IFNAME is set.
 
     Args:
         rank: default: RANK.
@@ -136,7 +137,7 @@ def meet_at_master(
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store: Store | None = agent_store(timeout)
     if store is not None:
-        # The keys of the attempt before a restart must not be read again.
+        # The prefix keeps this attempt from reading keys of the attempt before a restart.
         store = PrefixStore(f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     else:
         options: dict[str, Any] = {"world_size": size, "timeout": timeout, "multi_tenant": True}
@@ -158,7 +159,7 @@ def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    # The store may be older than this attempt: do not wait for its workers.
+    # Does not wait for workers, because the store may be older than this attempt.
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -171,7 +172,7 @@ def all_on_one_host() -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address means the loopback interface only."""
+    """Return whether a host name or address refers to the loopback interface only."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -190,7 +191,7 @@ def open_store(host: str, port: int, **options: Any) -> TCPStore:
     Raises:
         OSError: the address cannot be used.
     """
-    # Look up the host as torch's client does, so that both use the same one of several addresses.
+    # Looks up the host as torch's client does, so that both choose the same of several addresses.
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, port), family=family, backlog=1024)
     port = listener.getsockname()[1]
@@ -215,8 +216,8 @@ def end_group() -> None:
     exception").
     """
     forget_meshes()
-    # Free wrappers in reference cycles now. If one owned a group, its destructor would wait for the
-    # group's thread, which waits for the GIL.
+    # Frees wrappers in reference cycles now. If such a wrapper were freed later and owned the
+    # group, its destructor would wait for the group's thread, which waits for the GIL.
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -233,7 +234,7 @@ def adopt_slurm(env: MutableMapping[str, str]) -> None:
     if env.get("RANK") or not env.get("SLURM_PROCID"):
         return
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    # The port differs between the jobs on a node and between the steps of a job.
+    # Jobs on the same node, and steps of the same job, get different ports.
     job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     found = {
         "RANK": env["SLURM_PROCID"],
@@ -328,6 +329,6 @@ def _to_timedelta(timeout: object) -> timedelta:
 def _default_backend() -> str:
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
         return "gloo"
-    # Use only settings that are equal on all ranks of a host.
+    # Uses only settings that are the same on all ranks of a host.
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     return "cpu:gloo,cuda:nccl" if here <= torch.cuda.device_count() else "gloo"

@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# Import this before any group exists: its default arguments keep the current default group alive,
-# and so its threads. Otherwise the first DistributedDataParallel would import it.
+# Imported here, before any group exists: default arguments in this module keep the default group
+# of that moment, and its threads, alive. The first DistributedDataParallel would import it later.
 import torch.distributed.nn.functional
 
 from ..errors import CollectiveError, Group
@@ -41,8 +41,9 @@ def distributed_available() -> bool:
 def get_rank(group: Group = None) -> int:
     """Return this process's rank in the group, -1 if it is not a member.
 
-    Without a process group it is the launcher's RANK or SLURM_PROCID, or 0 if unset. If the live
-    group and the environment disagree, the group is used and a warning is logged once.
+    Without a process group it is the launcher's RANK or SLURM_PROCID; if both are unset, the local
+    rank, or 0. If the process group and the environment disagree, the group's rank is returned and
+    a warning is logged once.
     """
     if not distributed_available():
         rank = _launcher_value("RANK", "SLURM_PROCID")
@@ -68,11 +69,12 @@ def get_world_size(group: Group = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return this process's rank on its host, 0 without a group and a launcher.
+    """Return this process's rank on its host; 0 without a process group and a launcher.
 
-    Looked up in this order: LOCAL_RANK, SLURM_LOCALID, the live rank modulo LOCAL_WORLD_SIZE, the
-    host names of the live group. The ranks exchange host names through the group's store once: the
-    first call waits until all lower ranks have called it too.
+    The first of these that exists is used: LOCAL_RANK, SLURM_LOCALID, the rank modulo
+    LOCAL_WORLD_SIZE, the host names of the group's ranks. For the last one the ranks exchange host
+    names once, through the group's store: every rank must call this, and the first call waits until
+    all lower ranks have called it.
 
     Raises:
         CollectiveError: lower ranks have not called it within the store's timeout; it names them.
@@ -98,7 +100,7 @@ def launched_local_rank() -> int | None:
 
 
 def live_world_size(group: Group = None) -> int:
-    """Return the size of the live group, 1 without one; raise ValueError on non-members."""
+    """Return the size of the group, 1 without a process group; raise ValueError on non-members."""
     if not distributed_available():
         return 1
     world_size = dist.get_world_size(group)
@@ -123,11 +125,11 @@ def place_in_group(rank: int, group: Group = None, name: str = "src") -> int:
 
 
 def comm_device(group: Group = None, *, prefer: torch.device | None = None) -> torch.device:
-    """Return the device of the group's communication; the CPU without a group.
+    """Return the device on which the group communicates; the CPU without a process group.
 
     Args:
-        prefer: a device that is returned if the group has a backend for its type. Otherwise the
-            result is the first device type of the group's backend configuration.
+        prefer: this device is returned if the group has a backend for its type. By default, or if
+            it has none, the result is the first device type of the group's backend configuration.
 
     Raises:
         ValueError: this process is not a member of the group.
@@ -165,7 +167,7 @@ def _count_on_this_host(world: dist.ProcessGroup) -> int:
     store.set(f"{_HOST_KEY}/{world.rank()}", host)
     keys = [f"{_HOST_KEY}/{rank}" for rank in range(world.rank())]
     limit = time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-    # Poll, because the store's own wait cannot be interrupted.
+    # Polls, because the store's own wait cannot be interrupted.
     while missing := [rank for rank, key in enumerate(keys) if not store.check([key])]:
         if time.monotonic() > limit:
             raise CollectiveError(
@@ -177,10 +179,10 @@ def _count_on_this_host(world: dist.ProcessGroup) -> int:
 
 
 def process_space() -> bytes:
-    """Return 8 bytes that are equal in two processes if each can see the other in /proc."""
+    """Return 8 bytes that are the same in two processes if each can see the other in /proc."""
     with contextlib.suppress(OSError):
         return _process_space()
-    # There is no /proc, or no file can be opened now.
+    # Random bytes, because there is no /proc, or no file can be opened now.
     return uuid.uuid4().bytes[:8]
 
 

@@ -32,7 +32,16 @@ def describe_dtype(data: object, *, with_shape: bool = False) -> str:
 
 
 def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch.Tensor:
-    """Return the data if it is a dense tensor; if it ``is_target``, elements must not overlap."""
+    """Return the data if it is a dense tensor; raise if it is not.
+
+    Args:
+        name: the argument, for the message.
+        is_target: whether the tensor will be written to, so that its elements must not overlap.
+
+    Raises:
+        TypeError: the data is not a tensor.
+        ValueError: it is a sparse, nested, quantized or meta tensor, or an expanded target.
+    """
     if not isinstance(data, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(data).__name__}")
     if data.is_meta:
@@ -52,7 +61,10 @@ def checked_tensor(name: str, data: object, *, is_target: bool = False) -> torch
 def checked_tensors(
     name: str, data: object, *, is_target: bool = False, are_alike: bool = False
 ) -> list[torch.Tensor]:
-    """Return the data if it is a non-empty list of tensors of one dtype and, if alike, shape."""
+    """Return the data if it is a non-empty list of tensors of one dtype; raise if it is not.
+
+    With ``are_alike`` the tensors must also have one shape.
+    """
     if not isinstance(data, list | tuple):
         raise TypeError(f"{name} must be a list of tensors, got {type(data).__name__}")
     if not data:
@@ -66,7 +78,7 @@ def checked_tensors(
 def one_per_rank(
     name: str, data: object, group: dist.ProcessGroup, *, is_target: bool = False
 ) -> list[torch.Tensor]:
-    """Return the data if it is a list with one tensor for each rank of the group."""
+    """Return the data if it is a list with one tensor for each rank of the group; raise if not."""
     tensors, ranks = checked_tensors(name, data, is_target=is_target), members(group)
     if len(tensors) != len(ranks):
         raise ValueError(
@@ -90,7 +102,7 @@ def check_like(
 
 
 def is_number(value: object) -> bool:
-    """Return whether the value is a number; NumPy's bool counts, though not registered as one."""
+    """Return whether the value is a number; NumPy's bool counts as one."""
     kind = type(value)
     is_numpy_flag = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     return isinstance(value, numbers.Number) or is_numpy_flag
@@ -112,10 +124,10 @@ def tensor_of(name: str, value: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[None]:
-    """Surround local checks before a collective that does not exchange headers itself.
+    """Surround the local checks before a collective that does not exchange headers itself.
 
-    While tracing, an error inside is raised on all ranks: this rank announces it in the header
-    exchange that precedes the collective.
+    While tracing, an error in this context is raised on all ranks: this rank reports it in the
+    header exchange that precedes the collective.
     """
     try:
         yield
@@ -123,6 +135,6 @@ def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[N
         if is_tracing() and len(members(group)) > 1:
             text = f"{describe()}, refused by {text_of(error)}"
             with calling(name, group, lambda: text):
-                # If all ranks announce the same text, each raises its own error.
+                # If all ranks report the same text, each raises its own error.
                 pass
         raise

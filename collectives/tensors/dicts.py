@@ -31,8 +31,9 @@ def all_reduce_dict(
     """Reduce a dict of tensors or numbers over the ranks; every rank must call this.
 
     All ranks' dicts must have the same keys, in any order, with the same shapes, dtypes and device
-    types. Entries of one dtype are sent together. With one process the dict itself is returned;
-    otherwise a new dict of tensors in the caller's order (an OrderedDict for an OrderedDict).
+    types. Entries of one dtype are sent together. The result is a new dict of tensors in the
+    caller's order, an OrderedDict if ``py_dict`` is one; with one process, it is ``py_dict``
+    itself.
 
     Args:
         py_dict: tensors or numbers by key; a Python float counts as float64.
@@ -103,13 +104,13 @@ def all_reduce_params(
 ) -> None:
     """Reduce parameters or buffers over the ranks in place; every rank must call this.
 
-    Number, order, shapes and dtypes must agree between the ranks. A tensor given twice is reduced
-    once. With one process an iterator is not consumed.
+    The number of tensors, their order, shapes and dtypes must be the same on all ranks. A tensor
+    that occurs twice is reduced once. With one process an iterator is not consumed.
 
     Args:
         params: the tensors to reduce.
         coalesce: whether to send the tensors of one dtype together instead of one by one.
-        bucket_size_mb: how much is sent at once, in MiB; -1 is everything.
+        bucket_size_mb: MiB to send at once; -1 sends everything at once.
         op: an operation of ``all_reduce``.
 
     Raises:
@@ -162,8 +163,11 @@ def _reduced(
 ) -> Iterator[tuple[K, torch.Tensor, torch.Tensor]]:
     """Yield keys, tensors and results, after all ranks have agreed on the entries.
 
-    A result may be part of a larger tensor on another device. About ``size`` bytes are sent at once
-    (-1: all of one dtype). With ``in_place`` a tensor that is sent alone may be overwritten.
+    Every rank must call this. A result may be part of a larger tensor on another device.
+
+    Args:
+        size: approximate number of bytes to send at once; -1 sends all tensors of one dtype.
+        in_place: whether a tensor that is sent alone may be overwritten.
     """
 
     def reduce(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +178,7 @@ def _reduced(
     if live_world_size(group) == 1:
         make()
         return
-    # Read the tensors outside of `calling`: a generator or mapping runs the user's code.
+    # Reads the tensors outside of `calling`, because a generator or mapping runs the user's code.
     made, problem = attempt(make)
     tensors = made or {}
     entries = {key: describe_tensor(tensor) for key, tensor in tensors.items()}
@@ -195,7 +199,7 @@ def _reduced(
 def _buckets(
     keys: Iterable[K], tensors: Mapping[K, torch.Tensor], size: float
 ) -> Iterator[list[K]]:
-    """Yield the keys by dtype and device type, in parts of about ``size`` bytes; -1 is all."""
+    """Yield the keys by dtype and device type, in parts of about ``size`` bytes; -1: one part."""
     kinds: dict[tuple[torch.dtype, str], list[K]] = {}
     for key in keys:
         kinds.setdefault((tensors[key].dtype, tensors[key].device.type), []).append(key)
@@ -219,7 +223,8 @@ def _agree_on_entries(
     texts, problem = made or {}, problem or unclear
     in_order = sorted(texts)
     content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
-    # The text of other keys may be ambiguous: a random text makes all ranks compare the keys.
+    # Different keys of other types may have the same text. Then a random text, which differs from
+    # the other ranks' texts, makes all ranks compare the keys themselves.
     is_clear = all(type(key) in _CLEAR_KEYS for key in entries)
     own = dict(entries), setting, call_site()
     text = content if is_clear else uuid.uuid4().hex
@@ -242,7 +247,7 @@ def _agree_on_entries(
 
 def _by_text(entries: Iterable[K]) -> dict[str, K]:
     for key in entries:
-        # Two NaNs have the same text, and a dict does not find a copy of one.
+        # Two NaNs have the same text, but a dict does not find one by the other.
         if isinstance(key, float) and key != key:
             raise ValueError("the keys must be equal to themselves, got nan")
     return {repr(key): key for key in entries}

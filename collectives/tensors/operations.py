@@ -1,4 +1,4 @@
-"""Send tensors as bytes, and reduce every dtype by operations that the transport has."""
+"""Send tensors as bytes, and reduce every dtype with the operations that gloo and NCCL support."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_reduced(dtype: torch.dtype) -> None:
 
 
 def as_sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the tensor, or a copy of it, as plain contiguous memory on the device."""
+    """Return the tensor, or a copy of it, detached, contiguous and on the device."""
     return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
 
@@ -126,13 +126,13 @@ def start_all_gather(
 
 
 class Reduction:
-    """The reduction of one tensor over the ranks: ``start``, wait, then read the result once.
+    """Reduce one tensor over the ranks: call ``start``, wait, then read the result once.
 
     Args:
         tensor: this rank's detached tensor.
-        op: a checked operation.
+        op: an operation that ``checked_op`` returned.
         is_wide: whether sums must neither overflow nor be rounded to the tensor's dtype.
-        others: more tensors of this rank, which are reduced into the first one in order.
+        others: more tensors of this rank, which are first reduced into ``tensor``, in order.
         dst: the global rank that gets the result, None for all.
     """
 
@@ -147,10 +147,10 @@ class Reduction:
         dst: int | None = None,
     ) -> None:
         self._tensor, self._op, self._group, self._dst = tensor, op, group, dst
-        # The sum before the division could overflow a half type.
+        # A mean first needs the sum, which could overflow a half type.
         is_wide = is_wide or op == "mean"
         device = comm_device(group, prefer=tensor.device)
-        # NCCL has no bitwise operations, and no transport multiplies complex numbers.
+        # NCCL has no bitwise operations, and no backend multiplies complex numbers.
         has_no_transport = op in _BITWISE and device.type != "cpu"
         self._is_gathered = has_no_transport or (op == "product" and tensor.is_complex())
         is_flag = tensor.dtype == torch.bool and not is_wide
@@ -168,7 +168,7 @@ class Reduction:
             return work
         is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
         if is_elsewhere and total.data_ptr() == self._tensor.data_ptr():
-            # gloo writes partial sums into the memory of ranks that get no result.
+            # Clones, because gloo writes partial sums into the memory of ranks without a result.
             total = total.clone()
         self._parts = [total]
         sent = torch.view_as_real(total) if total.is_complex() else total
@@ -216,7 +216,9 @@ class Reduction:
 
 
 def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
-    """Return a dtype that every transport can reduce; if wide, without overflow of small types."""
+    """Return a dtype that every backend can reduce; if wide, one in which small types cannot
+    overflow.
+    """
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:

@@ -29,9 +29,9 @@ def mean_scalars(
     scalars are returned as floats.
 
     Each rank sends 1 KiB to all others: digests of the call and of its sorted keys, and the first
-    124 values as float64. Each rank sums in rank order, so that all get the same bits. If all keys
-    agree that is one collective, plus a second one for more than 124 values. If keys differ or a
-    value is invalid, the dicts or the errors are gathered.
+    124 values as float64. Each rank adds the values in rank order, so all get the same bits. This
+    is one collective, and a second one for more than 124 values. Only if keys differ or a value is
+    invalid, the whole dicts or the errors are gathered afterwards.
 
     Raises:
         TypeError, ValueError: on every rank, if some rank's key is not a string or its value not

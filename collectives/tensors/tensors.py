@@ -35,9 +35,9 @@ from .operations import (
 def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None:
     """Reduce a tensor over the ranks in place; every rank must call this.
 
-    Shapes and dtypes must agree, which is not checked. The sum of booleans is True if any is. The
-    mean keeps the dtype: for integers it is rounded to the nearest, halves to even, and a warning
-    is logged once if that changes a value.
+    Shapes and dtypes must be the same on all ranks, which is not checked. The sum of booleans is
+    True if any of them is. The mean keeps the dtype: for integers it is rounded to the nearest,
+    halves to even, and a warning is logged once if that changes a value.
 
     Args:
         data: a dense tensor.
@@ -46,8 +46,8 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
 
     Raises:
         TypeError, ValueError: the data is not a dense tensor, or the operation is unknown or not
-            defined for its dtype. Only this rank raises; the others raise a CollectiveError that
-            names it at the timeout, or at once while tracing.
+            defined for its dtype. Only this rank raises it. The other ranks raise a CollectiveError
+            that names this rank, at the timeout, or at once while tracing.
     """
     world_size = live_world_size(group)
     with checking("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
@@ -66,9 +66,9 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
 def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
 
-    The shapes must agree, which is not checked. Integers give float32. The result is detached, so
-    no gradient flows to any rank. With one process the tensor itself is returned. Errors are as
-    for ``all_reduce``.
+    The shapes must be the same on all ranks, which is not checked. For integers the result is
+    float32. It is detached, so no gradient flows to any rank. With one process the tensor itself is
+    returned. Errors are as for ``all_reduce``.
     """
     world_size = live_world_size(group)
     with checking("reduce_mean", group, lambda: describe_tensor(tensor)):
@@ -89,8 +89,9 @@ def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
 def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
     """Overwrite a tensor in place with the tensor of rank ``src``; every rank must call this.
 
-    Shapes and dtypes must agree, which is not checked. ``src`` is a global rank, even in a
-    sub-group; a rank outside of the group is a ValueError. Other errors are as for ``all_reduce``.
+    Shapes and dtypes must be the same on all ranks, which is not checked. ``src`` is a global rank,
+    even in a sub-group; a rank outside of the group raises ValueError. Other errors are as for
+    ``all_reduce``.
     """
     world_size = live_world_size(group)
     with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
@@ -109,8 +110,8 @@ def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
 def all_gather(data: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in rank order, on every rank; every rank must call this.
 
-    All are detached copies on the device of ``data``, including the caller's; with one process the
-    list holds ``data`` itself.
+    All of them, including the caller's, are detached copies on the device of ``data``; with one
+    process the list contains ``data`` itself.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ, or some rank's data is sparse, meta,

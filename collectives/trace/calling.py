@@ -1,4 +1,7 @@
-"""Surround every communication, and turn the transport's errors into CollectiveErrors."""
+"""Turn errors of the transport into CollectiveErrors that name ranks, calls and lines.
+
+The *transport* is the library that moves the data, gloo or NCCL, and torch's store.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from ..errors import Call, CollectiveError, Group, Place, describe_places, user_
 from ..process.ranks import live_world_size, members
 from . import tracing as trace
 
-# Ranks that wait for each other fail within moments of each other.
+# Seconds within which ranks that wait for each other fail.
 _PATIENCE_S = 1.0
-# How long to wait for ranks whose process is known to run; it may be slow on an overloaded host.
+# Seconds to wait for a rank whose process is known to run: it may be slow on an overloaded host.
 _BUSY_S = 20.0
 _POLL_S = 0.02
 _SILENT = "does not answer: it has died, is stuck, has been stopped or has not begun"
@@ -27,11 +30,12 @@ _thread = threading.local()
 
 
 class calling(Call):
-    """A collective call in progress: ``with calling("all_reduce", group, describe): ...``.
+    """Surround the communication of a collective: ``with calling("all_reduce", group): ...``.
 
-    An error of the transport inside becomes a CollectiveError that names ranks, calls and lines.
-    While tracing, the ranks first check that all of them are in this call. Of nested calls in one
-    group only the outermost counts, because it is the one that the user made.
+    An error of the transport in this context is raised as a CollectiveError that names ranks, calls
+    and lines. While tracing, the ranks first check that all of them are in this call. If calls in
+    one group are nested, only the outermost has an effect, because it is the one that the user
+    made.
     """
 
     def __enter__(self) -> Call:
@@ -69,7 +73,7 @@ class calling(Call):
 
 
 class Progress(NamedTuple):
-    """What a loop is doing, such as "training", and its position."""
+    """The activity of a loop, such as "training", and its position."""
 
     what: str
     where: str
@@ -80,14 +84,14 @@ class Progress(NamedTuple):
 
 @contextlib.contextmanager
 def in_progress(progress: Callable[[], Progress]) -> Iterator[None]:
-    """Name the missing ranks if the transport fails in the body; every rank must enter this.
+    """Raise an error that names missing ranks if the transport fails in this context.
 
-    Use it for code that communicates without ``calling``, such as torch's backward passes. While
-    the body runs, a thread reports this rank's position to other ranks that ask. With one process
-    nothing is done.
+    Every rank must enter it. Use it for code that communicates without ``calling``, such as torch's
+    backward passes. Meanwhile a thread reports this rank's position to other ranks that ask. With
+    one process nothing is done.
 
     Args:
-        progress: returns what the body is doing; it is also called from another thread.
+        progress: function that returns the current activity; it is also called from another thread.
 
     Raises:
         CollectiveError: the transport failed; its error is the cause.
@@ -120,14 +124,14 @@ def explain_transport(error: BaseException, name: str) -> None:
 
 
 def _is_of_the_transport(error: BaseException) -> bool:
-    """Return whether NCCL, a store or gloo raised the error; the text identifies gloo."""
+    """Return whether NCCL, a store or gloo raised the error; gloo is recognised by the text."""
     if isinstance(error, CollectiveError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 class _FailureHistory(NamedTuple):
-    """Store keys of this rank's reported failures, and of ranks that did not answer before."""
+    """Keys in the store: of failures that this rank reported, and of ranks that did not answer."""
 
     posted: set[str]
     silent: set[str]
@@ -156,7 +160,7 @@ def _failure(
 
 
 def _withdraw_failure(group: Group) -> None:
-    """After a successful call, delete the report of an earlier failure."""
+    """Delete this rank's report of an earlier failure, after a successful call."""
     history = _histories.get(_world()) if _histories else None
     if history and history.posted:
         history.silent.clear()

@@ -53,7 +53,9 @@ def exchange_headers(
     problem: Exception | None = None,
     failed_to: str = "pickle its object",
 ) -> list[Header]:
-    """Exchange headers, by group rank; raise on every rank if one is in another call or failed.
+    """Exchange headers between the ranks of the call's group; return them by group rank.
+
+    Every rank must call this.
 
     Args:
         call: this rank's call.
@@ -63,6 +65,9 @@ def exchange_headers(
         host: see ``Header``.
         problem: the error that keeps this rank from taking part.
         failed_to: the action that failed on this rank, for the error text.
+
+    Raises:
+        CollectiveError: on every rank, if one is in another call or has a problem.
     """
     own_call = digest(f"{call.name} {call.detail}")
     size = sum(map(len, pieces))
@@ -80,7 +85,7 @@ def exchange_headers(
 def raise_disagreement(
     call: Call, problem: Exception | None = None, failed_to: str = "take part"
 ) -> None:
-    """Raise one error with the ranks' differences on all of them; every rank must call this."""
+    """Raise an error with the ranks' differences on all of them; every rank must call this."""
     own = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
     sizes = gather_numbers([len(own)], call.group)
     padded = bytearray(own.ljust(max(sizes)[0]))
@@ -102,7 +107,12 @@ def digest(text: str) -> bytes:
 
 
 def gather_rows(message: torch.Tensor, group: Group) -> list[memoryview]:
-    """Return all ranks' messages: bytes of equal size, given on the communication device."""
+    """Return the messages of all ranks; every rank must call this.
+
+    Args:
+        message: a uint8 tensor on the communication device, of the same size on all ranks.
+        group: the ranks.
+    """
     rows = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
     dist.all_gather(rows, message, group)
     if message.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Record and compare collectives while tracing, and answer ranks that ask where this one is."""
+"""Record and compare collectives while tracing, and report this rank's position to other ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..errors import Call, call_site, user_site
 from ..process.ranks import distributed_available, process_space
 from .headers import exchange_headers, raise_disagreement
 
-# How often a rank checks for questions, and how long the asking rank waits for answers.
+# Seconds between a rank's checks for questions, and seconds that the asking rank waits for answers.
 _POLL_S = 0.5
 ANSWER_S = 2.0
 IN = "is in"
@@ -31,7 +31,7 @@ _OFF = ("", "0", "false", "no", "off")
 _is_on = os.environ.get("STEPWRAP_COLLECTIVE_TRACE", "").lower() not in _OFF
 _records: collections.deque[CollectiveRecord] = collections.deque(maxlen=_KEPT)
 _numbers = itertools.count(1)
-# Returns what this rank is doing, inside `answering`.
+# A function that says what this rank is doing; set by `answering`.
 _progress: Callable[[], str] | None = None
 
 
@@ -60,9 +60,9 @@ class CollectiveRecord:
 def trace_collectives(on: bool = True) -> None:
     """Switch the tracing of collectives on or off; every rank must do the same.
 
-    While tracing, each collective is recorded, and first compares call and structure between ranks
-    in one small extra exchange. Errors report where missing ranks are. The environment variable
-    STEPWRAP_COLLECTIVE_TRACE=1 switches it on from the start.
+    While tracing, each collective is recorded. Before it runs, the ranks compare their calls and
+    the structure of their arguments in one small extra exchange. Errors report where missing ranks
+    are. The environment variable STEPWRAP_COLLECTIVE_TRACE=1 switches tracing on from the start.
     """
     global _is_on
     _is_on = on
@@ -77,7 +77,7 @@ def is_tracing() -> bool:
 
 @contextlib.contextmanager
 def answering(progress: Callable[[], str]) -> Iterator[None]:
-    """Answer ranks that ask where this one is while the body runs, from another thread."""
+    """Let another thread report this rank's position to ranks that ask, during this context."""
     global _progress
     outer, _progress = _progress, progress
     _Responder.start_once()
@@ -94,7 +94,7 @@ def is_in_progress() -> bool:
 
 
 def is_answering() -> bool:
-    """Return whether this rank answers questions, and so may ask others."""
+    """Return whether this rank answers questions; only then it may ask other ranks."""
     return _Responder.running is not None and _Responder.running.world() is dist.group.WORLD
 
 
@@ -104,7 +104,7 @@ def recent_collectives() -> list[CollectiveRecord]:
 
 
 def start(call: Call) -> CollectiveRecord:
-    """Record a call of this rank, and answer questions from now on."""
+    """Record a call of this rank; start the thread that answers other ranks if necessary."""
     record = CollectiveRecord(next(_numbers), call.name, call_site(), call.structure())
     _records.append(record)
     _Responder.start_once()
@@ -133,7 +133,7 @@ def answers(store: Any, question: str, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def will_answer(store: Any, rank: int) -> bool:
-    """Return whether the rank's process is known to run and to answer, maybe late."""
+    """Return whether the rank's process is known to run, so that it will answer, perhaps late."""
     key = f"{_WATCHED}/{rank}"
     if not store.check([key]):
         return False
@@ -162,7 +162,7 @@ class _Responder(threading.Thread):
         self.world = weakref.ref(world)
         self.rank, self.store = world.rank(), world.get_group_store()
         self.ended = threading.Event()
-        # Register first: ranks that ask wait longer for registered processes.
+        # Registered first, because ranks that ask wait longer for registered processes.
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{_WATCHED}/{self.rank}", f"{process_space().hex()} {os.getpid()}")
 
@@ -183,12 +183,12 @@ class _Responder(threading.Thread):
         with cls.lock:
             if cls.running is not None:
                 cls.running.ended.set()
-                # Wait with a timeout: the process that serves the store may have been stopped.
+                # Waits with a timeout, because the process that serves the store may be stopped.
                 cls.running.join(_JOIN_S)
                 cls.running = None
 
     def run(self) -> None:
-        # The process that serves the store may end, and with it all questions.
+        # Once the process that serves the store has ended, other ranks cannot ask any more.
         with contextlib.suppress(RuntimeError):
             questions = _questions()
             question = next(questions)

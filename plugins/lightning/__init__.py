@@ -1,6 +1,6 @@
-"""Use our wrappers in Lightning. Importing this package registers the strategy "stepwrap".
+"""Use stepwrap's wrappers in Lightning. Importing this package registers the strategy "stepwrap".
 
-No other package of ours imports Lightning. Start with strategy.py.
+No other package of stepwrap imports Lightning. Start with strategy.py.
 """
 
 from .module import StepLightningModule

@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 _STATE_KEY = "stepwrap"
 _OPTIM_WRAPPER_TYPES = (
-    "optim_wrapper must be an OptimWrapper, a config, or a function of the wrapped model that "
-    "returns one"
+    "optim_wrapper must be an OptimWrapper, a config of one, or a function that takes the wrapped "
+    "model and returns an OptimWrapper"
 )
 # Lightning saves these itself.
 _TORCH_KEYS = ("state", "param_groups")
-# Stored next to the members of an OptimWrapperDict, whose names cannot contain spaces.
+# A key next to the names of the optimizer wrappers, which cannot contain spaces.
 _STEP_STATES = "step_state of all ranks"
 
 
 class _Schedule(NamedTuple):
-    """A scheduler, the unit in which it is stepped, and the metric that it watches, if any."""
+    """A scheduler, the unit in which it is stepped, and the metric that it watches or None."""
 
     scheduler: Any
     by: Literal["step", "epoch"]
     metric: str | None
 
     def step(self, *measured: Any) -> None:
-        """Step the scheduler, even if a loss scaler skipped the update."""
+        """Step the scheduler; suppress torch's warning if a loss scaler skipped the update."""
         with warnings.catch_warnings():
-            # torch does not know about skipped updates (pytorch/pytorch#44511).
+            # torch warns because it does not know about skipped updates (pytorch/pytorch#44511).
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
             self.scheduler.step(*measured)
 
@@ -54,22 +54,25 @@ class _Schedule(NamedTuple):
 class StepLightningModule(LightningModule):
     """A model under Lightning's Trainer, trained by its wrapper's ``train_step``.
 
-    ``StepStrategy`` wraps ``model``. On a single device without that strategy, the wrapper is
-    ``SingleDevice``. The optimizer wrapper controls accumulation, clipping and precision.
+    The Trainer's ``StepStrategy`` wraps ``model``. On a single device without that strategy, the
+    wrapper is ``SingleDevice``. The optimizer wrapper controls accumulation, clipping and
+    precision.
 
     Args:
         model: a model, or its config.
-        optim_wrapper: an optimizer wrapper, a function of the wrapped model that returns one, or
-            a config with the key ``optimizer``. None if the module is only evaluated.
-        schedulers: configs of schedulers, with ``by`` ("step" or "epoch"), ``metric`` (the logged
-            value that ReduceLROnPlateau watches) and ``optimizer`` (a name, if there are several);
-            or functions of the optimizer, whose schedulers are stepped after each epoch.
+        optim_wrapper: an optimizer wrapper, a function that takes the wrapped model and returns
+            one, or a config with the key ``optimizer``. None if the module is only evaluated.
+        schedulers: a list of configs or functions. A config of a scheduler can also have ``by``
+            ("step" or "epoch"), ``metric`` (the logged value that ReduceLROnPlateau watches) and
+            ``optimizer`` (its name, if there are several). A function takes the optimizer and
+            returns a scheduler, which is stepped after each epoch.
         metrics: torchmetrics by name, updated with the outputs of ``val_step`` and ``test_step``.
 
     Raises:
         TypeError: ``model``, ``optim_wrapper`` or ``metrics`` has the wrong type.
-        ValueError: in ``fit``, if the Trainer's settings contradict the optimizer wrapper.
-        RuntimeError: in ``fit``, if the Trainer has a distributed strategy of another class.
+        ValueError: in ``fit``, if a setting of the Trainer is the optimizer wrapper's task.
+        RuntimeError: in ``fit``, if the Trainer has a distributed strategy that does not wrap
+            ``model``.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class StepLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         if isinstance(model, Mapping) and isinstance(optim_wrapper, Mapping):
-            # With these, `load_from_checkpoint` can build the module again.
+            # Saved, so that `load_from_checkpoint` can build the module again.
             self.save_hyperparameters("model", "optim_wrapper", "schedulers")
         built = build_tree(model, MODELS) if isinstance(model, Mapping) else model
         if not isinstance(built, nn.Module):
@@ -130,7 +133,8 @@ class StepLightningModule(LightningModule):
             }
         )
         for one in self._schedules:
-            # Like Lightning, step now: a checkpoint may be written before the epoch ends.
+            # Stepped here, as Lightning does, because a checkpoint may be written before the epoch
+            # ends.
             due = self._optim.should_update() if one.by == "step" else self.trainer.is_last_batch
             if one.metric is None and due:
                 one.step()
@@ -152,7 +156,7 @@ class StepLightningModule(LightningModule):
         if isinstance(data, (list, tuple)):
             return self._wrapped()(*data, mode="predict")
         raise TypeError(
-            "a batch must be a list, tuple or dict that holds the model's inputs, got "
+            "a batch must be a list, tuple or dict that contains the model's inputs, got "
             f"{type(data).__name__}"
         )
 
@@ -168,16 +172,16 @@ class StepLightningModule(LightningModule):
     def configure_callbacks(self) -> Sequence[Callback]:
         """Check the Trainer's settings and return no callbacks.
 
-        Lightning calls this method before all others.
+        The check is here because Lightning calls this method before all others.
         """
-        # Forget the state that an earlier run loaded.
+        # Discards the state that an earlier run loaded.
         self._restored = None
         if self.trainer.state.fn == "fit":
             _check_trainer_settings(self.trainer)
         return []
 
     def on_train_start(self) -> None:
-        """Restore the state that Lightning does not, and set the number of batches to come."""
+        """Restore the state that Lightning does not restore; set the number of micro-batches."""
         epochs, batches, done = self.trainer.max_epochs, self.trainer.num_training_batches, 0
         remaining = (epochs or 0) - self.trainer.current_epoch
         if self._restored is not None:
@@ -187,7 +191,7 @@ class StepLightningModule(LightningModule):
         ends = epochs is not None and epochs >= 0 and batches != float("inf")
         total = int(remaining * batches) if ends else -1
         self._optim.initialize_count_status(self._wrapped(), done, total)
-        # Lightning does not call `teardown` after a run that ended with an error.
+        # Called here because Lightning does not call `teardown` after a run that failed.
         StepLightningModule.teardown(self, "fit")
         outer = self.optimizers()
         outer = outer if isinstance(outer, list) else [outer]
@@ -202,7 +206,7 @@ class StepLightningModule(LightningModule):
                 continue
             if one.metric not in logged:
                 raise ValueError(
-                    f"a schedule watches metric={one.metric!r}, which was not logged; logged "
+                    f"a scheduler watches metric={one.metric!r}, which was not logged; logged "
                     f"values: {', '.join(sorted(logged)) or 'none'}"
                 )
             value = logged[one.metric].clone()
@@ -234,7 +238,7 @@ class StepLightningModule(LightningModule):
 
 
 def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
-    """Evaluate one batch and log the results; during ``fit`` in the precision of the training."""
+    """Evaluate one batch and log the results; during ``fit``, use the training's precision."""
     in_fit = module.trainer.state.fn == "fit"
     precision = optim_features(module._optim).precision_context if in_fit else None
     with (precision or nullcontext)():
@@ -244,7 +248,7 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
         module.log(f"{stage}_loss", outputs["loss"], batch_size=size, sync_dist=True)
     for name, metric in getattr(module, f"{stage}_metrics").items():
         if isinstance(outputs, Mapping):
-            # Pass the outputs that the metric's `update` takes.
+            # Pass only the outputs that the metric's `update` accepts.
             params = inspect.signature(metric.update).parameters.values()
             takes_all = any(one.kind is one.VAR_KEYWORD for one in params)
             names = outputs if takes_all else [one.name for one in params if one.name in outputs]
@@ -255,8 +259,13 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
 
 
 def _check_trainer_settings(trainer: Trainer) -> None:
-    """Raise ValueError for settings of the optimizer wrapper, RuntimeError for other strategies."""
-    # Our strategy is recognised by an attribute, because its module imports this one.
+    """Raise for settings that the optimizer wrapper replaces and for other strategies.
+
+    Raises:
+        ValueError: a setting or callback of the Trainer has no effect on a StepLightningModule.
+        RuntimeError: a distributed strategy does not wrap the model.
+    """
+    # StepStrategy is recognised by an attribute, because its module imports this one.
     wraps = hasattr(trainer.strategy, "wrapper_options")
     if isinstance(trainer.strategy, ParallelStrategy) and not wraps:
         raise RuntimeError(
@@ -271,7 +280,8 @@ def _check_trainer_settings(trainer: Trainer) -> None:
         if value != default:
             raise ValueError(
                 f"Trainer({name}={value!r}) has no effect on a StepLightningModule, because its "
-                f"optimizer wrapper makes the steps: remove it and set {replacement} there"
+                f"optimizer wrapper makes the updates: remove it and set {replacement} of the "
+                "optimizer wrapper"
             )
     for one in getattr(trainer, "callbacks", ()):
         if any(kind.__name__ == "StochasticWeightAveraging" for kind in type(one).__mro__):
@@ -302,7 +312,7 @@ def _is_optim_wrapper(given: Any) -> bool:
 
 
 def _build_optim_wrapper(given: Any, wrapped: nn.Module) -> Any:
-    """Return the optimizer wrapper that is given, or build it from the config or function."""
+    """Return the given optimizer wrapper, or build one from the given config or function."""
     if isinstance(given, Mapping) and not isinstance(given, OptimWrapperDict):
         return _from_config(given, wrapped)
     if callable(given):
@@ -324,7 +334,7 @@ def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
     if not isinstance(optimizer, Mapping) or "type" not in optimizer:
         raise TypeError(
             f"optim_wrapper as a config needs one optimizer with a type, such as {example}; for "
-            "several give a function of the model that returns an OptimWrapperDict"
+            "several optimizers, give a function of the model that returns an OptimWrapperDict"
         )
     fastest = partial(build_optimizer, OPTIMIZERS.resolve(optimizer["type"]))
     parameters = {"params": list(wrapped.parameters())}
@@ -333,7 +343,7 @@ def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
 
 
 def _members(optim_wrapper: Any) -> dict[str, Any]:
-    """Return the optimizer wrappers by name; a single one has the name ``""``."""
+    """Return the optimizer wrappers by name; an unnamed single one has the name ``""``."""
     return dict(optim_wrapper) if isinstance(optim_wrapper, Mapping) else {"": optim_wrapper}
 
 
@@ -342,10 +352,10 @@ def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
     by, metric = settings.pop("by", "epoch"), settings.pop("metric", None)
     name = settings.pop("optimizer", next(iter(optimizers)) if len(optimizers) == 1 else None)
     if by not in ("step", "epoch"):
-        raise ValueError(f"a schedule's by must be 'step' or 'epoch', got {by!r}")
+        raise ValueError(f"by of a scheduler must be 'step' or 'epoch', got {by!r}")
     if name not in optimizers:
         known = ", ".join(map(repr, optimizers))
-        raise ValueError(f"a schedule's optimizer must be one of {known}, got {name!r}")
+        raise ValueError(f"optimizer of a scheduler must be one of {known}, got {name!r}")
     if isinstance(given, Mapping):
         scheduler = build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizers[name]})
     else:
@@ -355,14 +365,14 @@ def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
         raise ValueError("ReduceLROnPlateau needs metric, the name of a logged value to watch")
     if metric is not None and not (watches and by == "epoch"):
         raise ValueError(
-            f"metric={metric!r} is for ReduceLROnPlateau by epoch, got "
-            f"{type(scheduler).__name__} by {by}"
+            f"metric={metric!r} needs ReduceLROnPlateau with by=epoch, got "
+            f"{type(scheduler).__name__} with by={by}"
         )
     return _Schedule(scheduler, by, metric)
 
 
 def _extra_state(optim_wrapper: Any, step_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the state that Lightning does not save: counts, loss scale, each rank's step state.
+    """Return the state that Lightning does not save: counts, loss scale, each rank's step_state.
 
     Every rank must call this if there is a step state.
     """
@@ -376,7 +386,7 @@ def _extra_state(optim_wrapper: Any, step_state: Mapping[str, Any] | None) -> di
 
 
 def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]) -> None:
-    """Load the result of ``_extra_state``; the optimizers are already restored."""
+    """Load a result of ``_extra_state``; Lightning has already restored the optimizers."""
     for name, one in _members(optim_wrapper).items():
         if name in state:
             one.load_state_dict({**one.state_dict(), **state[name]})
@@ -387,8 +397,8 @@ def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]
         wrapped.load_step_state(by_rank[get_rank()])
         return
     logger.warning(
-        "the checkpoint has the step state of %d ranks, but there are %d: the steps start with "
-        "an empty state",
+        "the checkpoint has the step_state of %d ranks, but there are %d: it is not loaded, and "
+        "the training step starts with an empty state",
         len(by_rank),
         get_world_size(),
     )
@@ -413,7 +423,7 @@ def _route_steps(optimizer: Any, lightning_optimizer: Any) -> Callable[[], None]
     plain = optimizer.step
     is_inside = False
 
-    # `wraps` copies the attribute by which torch's schedulers recognise a patched step.
+    # `wraps` also copies the attribute by which torch's schedulers recognise a patched step.
     @wraps(plain)
     def step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         nonlocal is_inside

@@ -15,14 +15,14 @@ from ...wrappers import AmpOptimWrapper, OptimWrapper
 from ...wrappers.sharding.layout import is_dtensor, reshard, take_part
 from .tree import DDPStrategy, LightningModule, Trainer
 
-# Lightning's callbacks that copy weights between the module and one that is not sharded.
+# Lightning's callbacks that copy weights between the module and an unsharded copy of it.
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def holds_shards(module: nn.Module) -> bool:
-    """Whether FSDP2 shards ``module`` or a part of it, even over a single rank."""
-    # The parameters are no evidence: they are unsharded after a forward that raised. The method's
-    # name is checked instead of the class, because importing FSDP2 is slow.
+    """Return whether FSDP2 shards ``module`` or a part of it, even over a single rank."""
+    # Checks for a method and not for DTensors, because parameters are unsharded after a forward
+    # that raised; and not for FSDP2's class, because importing it is slow.
     return any(hasattr(one, "set_reshard_after_forward") for one in module.modules())
 
 
@@ -38,7 +38,7 @@ def full_tensors(state: Any) -> Any:
 
 
 def make_state_dict_full(module: nn.Module) -> None:
-    """Make ``module.state_dict()`` return full tensors; every rank must call it from then on."""
+    """Make ``module.state_dict()`` return full tensors; every rank must then call that method."""
 
     def replace(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name in [name for name in state if name.startswith(prefix)]:
@@ -48,10 +48,10 @@ def make_state_dict_full(module: nn.Module) -> None:
 
 
 def synchronize_loss_scaler(plugin: Any, optimizers: Sequence[Optimizer]) -> None:
-    """Make a precision plugin skip an update on all ranks if one rank finds an infinite gradient.
+    """Make a precision plugin skip an update on all ranks if any rank has an infinite gradient.
 
-    Each rank sees only its shards of the gradients, and torch's ``GradScaler`` does not
-    communicate.
+    This is necessary because each rank sees only its shards of the gradients, and torch's
+    ``GradScaler`` does not communicate.
     """
     scaler = getattr(plugin, "scaler", None)
     if type(scaler) is not torch.amp.GradScaler or not optimizers:
@@ -60,7 +60,7 @@ def synchronize_loss_scaler(plugin: Any, optimizers: Sequence[Optimizer]) -> Non
     amp.loss_scaler.load_state_dict(scaler.state_dict())
     plugin.scaler = amp.loss_scaler
     for optimizer in optimizers:
-        # A fused optimizer would unscale by itself, without communication.
+        # A fused optimizer would otherwise unscale in its step, without communication.
         vars(optimizer)["_step_supports_amp_scaling"] = False
 
 
@@ -68,7 +68,7 @@ class FullStateStrategy(DDPStrategy):
     """Lightning's DDP strategy with full tensors in the checkpoints of sharded modules."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full weights under the names of the module; every rank must call this."""
+        """Return the full weights under the module's names; every rank must call this."""
         module = module_of(self)
         if not holds_shards(module):
             return module.state_dict()
@@ -111,7 +111,7 @@ def module_of(strategy: DDPStrategy) -> LightningModule:
 
 @contextmanager
 def explain_shard_errors() -> Iterator[None]:
-    """Explain the error of a manual training step that uses sharded parameters directly."""
+    """Raise a clearer error if a manual training step uses sharded parameters directly."""
     try:
         yield
     except RuntimeError as error:
@@ -125,7 +125,7 @@ def explain_shard_errors() -> Iterator[None]:
 
 
 def check_no_averaging(callbacks: Iterable[Any]) -> None:
-    """Raise ValueError for callbacks that average weights: they cannot handle shards."""
+    """Raise ValueError for callbacks that average weights, which do not support shards."""
     for one in callbacks:
         if any(kind.__name__ in _AVERAGING for kind in type(one).__mro__):
             raise ValueError(
@@ -138,15 +138,16 @@ def check_not_sharded(module: nn.Module) -> None:
     """Raise ValueError if ``module`` is sharded before it is wrapped."""
     if holds_shards(module):
         raise ValueError(
-            f"{type(module).__name__} is sharded already, because fsdp leaves shards after a run: "
-            "continue with the same Trainer, or load the checkpoint into a new module"
+            f"{type(module).__name__} must not be sharded yet, but it is, because a module stays "
+            "sharded after a run with fsdp: continue with the same Trainer, or load the checkpoint "
+            "into a new module"
         )
 
 
 def check_equal_batches(trainer: Trainer) -> None:
     """Raise ValueError if ranks have different numbers of batches; every rank must call this.
 
-    All ranks gather each block together, so a rank with one more batch would wait forever.
+    All ranks gather each block together, so a rank with more batches would wait forever.
     """
     found = {
         "predict": trainer.predicting and trainer.num_predict_batches,

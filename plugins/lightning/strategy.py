@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer and for Fabric that use our model wrappers."""
+"""Strategies for Lightning's Trainer and for Fabric that use stepwrap's model wrappers."""
 
 from __future__ import annotations
 
@@ -45,20 +45,21 @@ T = TypeVar("T")
 
 
 class StepStrategy(FullStateStrategy):
-    """Lightning's DDP strategy with one of our model wrappers around the LightningModule.
+    """Lightning's DDP strategy, with a stepwrap model wrapper around the LightningModule.
 
-    For a ``StepLightningModule`` it wraps the inner model, so that the wrapper's ``train_step`` is
-    used.
+    If the module is a ``StepLightningModule``, the wrapper is put around its inner model, and the
+    wrapper's ``train_step`` is used.
 
     Args:
         wrapper: a registered name, an import path or a class. Default: "ddp".
-        wrapper_options: options of the wrapper and of Lightning's ``DDPStrategy``
-            (``accelerator``, ``process_group_backend``, ``timeout``, ``start_method``, ...), except
-            its communication hooks.
+        wrapper_options: options of the wrapper, and options of Lightning's ``DDPStrategy``
+            (``accelerator``, ``process_group_backend``, ``timeout``, ``start_method``, ...) except
+            those for communication hooks and model averaging.
 
     Raises:
         KeyError: the wrapper does not exist.
-        TypeError: an option does not exist, or ``wrapper`` is not a model wrapper.
+        TypeError: an option does not exist, or ``wrapper`` is not a model wrapper. In ``fit``: the
+            wrapper has a custom ``train_step``, but the module is not a ``StepLightningModule``.
         ValueError: an option has an invalid value.
     """
 
@@ -100,11 +101,11 @@ class StepStrategy(FullStateStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Wrap the model; communication hooks are options of the wrapper."""
+        """Wrap the model; communication hooks are not registered here, but by the wrapper."""
         self.model = self._setup_model(module_of(self))
 
     def _setup_model(self, model: nn.Module) -> Any:
-        """Wrap ``model``. This is the only private method of Lightning that we override."""
+        """Wrap ``model``; this is the only private method of Lightning that stepwrap overrides."""
         if not isinstance(model, StepLightningModule):
             return self._wrap(model)
         model.set_wrapper(self._wrap(model.model))
@@ -112,17 +113,18 @@ class StepStrategy(FullStateStrategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self._wrapped is not None and self._wrapped.module is model and holds_shards(model):
-            # The module stays sharded after a fit or a validation.
+            # The module is still sharded from an earlier fit or evaluation.
             wrapped: nn.Module = self._wrapped
             return wrapped
         check_not_sharded(model)
         if not getattr(model, "automatic_optimization", True):
-            # Lightning averages the gradients of a static graph's first backward since 2.6.
+            # Since 2.6, Lightning averages the gradients of a static graph's first backward.
             averages = "post_backward" in vars(DDPStrategy)
             if self.wrapper_options.get("static_graph") and not averages:
                 raise ValueError(
-                    "static_graph=True with manual optimization does not average the first "
-                    "gradients in this release of Lightning: remove it, or update Lightning"
+                    "static_graph=True with manual optimization needs Lightning 2.6 or newer, "
+                    "because older releases do not average the first gradients: remove it, or "
+                    "update Lightning"
                 )
         with _side_stream(self.root_device):
             self._wrapped = wrap_model(self.wrapper, model, **self.wrapper_options)
@@ -130,7 +132,7 @@ class StepStrategy(FullStateStrategy):
         return self._wrapped  # type: ignore[no-any-return]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's step; under FSDP, run a manual step outside the wrapper's forward."""
+        """Run the module's step; under fsdp, run a manual step outside the wrapper's forward."""
         module = module_of(self)
         if module.automatic_optimization or not self._is_sharded:
             return super().training_step(*args, **kwargs)
@@ -153,7 +155,7 @@ class StepStrategy(FullStateStrategy):
             yield
 
     def on_validation_start(self) -> None:
-        """Copy rank 0's buffers to all ranks; statistics differ after a training step."""
+        """Copy rank 0's buffers to all ranks, because running statistics differ after training."""
         model_features(self._wrapped).sync_buffers()
         if self._is_sharded:
             check_equal_batches(module_of(self).trainer)
@@ -161,7 +163,7 @@ class StepStrategy(FullStateStrategy):
     on_test_start = on_predict_start = on_validation_start
 
     def teardown(self) -> None:
-        """End the run and unwrap the module, except that a sharded module stays sharded."""
+        """End the run and unwrap the module; a sharded module stays wrapped and sharded."""
         wrapped = self._wrapped
         if wrapped is not None and holds_shards(wrapped.module):
             self._leave_shards()
@@ -180,7 +182,7 @@ class StepStrategy(FullStateStrategy):
             self.lightning_module.set_wrapper(None)
 
     def _leave_shards(self) -> None:
-        """End the run, but leave the shards on their devices, so that they can be gathered."""
+        """End the run, but leave the shards on their devices, where they can still be gathered."""
         module = module_of(self)
         self.model = module
         if not self._keeps_process:
@@ -205,10 +207,11 @@ def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T
 
 
 class StepFabricStrategy(FabricDDPStrategy):
-    """Fabric's DDP strategy with our ``ddp`` wrapper, or a subclass of it, around modules.
+    """Fabric's DDP strategy, with stepwrap's ``ddp`` wrapper or another one around modules.
 
     Args:
-        wrapper: a registered name, an import path or a class. Default: "ddp".
+        wrapper: a registered name, an import path or a class, for a subclass of
+            DistributedDataParallel. Default: "ddp".
         wrapper_options: options of the wrapper and of Fabric's ``DDPStrategy``.
 
     Raises:
@@ -256,7 +259,7 @@ class StepFabricStrategy(FabricDDPStrategy):
 
 
 _OURS = wrap_model.__module__.rpartition(".")[0]
-# Communication hooks and averaging are options of our wrappers, which support the CPU as well.
+# stepwrap's wrappers have options for communication hooks, which work on the CPU as well.
 _EXCLUDED = {
     "kwargs",
     "ddp_comm_hook",
@@ -298,8 +301,8 @@ def _read_options(
             )
     if options.get("uneven_inputs"):
         raise ValueError(
-            "uneven_inputs must be left out: Lightning's samplers give all ranks equally many "
-            "batches"
+            "uneven_inputs must not be set, because Lightning's samplers give all ranks the same "
+            "number of batches: remove it"
         )
     check = getattr(chosen, "check_options", None)
     if check is not None:
@@ -309,14 +312,14 @@ def _read_options(
 
 
 def has_custom_step(wrapper: Any) -> bool:
-    """Whether a wrapper's ``train_step`` is defined outside this library."""
+    """Return whether a wrapper's ``train_step`` is defined outside this library."""
     kinds = getattr(wrapper, "__mro__", ())
     owner = next((one for one in kinds if "train_step" in vars(one)), None)
     return owner is not None and not owner.__module__.startswith(f"{_OURS}.")
 
 
 def _find_wrapper(wrapper: Any) -> Callable[..., nn.Module]:
-    """Return the wrapper class or function of a name, after checking that it is a wrapper."""
+    """Return the wrapper class or function for a name or object; check that it is a wrapper."""
     if wrapper is None or isinstance(wrapper, str):
         chosen: Any = MODEL_WRAPPERS.resolve(wrapper or "ddp")
     else:
@@ -328,7 +331,7 @@ def _find_wrapper(wrapper: Any) -> Callable[..., nn.Module]:
         return chosen  # type: ignore[no-any-return]
     given = getattr(chosen, "__name__", None) or f"an object of type {type(chosen).__name__}"
     raise TypeError(
-        f"wrapper must be a model wrapper, which is a class with a train_step, or the name of one "
+        f"wrapper must be a class with a train_step, or the name of a wrapper "
         f"({', '.join(sorted(_short_names().values()))}), got {given}"
     )
 
@@ -340,7 +343,7 @@ def _short_names() -> dict[Any, str]:
 
 
 def _side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which to build a wrapper: on a GPU a side stream, for CUDA graphs.
+    """Return the context in which to build a wrapper: a side stream on a GPU, for CUDA graphs.
 
     https://docs.pytorch.org/docs/stable/notes/cuda.html#usage-with-distributeddataparallel
     """

@@ -1,4 +1,4 @@
-"""Lightning's classes, from the module tree that is in use."""
+"""Lightning's classes, imported from the package that is in use."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-# Lightning is published as `pytorch_lightning` with `lightning_fabric`, and as `lightning`. The
-# classes of one tree do not work with the classes of the other.
+# Lightning is published as `pytorch_lightning` with `lightning_fabric`, and as `lightning`. Classes
+# of one do not work with classes of the other.
 _TREES = {
     "pytorch_lightning": "lightning_fabric",
     "lightning.pytorch": "lightning.fabric",
@@ -16,7 +16,7 @@ _TREES = {
 
 
 def _choose() -> str:
-    """Return the tree that is already imported, otherwise the first one that is installed."""
+    """Return the package that is already imported; otherwise the first one that is installed."""
     for name in _TREES:
         if sys.modules.get(name) is not None:
             return name

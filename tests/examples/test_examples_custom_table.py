@@ -77,7 +77,7 @@ def gan_as_a_whole(shard: list[str] | None) -> Any:
 @pytest.mark.parametrize("shard", [None, ["generator"]])
 def test_a_network_that_is_stepped_apart_is_named(shard: list[str] | None) -> None:
     for found in run_ranks(gan_as_a_whole, 2, shard):
-        assert "used where they are shards" in found
+        assert "used outside, where they are shards" in found
 
 
 def static_graph() -> Any:

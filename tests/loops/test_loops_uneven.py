@@ -181,7 +181,7 @@ def _refusals() -> list[str]:
         with pytest.raises(ValueError, match="uneven_inputs") as refused:
             runner.train()
         texts.append(str(refused.value))
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="cannot be combined"):
         StepDistributedDataParallel(model, uneven_inputs=True, sync_batchnorm=True)
     with pytest.raises(TypeError, match="did you mean divide_by_initial_world_size"):
         StepDistributedDataParallel(model, uneven_inputs={"divide_by_world_size": True})

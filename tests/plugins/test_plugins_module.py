@@ -195,7 +195,7 @@ def test_schedules_are_checked() -> None:
     cases = (
         ({"type": "StepLR", "by": "batch"}, "step"),
         (_plateau, "needs metric"),
-        ({"type": "StepLR", "step_size": 1, "metric": "val_loss"}, "is for ReduceLROnPlateau"),
+        ({"type": "StepLR", "step_size": 1, "metric": "val_loss"}, "needs ReduceLROnPlateau"),
         ({"type": "ReduceLROnPlateau", "metric": "los"}, "not logged; logged values: loss"),
     )
     for given, text in cases:

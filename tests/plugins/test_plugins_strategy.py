@@ -167,7 +167,7 @@ def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
         assert rank["thawed"] <= 1e-6
         assert "StochasticWeightAveraging copies full weights" in rank["averaged"]
         assert "need the same number of batches to predict" in rank["unequal"]
-        assert "Automatic is sharded already, because fsdp leaves" in rank["left by another"]
+        assert "Automatic must not be sharded yet, but it is" in rank["left by another"]
         assert "[[3], [2]]" in rank["unequal"]
         assert rank["unequal by ddp"] == "no error"
 

@@ -37,7 +37,7 @@ def problems(ranks: int, **sections: Any) -> str:
         (1, {"init_device": "metta"}, "init_device: must be auto or meta, got 'metta'; did you"),
         (2, {"wrapper": {"type": "single"}}, "SingleDevice works in one process only, got 2"),
         (2, {"wrapper": {"type": "dp"}}, "StepDataParallel works in one process only, got 2"),
-        (2, {"mesh": {"shard": 2}}, "mesh: StepDistributedDataParallel does not shard: name the"),
+        (2, {"mesh": {"shard": 2}}, "mesh: StepDistributedDataParallel does not shard the model"),
         (
             2,
             {"mesh": {"tensor": 2}, "wrapper": {"type": "dp"}, **TP},

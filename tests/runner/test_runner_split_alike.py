@@ -40,7 +40,7 @@ def test_norms_left_out_of_a_sequence_plan(
         config["optim_wrapper"] = optim
     for message in run_ranks(_error_of, ranks, config):
         assert (
-            f"the gradient of {first!r} is not the same on the ranks of a tensor group" in message
+            f"the gradient of {first!r} must be the same on all ranks of a tensor group" in message
         )
 
 

@@ -57,7 +57,7 @@ def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
 
 def test_an_invalid_step_is_an_error() -> None:
     for wrong, message in (
-        (SingleDevice, "is a function"),
+        (SingleDevice, "must be a function"),
         (lambda wrapper, data: {}, "must take"),
         (3, "got 3"),
     ):
@@ -68,7 +68,7 @@ def test_an_invalid_step_is_an_error() -> None:
     with pytest.raises(TypeError, match="class of a model wrapper"):
         with_train_step(nn.Linear, doubled)
     silent: Any = with_train_step(SingleDevice, lambda wrapper, data, optim_wrapper: None)(model())
-    with pytest.raises(TypeError, match="must return a dict of what to log, got NoneType"):
+    with pytest.raises(TypeError, match="must return a dict of values to log, got NoneType"):
         silent.train_step(batches()[0], None)
 
 

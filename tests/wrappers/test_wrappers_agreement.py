@@ -73,7 +73,7 @@ WRONG: dict[str, Case] = {
     "no parameter of the model has the name": lambda rank: _prepared(
         DDP, freeze=["net.7"] if rank else []
     ),
-    "colwise splits Linear": lambda rank: _split({"net.1" if rank else "net.0": "colwise"}),
+    "colwise can split only Linear": lambda rank: _split({"net.1" if rank else "net.0": "colwise"}),
     "find_unused": lambda rank: wrap_model(
         DDP, classifier(), **({"find_unused_paramters": True} if rank else {})
     ),

@@ -115,7 +115,7 @@ def prepared() -> SupervisedModel:
 @pytest.mark.slow
 def test_a_preprocessor_with_parameters(caplog: pytest.LogCaptureFixture) -> None:
     assert_same(0.0, prepared, sgd)
-    assert caplog.text.count("batches require gradients") == 1
+    assert caplog.text.count("the batch require gradients") == 1
 
 
 def some(parameters: Any) -> torch.optim.Optimizer:

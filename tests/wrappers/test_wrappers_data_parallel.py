@@ -196,7 +196,7 @@ def test_copies_of_the_wrapper_are_independent() -> None:
 def test_refusals() -> None:
     with pytest.raises(TypeError, match="OwnStep overrides train_step.*subclass of StepData"):
         step(OwnStep())
-    with pytest.raises(ValueError, match="device_ids must name a device"):
+    with pytest.raises(ValueError, match="device_ids must name at least one device"):
         StepDataParallel(classifier(), [])
     with pytest.raises(ValueError, match="device_ids must name CUDA devices or cpu, got meta"):
         StepDataParallel(classifier(), ["cpu", "meta"])

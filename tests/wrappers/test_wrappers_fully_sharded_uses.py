@@ -167,7 +167,7 @@ def test_anomalous_parameters_are_named() -> None:
         for _ in range(2):
             train_on(model, batches(1, seed=dist.get_rank()))
         assert model._anomalies_seen == {("module.spare.weight", "module.spare.bias")}
-    with pytest.raises(ValueError, match="detect_anomalous_params needs the wrapper's own"):
+    with pytest.raises(ValueError, match="detect_anomalous_params needs the default"):
         StepFullyShardedDataParallel(OwnStep(), detect_anomalous_params=True)
 
 
@@ -240,11 +240,11 @@ def test_models_that_cannot_be_sharded() -> None:
     others = classifier() if dist.get_rank() else HalfUsed()
     differs = "the same on all ranks, but 'used.weight' is ((1, 6), 'torch.float32') on rank 0"
     for model, options, texts in (
-        (_scalar(), {}, ["net.temperature is a parameter without dimensions"]),
+        (_scalar(), {}, ["at least one dimension to be sharded, but net.temperature has none"]),
         (_mixed(), {}, ["must have one dtype, but net.2 (Linear) has"]),
         (_wrapped().module, {}, ["sharded already"]),
         (others, {}, [differs, "and absent on rank 1"]),
-        (_on_meta(), {}, ["buffer net.running_mean is on the meta device", "meta_parameters()"]),
+        (_on_meta(), {}, ["but net.running_mean is on the meta device", "meta_parameters()"]),
         (classifier(), world, ["needs two process groups"]),
     ):
         with raises_with(ValueError, *texts):

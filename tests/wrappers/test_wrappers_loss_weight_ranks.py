@@ -104,7 +104,7 @@ def test_a_custom_step() -> None:
     ("step", "text"),
     [
         (_forgetful, r"call optim_wrapper.weigh\(batch\) with the preprocessed batch"),
-        (_weighs_outside, r"enter optim_wrapper.optim_context\(self\) .* optim_wrapper.weigh"),
+        (_weighs_outside, r"in optim_wrapper.optim_context\(self\), .* optim_wrapper.weigh"),
     ],
 )
 @on_ranks(2)
@@ -218,14 +218,14 @@ def test_hooks_that_do_not_average_are_refused(kind: Any, hook: Any, refused: st
 def test_local_sgd_and_join_are_refused() -> None:
     options: Any = {"period": 2, "optimizer_class": "SGD", "lr": 0.1}
     optimizer = PostLocalSGD(classifier().parameters(), **options)
-    with pytest.raises(ValueError, match="PostLocalSGD steps by the gradients of each rank"):
+    with pytest.raises(ValueError, match="PostLocalSGD updates each rank by the rank's own"):
         OptimWrapper(optimizer, loss_weight="samples")
     wrapper = StepDistributedDataParallel(Tagger())
     with wrapper.join():
         optim_wrapper = optimizer_of(wrapper, Weighted())
-        with pytest.raises(ValueError, match=r"loss_weight excludes join\(\)"):
+        with pytest.raises(ValueError, match=r"loss_weight cannot be combined with join\(\)"):
             optim_wrapper.optim_context(wrapper)
-    with pytest.raises(ValueError, match=r"loss_weight excludes join\(\)"):
+    with pytest.raises(ValueError, match=r"loss_weight cannot be combined with join\(\)"):
         wrapper.join().__enter__()
 
 

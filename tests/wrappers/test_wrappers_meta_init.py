@@ -185,8 +185,8 @@ def _linear_only(module: nn.Module) -> None:
 @on_ranks(2)
 def test_uninitialised_parameters_are_named() -> None:
     texts = (
-        "nothing initialises",
-        "the parameter 0.scale, which is on the meta device",
+        "every parameter on the meta device must be initialised",
+        "nothing initialises 0.scale",
         "reset_parameters() of its module, or pass param_init_fn(module)",
     )
     for kind, init in ((WithoutInit, None), (IncompleteInit, None), (WithoutInit, _linear_only)):

@@ -288,7 +288,7 @@ def test_name_defaults_and_text() -> None:
 def test_the_state_of_another_optimizer_is_refused() -> None:
     parameters = [nn.Parameter(torch.ones(2))]
     state = OptimWrapper(torch.optim.AdamW(parameters)).state_dict()
-    with pytest.raises(ValueError, match="state of AdamW, but the optimizer is SGD"):
+    with pytest.raises(ValueError, match="optimizer is SGD, but the state to load is of AdamW"):
         OptimWrapper(torch.optim.SGD(parameters, lr=0.1)).load_state_dict(state)
 
 

@@ -106,7 +106,7 @@ def test_checkpointed_blocks_keep_their_class_and_can_be_copied() -> None:
     [
         (["Blok"], ValueError, "'Blok'; did you mean Block"),
         ({"blocks": ["Block"], "preserve_rng": True}, TypeError, "did you mean preserve_rng_state"),
-        ({"preserve_rng_state": True}, TypeError, "needs blocks"),
+        ({"preserve_rng_state": True}, TypeError, "must name blocks"),
         ({"blocks": ["Block"], "preserve_rng_state": 1}, TypeError, "must be true or false"),
     ],
 )
@@ -118,7 +118,7 @@ def test_wrong_checkpointing(spec: Any, error: type[Exception], text: str) -> No
 def test_a_forward_of_the_instance_is_refused() -> None:
     net = seeded()
     net.blocks[0].forward = net.head.forward  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"'blocks.0' has another forward"):
+    with pytest.raises(ValueError, match=r"the forward of 'blocks.0' was replaced"):
         checkpoint_activations(net, "Block")
 
 
@@ -130,7 +130,7 @@ def test_checkpointed_copies() -> None:
     synced = StepDataParallel(net, ["cpu", "cpu"], sync_batchnorm=True)
     with pytest.raises(RuntimeError, match="cannot be checkpointed under dp"):
         train(synced)
-    with pytest.raises(TypeError, match="is compiled, and compiled code runs on the original"):
+    with pytest.raises(TypeError, match="must not be compiled, because compiled code"):
         StepDataParallel(compile_model(seeded(), {"backend": "eager"}))
 
 

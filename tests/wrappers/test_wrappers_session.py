@@ -159,7 +159,7 @@ def test_a_failing_combine() -> None:
 
 def test_a_combine_with_too_few_replies() -> None:
     session = ReplicationSession(1, LIMIT_S)
-    with pytest.raises(ValueError, match=r"the module itself \(call 1\).*1 copies, it returned 0"):
+    with pytest.raises(ValueError, match=r"the module itself \(call 1\).*1 copies, got 0"):
         session.rendezvous("", 0, 1, lambda messages: [])
 
 

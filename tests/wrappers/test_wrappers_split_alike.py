@@ -60,10 +60,10 @@ def _made(net: Net, kind: str) -> OptimWrapper:
 def test_gradients_that_differ_are_named(kind: str) -> None:
     scaled, other, right = _split(scales=True), _split(), _split()
     scale = _step(scaled, _made(scaled, kind), _inputs())
-    assert "the gradient of 'scale' is not the same on the ranks" in scale
+    assert "the gradient of 'scale' must be the same on all ranks" in scale
     batch = _step(other, _made(other, kind), _inputs(dist.get_rank()))
-    assert "the gradient of 'enter.weight' is not the same on the ranks of a tensor" in batch
-    assert "tensor group (here 0, 1), and must be" in batch
+    assert "the gradient of 'enter.weight' must be the same on all ranks of a tensor" in batch
+    assert "tensor group (here 0, 1), because" in batch
     assert "these ranks get different batches" in batch
     assert not _step(right, _made(right, kind), _inputs())
 
@@ -74,7 +74,7 @@ def test_all_tensor_groups_raise() -> None:
     optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
     # The second tensor group alone sees different batches.
     text = _step(net, optim, _inputs(max(dist.get_rank(), 1)))
-    assert "is not the same on the ranks" in text
+    assert "must be the same on all ranks" in text
 
 
 @on_ranks(2)
@@ -125,7 +125,7 @@ def test_an_optimizer_made_before_layers_are_split() -> None:
     model = Net()
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     parallelize(model, build_mesh({"tensor": 2}), PLAN)
-    text = "^SGD has parameters that the model lost when its layers were split"
+    text = "^SGD has parameters that do not belong to the model any more, because splitting"
     with pytest.raises(RuntimeError, match=text):
         optim.update_params(model(_inputs()).sum())
     # What is not split is as it was, and its optimizer with it.

@@ -148,7 +148,7 @@ def test_mistakes_of_one_rank() -> None:
     )
     with pytest.raises(ValueError, match=f"^{text}$"):
         SynchronizedBatchNorm1d(4 + first)(x[:, : 4 + first])
-    text = f"rank 1: AssertionError: Channel size mismatch: the layer has {CHANNELS} channels"
+    text = f"rank 1: AssertionError: Channel size mismatch: the input must have {CHANNELS} channels"
     with pytest.raises(CollectiveError, match=f"^{name} cannot continue: {text}"):
         layer(x if first else x[:, :5])
     text = r"rank 0: ValueError: expected 2D or 3D input \(got 4D input\)"

@@ -193,7 +193,7 @@ def test_torchs_layers_become_plain_on_ranks() -> None:
 
 def test_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
     lazy = nn.Sequential(nn.LazyBatchNorm2d())
-    with pytest.raises(TypeError, match=r"0 \(LazyBatchNorm2d\) has seen no input yet"):
+    with pytest.raises(TypeError, match=r"0 \(LazyBatchNorm2d\) is not initialised yet"):
         convert_sync_batchnorm(lazy)
     lazy(torch.randn(2, 3, 2, 2))
     assert type(convert_sync_batchnorm(lazy)[0]) is SynchronizedBatchNorm2d
@@ -259,10 +259,10 @@ def test_the_option_on_one_process() -> None:
 def test_wrong_order(kind: Any) -> None:
     wrapped = kind(_model())
     name = kind.__name__
-    inside = f"^Sequential is inside {name} already: convert the model first and wrap it then"
+    inside = f"^Sequential is already inside {name}: convert the model first and wrap it then"
     for module, text in (
-        (wrapped, f"^the model is wrapped in {name} already"),
-        (nn.ModuleList([wrapped]), f"^'0' of the model is wrapped in {name} already"),
+        (wrapped, f"^the model is already wrapped in {name}"),
+        (nn.ModuleList([wrapped]), f"^'0' of the model is already wrapped in {name}"),
         (wrapped.module, inside),
         (wrapped.module[2], inside),
     ):
@@ -287,7 +287,7 @@ def test_precision() -> None:
     assert {one.precision for one in _norms(convert_sync_batchnorm(model))} == {"fp32"}
     with pytest.raises(ValueError, match="precision must be 'fp32' or 'fp64', got 'double'"):
         convert_sync_batchnorm(model, precision="double")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="torch's layers have none"):
+    with pytest.raises(ValueError, match="whose layers do not have it"):
         convert_sync_batchnorm(model, "torch", precision="fp64")
 
 

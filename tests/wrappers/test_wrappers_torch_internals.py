@@ -84,7 +84,7 @@ def test_an_error_if_torch_cannot_reset_its_state() -> None:
     handle = model.module.net.head.register_forward_hook(_fail)
     with (
         _without(FSDPModule, "reset_iter_state"),
-        raises_with(RuntimeError, "make the model and its wrapper again"),
+        raises_with(RuntimeError, "create the model and its wrapper again"),
     ):
         model.train_step(own_batches(0, torch.float64)[0], sgd(model))
     handle.remove()

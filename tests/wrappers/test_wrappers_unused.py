@@ -180,7 +180,7 @@ def test_a_backward_that_failed_is_reported(kind: Any, wrapper: Any, every: int)
         wrapped.train_step(first, optim)
     inner.fails = False
     texts = (
-        "the last update raised KeyError: 'boom'; its backward was not fin",
+        "the last update raised KeyError: 'boom' before its backward ended",
         "create a new wrapper around the bare model",
     )
     for _ in range(2):

@@ -188,7 +188,7 @@ def test_wrong_pretrained_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="file.pth"):
         initialize(Net(), pretrained)
     torch.save({"state_dict": nn.Conv3d(1, 1, 1).state_dict(), "message_hub": _Pickled()}, path)
-    with pytest.raises(ValueError, match="holds more than weights and is not read"):
+    with pytest.raises(ValueError, match="must contain only weights, but it contains other"):
         initialize(Net(), pretrained)
     torch.save({"other.weight": torch.ones(1)}, path)
     with pytest.raises(ValueError, match="has no weights of Net"):

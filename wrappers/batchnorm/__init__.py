@@ -1,3 +1,3 @@
-"""Batch normalisation with the statistics of the whole batch, over copies and over ranks. Imports
-replicas. Start with sync_batchnorm.py.
+"""Batch normalisation with the statistics of the whole batch, which is split over copies or ranks.
+Imports replicas. Start with sync_batchnorm.py.
 """

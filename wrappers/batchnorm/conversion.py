@@ -1,4 +1,4 @@
-"""Convert the BatchNorm layers of a model to synchronised ones, and back."""
+"""Convert the BatchNorm layers of a model to synchronised layers, and back."""
 
 from __future__ import annotations
 
@@ -59,26 +59,26 @@ def convert_sync_batchnorm(
     process_group: distributed.ProcessGroup | None = None,
     precision: Precision | None = None,
 ) -> _M:
-    """Make all BatchNorm layers of a model synchronised, in place; returns the model.
+    """Convert all BatchNorm layers of a model to synchronised layers, in place; return the model.
 
     The layers change their class and remain the same objects: parameters, buffers, hooks, flags
-    and existing optimizers remain valid. Layers of the other implementation are converted too and
-    keep their group. A ``DataParallel`` is patched to run replication callbacks, which layers of
-    "stepwrap" need. Layers that override ``forward`` or are parametrized are not converted, and
-    are named in a warning.
+    and existing optimizers remain valid. Synchronised layers of the other implementation are
+    converted too and keep their group. With "stepwrap", each ``DataParallel`` in the model is
+    patched to run the replication callbacks that the layers need. Layers that override ``forward``
+    or are parametrized are not converted, and a warning names them.
 
     Args:
         implementation: "stepwrap" for ``SynchronizedBatchNorm1d``, ``2d`` and ``3d``, which run on
             any device; "torch" for ``torch.nn.SyncBatchNorm``, which trains on GPUs only.
-        process_group: the ranks to synchronise over; default: the group of a synchronised layer,
-            or all ranks.
-        precision: see ``SynchronizedBatchNorm2d``; default: the precision of a synchronised layer,
-            or "fp32".
+        process_group: the ranks to synchronise over; default: all ranks, but layers that are
+            synchronised already keep their group.
+        precision: see ``SynchronizedBatchNorm2d``; default: "fp32", but layers that are
+            synchronised already keep their precision.
 
     Raises:
         ValueError: ``implementation`` or ``precision`` is unknown, ``precision`` is given for
             torch's layers, or the model is, contains or is inside a DistributedDataParallel.
-        TypeError: a lazy layer has not seen any input.
+        TypeError: a lazy layer has not been initialised by a forward yet.
     """
     _check_arguments(implementation, precision)
     changes: list[tuple[Any, type[_BatchNorm]]] = []
@@ -102,11 +102,12 @@ def convert_sync_batchnorm(
 
 
 def revert_sync_batchnorm(module: _M) -> _M:
-    """Give all synchronised layers, ours and torch's, their original class; returns the model.
+    """Convert all synchronised layers back to their original class, in place; return the model.
 
-    Layers that were created as synchronised ones become ``BatchNorm1d``, ``2d`` or ``3d``; torch's
-    ``SyncBatchNorm``, which takes inputs of any dimension, becomes ``BatchNormXd``. Layers that
-    override ``forward`` or are parametrized are not changed, and are named in a warning.
+    This includes torch's layers. Layers that were created as synchronised layers become
+    ``BatchNorm1d``, ``2d`` or ``3d``; torch's ``SyncBatchNorm``, which accepts inputs of any
+    dimension, becomes ``BatchNormXd``. Layers that override ``forward`` or are parametrized are not
+    changed, and a warning names them.
     """
     for path, layer in module.named_modules():
         if not isinstance(layer, SynchronizedBatchNorm | SyncBatchNorm):
@@ -124,7 +125,7 @@ def apply_sync_batchnorm(
     setting: bool | Mapping[str, Any],
     process_group: distributed.ProcessGroup | None = None,
 ) -> _M:
-    """Apply the option ``sync_batchnorm`` of a wrapper; returns the model."""
+    """Apply the option ``sync_batchnorm`` of a wrapper; return the model."""
     if not setting:
         return module
     options = {} if setting is True else setting
@@ -134,10 +135,10 @@ def apply_sync_batchnorm(
 
 @contextmanager
 def patch_sync_batchnorm() -> Iterator[None]:
-    """Replace ``nn.BatchNorm1d``, ``2d`` and ``3d`` by the synchronised classes inside a ``with``.
+    """Replace ``nn.BatchNorm1d``, ``2d`` and ``3d`` by the synchronised classes in this context.
 
-    For models whose code creates the layers by these names. The original classes are restored
-    afterwards, also after an error.
+    For models whose code creates the layers by these names. The original classes are restored at
+    the end, even after an error.
     """
     before = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
     untyped: Any = nn
@@ -153,12 +154,14 @@ def patch_sync_batchnorm() -> Iterator[None]:
 def _check_arguments(implementation: str, precision: str | None) -> None:
     if implementation not in get_args(Implementation):
         raise ValueError(
-            f'sync_bn should be "torch" or "stepwrap", but got {implementation!r} as '
-            "implementation; if this is a process group, pass it as process_group=..."
+            'sync_bn should be "torch" or "stepwrap", but got '
+            f"{implementation!r} as implementation; pass a process group as process_group=..."
         )
     if precision is not None:
         if implementation == "torch":
-            raise ValueError("precision is for implementation='stepwrap', torch's layers have none")
+            raise ValueError(
+                "precision must be None for implementation='torch', whose layers do not have it"
+            )
         check_precision(precision)
 
 
@@ -170,8 +173,8 @@ def _target_class(
         return type(layer)
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
         raise TypeError(
-            f"{path or 'the model itself'} ({type(layer).__name__}) has seen no input yet: run the "
-            "model once, then convert it"
+            f"{path or 'the model itself'} ({type(layer).__name__}) is not initialised yet: run "
+            "the model once, then convert it"
         )
     kinds = [kind for plain, kind in _PAIRS if isinstance(layer, (plain, kind))]
     if not _can_change_class(path, layer, "unsynchronised", is_known=bool(kinds)):
@@ -180,7 +183,7 @@ def _target_class(
 
 
 def _can_change_class(path: str, layer: _BatchNorm, current: str, *, is_known: bool = True) -> bool:
-    """Return whether ``layer`` would behave the same with another class; warn if not."""
+    """Return whether ``layer`` would work as before with another class; warn if it would not."""
     overrides = type(layer).forward not in _FORWARDS or "forward" in layer.__dict__
     if is_known and not overrides and not is_parametrized(layer):
         return True
@@ -195,7 +198,7 @@ def _plain_class(layer: _BatchNorm) -> type[_BatchNorm]:
 
 
 def _change_class(layer: _BatchNorm, kind: type[_BatchNorm]) -> None:
-    """Change the class of ``layer``, which keeps its group if the new class has one."""
+    """Change the class of ``layer``; keep its group if the new class has one."""
     state = layer.__dict__
     for name in ("eps_mode", "precision", "_place", "_call_counter"):
         state.pop(name, None)
@@ -210,19 +213,19 @@ def _refuse_wrapped(module: nn.Module) -> None:
     for path, one in module.named_modules():
         if isinstance(one, DistributedDataParallel):
             where = f"{path!r} of the model" if path else "the model"
-            raise ValueError(f"{where} is wrapped in {type(one).__name__} already: {_WRAP_LATER}")
+            raise ValueError(f"{where} is already wrapped in {type(one).__name__}: {_WRAP_LATER}")
     wrapper = _find_wrapper(module) if distributed_available() else None
     if wrapper is not None:
-        kinds = f"{type(module).__name__} is inside {type(wrapper).__name__}"
-        raise ValueError(f"{kinds} already: {_WRAP_LATER}")
+        kinds = f"{type(module).__name__} is already inside {type(wrapper).__name__}"
+        raise ValueError(f"{kinds}: {_WRAP_LATER}")
 
 
 def _find_wrapper(module: nn.Module) -> DistributedDataParallel | None:
-    """Find the wrapper that contains ``module`` among all objects of the process, in 0.1 s."""
-    # Discarded wrappers are in reference cycles, and would be found until they are collected.
+    """Search all objects of the process for a wrapper around ``module``; takes about 0.1 s."""
+    # Discarded wrappers remain until their reference cycles are collected.
     gc.collect()
     for one in gc.get_objects():
-        # isinstance would run the code of proxies.
+        # isinstance could run code of proxy objects.
         if not issubclass(type(one), DistributedDataParallel):
             continue
         wrapped = one.__dict__.get("_modules", {}).get("module")

@@ -1,12 +1,12 @@
 """Batch normalisation of several chunks of one batch: the arithmetic and the autograd node.
 
-Statistics are counts, means and sums of squared deviations, which merge without cancellation
-(Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64. Tensors of the
-size of the input are computed in the precision of the layer, or in the precision of the input if
-that is higher, and are rounded once, at the end. First the mean, rounded to this precision, is
-subtracted from every value. The subtraction is nearly exact if the mean is large, and fp64 vectors
-correct the rounding error of the mean. If all means are near zero, torch's CPU kernels do all of
-this in one pass.
+Statistics are counts, means and sums of squared deviations, which can be merged without
+cancellation (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64.
+Tensors of the size of the input are computed in the precision of the layer, or of the input if that
+is higher, and are rounded only at the end. Normalising first subtracts the mean, rounded to this
+precision, from every value. This subtraction is nearly exact even if the mean is large. The
+rounding error of the mean is corrected by an fp64 vector. If all means are near zero, torch's CPU
+kernels do all of this in one pass.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class Moments(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of the whole batch, per channel, which normalise every chunk.
+    """Statistics of the whole batch, per channel, by which every chunk is normalised.
 
     Attributes:
         var: the biased variance.
-        inv_std: multiplies the deviations from the mean; formula in ``statistics``.
-        slope: 0 if ``inv_std`` does not depend on the variance, otherwise 1; None if all are 1.
-        is_centred: whether all means are near zero and need not be subtracted first.
-        precision: the minimum precision of tensors of the size of the input.
+        inv_std: the factor of the deviations from the mean; see ``statistics`` for the formula.
+        slope: for each channel, 1 if ``inv_std`` depends on the variance, 0 if ``eps`` replaced the
+            variance; None if all are 1.
+        is_centred: whether all means are so near zero that they need not be subtracted first.
+        precision: the minimum precision for tensors of the size of the input.
     """
 
     num_values: int
@@ -91,7 +92,10 @@ def merge(counts: Sequence[int], means: Tensor, m2s: Tensor) -> Moments:
 
 
 def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
-    """Return the statistics; inv_std is (var + eps)^-1/2, or max(var, eps)^-1/2 for "clamp"."""
+    """Compute the statistics of the whole batch from its merged moments.
+
+    ``inv_std`` is (var + eps)^-1/2 with the mode "plus", and max(var, eps)^-1/2 with "clamp".
+    """
     count, mean, m2 = merged
     if count <= 1:
         size = torch.Size([count, mean.numel()])
@@ -102,7 +106,7 @@ def statistics(merged: Moments, eps: float, mode: EpsMode) -> Statistics:
     var = m2 / count
     is_plus = mode == "plus"
     inv_std = (var + eps if is_plus else var.clamp(min=eps)).rsqrt()
-    # Not computed on accelerators, because reading the result would wait for the device.
+    # Always False on accelerators, because reading the result would wait for the device.
     is_centred = mean.is_cpu and bool(((mean * inv_std).abs() <= _CENTRED).all())
     slope = None if is_plus else (var >= eps).double()
     return Statistics(count, mean, var, inv_std, slope, is_centred)
@@ -121,17 +125,20 @@ def normalise(
     mean, scale, shift = (_as_channels(one, mean.dtype, x) for one in (mean, scale, shift))
     for part, result in zip(_blocks(x), _blocks(out), strict=True):
         centred = _minus_mean(part, mean, result)
-        # Faster than addcmul, which takes twice the time on the CPU.
+        # On the CPU, addcmul would take twice the time.
         centred.mul_(scale).add_(shift)
         if centred is not result:
             result.copy_(centred)
 
 
 def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
-    """Return the sums of dy and dy * xhat, ``(2, channels)``: the gradients of bias and weight."""
+    """Return the sums of dy and dy * xhat, which are the gradients of bias and weight.
+
+    The shape is ``(2, channels)``; xhat is the normalised input before weight and bias.
+    """
     mean, error = _rounded_mean(x, stats)
     if _is_fp32_on_cpu(x, stats):
-        # With the scale 1, torch's gradients of weight and bias are these sums, in one pass.
+        # With a scale of 1, torch's gradients of weight and bias are these sums.
         one = torch.ones_like(mean)
         _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             dy, x, one, None, None, mean, one, True, 0.0, [False, True, True]
@@ -145,7 +152,10 @@ def gradient_sums(dy: Tensor, x: Tensor, stats: Statistics) -> Tensor:
 def input_gradient(
     dy: Tensor, x: Tensor, total: Tensor, *, stats: Statistics, weight: Tensor | None
 ) -> Tensor:
-    """Return weight * inv_std * (dy - mean(dy) - xhat * mean(dy * xhat)), means over all chunks."""
+    """Return weight * inv_std * (dy - mean(dy) - xhat * mean(dy * xhat)).
+
+    The means are over all chunks; ``total`` has the sums from ``gradient_sums`` of all chunks.
+    """
     mean_dy, mean_product = (total / stats.num_values).unbind()
     if stats.slope is not None:
         mean_product = mean_product * stats.slope
@@ -168,12 +178,12 @@ def input_gradient(
 
 
 def _is_fp32_on_cpu(x: Tensor, stats: Statistics) -> bool:
-    """Whether torch's kernels for the CPU have the required precision."""
+    """Return whether torch's CPU kernels can be used with the required precision."""
     return x.is_cpu and x.dtype is stats.precision is torch.float32 and x.numel() > 0
 
 
 def _affine(x: Tensor, out: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None) -> None:
-    """Write (x - mean) * scale + shift into ``out``, by torch's batch norm for evaluation."""
+    """Write (x - mean) * scale + shift into ``out``, by torch's batch norm in evaluation mode."""
     mean, scale = mean.to(x.dtype), scale.to(x.dtype)
     shift = None if shift is None else shift.to(x.dtype)
     one, unused = torch.ones_like(mean), mean.new_empty(0)
@@ -193,7 +203,7 @@ def _sums(x: Tensor, mean: Tensor, dy: Tensor | None = None) -> Tensor:
 
 
 def _blocks(x: Tensor) -> Sequence[Tensor]:
-    """Split ``x`` into blocks that fit into a CPU core's cache; not split on other devices."""
+    """Split ``x`` into blocks that fit into a CPU core's cache; do not split on other devices."""
     if x.device.type != "cpu" or x.numel() <= _BLOCK:
         return (x,)
     samples = torch.split(x, max(1, _BLOCK * x.size(0) // x.numel()))
@@ -204,13 +214,13 @@ def _blocks(x: Tensor) -> Sequence[Tensor]:
 
 
 def _rounded_mean(x: Tensor, stats: Statistics) -> tuple[Tensor, Tensor]:
-    """Return the mean in the precision of the arithmetic, and its rounding error."""
+    """Return the mean, rounded to the precision of the computation, and its rounding error."""
     rounded = stats.mean.to(torch.promote_types(x.dtype, stats.precision))
     return rounded, stats.mean - rounded
 
 
 def _minus_mean(x: Tensor, mean: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return ``x - mean`` in the mean's dtype, in the memory of ``out`` if it has this dtype."""
+    """Return ``x - mean`` in the mean's dtype; write into ``out`` if it has this dtype."""
     has_dtype = out is not None and out.dtype is mean.dtype
     return torch.sub(x.to(mean.dtype), mean, out=out if has_dtype else None)
 
@@ -244,11 +254,11 @@ class Chunk(NamedTuple):
 
 
 class BackwardOptions(NamedTuple):
-    """The arguments of the joint node in addition to its chunks.
+    """The arguments of the joint autograd node in addition to its chunks.
 
     Attributes:
         input_needs_grad: whether the input of any chunk, on any rank, requires a gradient.
-        sum_ranks: sums the gradient sums of this process over the ranks.
+        sum_ranks: function that adds up the gradient sums over the ranks.
     """
 
     stats: Statistics
@@ -257,10 +267,11 @@ class BackwardOptions(NamedTuple):
 
 
 def connect(options: BackwardOptions, chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Return the outputs of the chunks as outputs of one autograd node, to be filled in later.
+    """Return the outputs of the chunks as outputs of one autograd node; fill in values later.
 
-    The backward of a joint node has the gradients of all chunks and never waits. Separate nodes
-    would block each other, because on the CPU one thread runs the backward of all chunks.
+    The backward of a joint node gets the gradients of all chunks at once, so it never waits. The
+    backwards of separate nodes would wait for each other, but on the CPU they all run in one
+    thread.
     """
     outputs = [chunk.output for chunk in chunks]
     if not any(chunk.in_graph for chunk in chunks):
@@ -273,7 +284,10 @@ def connect(options: BackwardOptions, chunks: Sequence[Chunk]) -> list[Tensor]:
 
 
 class _Joint(Function):
-    """The joint node; its inputs are options, outputs, then x, weight and bias of every chunk."""
+    """The autograd node of all chunks.
+
+    Its inputs are the options, the outputs, then x, weight and bias of every chunk.
+    """
 
     @staticmethod
     def forward(
@@ -281,14 +295,14 @@ class _Joint(Function):
     ) -> Any:
         ctx.options = options
         ctx.save_for_backward(*tensors[0::3], *tensors[1::3])
-        # The outputs are not kept in `ctx`: a reference cycle would keep the whole graph alive.
+        # Outputs in `ctx` would form a reference cycle, which would keep the whole graph alive.
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         options: BackwardOptions = ctx.options
-        # Read once, because each access unpacks the tensors again, which checkpoints forbid.
+        # Read once: each access unpacks the tensors again, which checkpointing does not allow.
         saved = ctx.saved_tensors
         inputs, weights = saved[: len(gradients)], saved[len(gradients) :]
         stats = [options.stats.to(x.device) for x in inputs]

@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of the whole batch, over copies or ranks."""
+"""BatchNorm layers that compute statistics over all replicas of a module or all ranks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ _WITHOUT_GRAPHS = (
 )
 _default_eps_mode: list[EpsMode] = ["plus"]
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-# Flags of a rank: its output is part of a graph, its input requires a gradient, it failed.
+# Flags that a rank sends: its output is part of a graph, its input requires a gradient, it failed.
 _IN_GRAPH, _INPUT_NEEDS_GRAD, _FAILED = 1, 2, 4
 # The first entries of a rank's message: count, flags, number of the call. The moments follow.
 _HEADER = 3
-# Numbers of calls are below this, so that their sums over many ranks are exact, also in fp32.
+# Call numbers are taken modulo this, so that sums of their squares over many ranks are exact in
+# fp32.
 _NUMBERS = 64
-# The number of layers that have compared their channels, by group.
+# For each group, the number of layers whose channels have been compared between the ranks.
 _num_layers: weakref.WeakKeyDictionary[distributed.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def set_sbn_eps_mode(mode: EpsMode) -> None:
         AssertionError: ``mode`` is neither of the two.
     """
     if mode not in get_args(EpsMode):
-        # AssertionError as in the documented interface of earlier implementations.
+        # Earlier implementations document an AssertionError.
         raise AssertionError(f"the eps mode must be 'clamp' or 'plus', got {mode!r}")
     _default_eps_mode[0] = mode
 
@@ -74,7 +75,7 @@ def check_precision(precision: str) -> None:
 
 
 class _Place(NamedTuple):
-    """The place of a layer in a replication."""
+    """The session of the current replication, and which copy of which layer this is."""
 
     session: Callable[[], ReplicationSession | None]
     layer: str
@@ -83,7 +84,7 @@ class _Place(NamedTuple):
 
 @dataclass
 class _CallCounter:
-    """The number of a layer in its group, equal on all ranks, and its number of calls."""
+    """Count the calls of a layer; ``layer`` is its number in the group, equal on all ranks."""
 
     group: weakref.ref[distributed.ProcessGroup]
     layer: int
@@ -96,7 +97,7 @@ class _CallCounter:
 
 
 class SynchronizedBatchNorm(_BatchNorm):
-    """``SynchronizedBatchNorm2d`` for inputs of any dimension."""
+    """Normalise like ``SynchronizedBatchNorm2d``, for inputs with any number of dimensions."""
 
     process_group: distributed.ProcessGroup | None = None
     eps_mode: EpsMode | None = None
@@ -127,7 +128,10 @@ class SynchronizedBatchNorm(_BatchNorm):
         self.precision = precision
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise; in training every replica, or every rank of the group, must call this."""
+        """Normalise ``input``, with statistics of all replicas or ranks in training.
+
+        In training, every replica or every rank of the group must call this.
+        """
         if self.training and (self._place is not None or _is_shared(self.process_group)):
             synchronised: Tensor = self._synchronised(input)
             return synchronised
@@ -136,7 +140,7 @@ class SynchronizedBatchNorm(_BatchNorm):
     def __data_parallel_replicate__(self, ctx: CallbackContext, copy_id: int) -> None:
         """Remember the session of the replication; called for every copy."""
         session: Any = ctx.session
-        # A layer that is not a copy outlives the replication, and must not keep its session alive.
+        # The original layer outlives the replication and must not keep the session alive.
         owned = copy_id or getattr(self, "_is_replica", False)
         find = (lambda: session) if owned else weakref.ref(session)
         self._place = _Place(find, ctx.layer, copy_id) if ctx.num_copies > 1 else None
@@ -203,14 +207,14 @@ class SynchronizedBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _fill(self, output: Tensor, x: Tensor, stats: Statistics) -> Tensor:
-        # Written through a detached alias, because the output already belongs to the graph.
+        # Written through a detached alias, because the output is already part of the graph.
         weight, bias = self.weight, self.bias
         normalise(x.detach(), output.detach(), stats=stats, weight=weight, bias=bias)
         return output
 
     @torch.no_grad()
     def _update_running_stats(self, stats: Statistics) -> None:
-        """Update the running statistics in place: other objects may refer to the tensors."""
+        """Update the running statistics in place; other objects may refer to their tensors."""
         if not self.track_running_stats or self.running_mean is None:
             return
         factor = self.momentum
@@ -229,8 +233,8 @@ class SynchronizedBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if x.size(1) != self.num_features:
             raise AssertionError(
-                f"Channel size mismatch: the layer has {self.num_features} channels, got an input "
-                f"of shape {tuple(x.shape)}"
+                f"Channel size mismatch: the input must have {self.num_features} channels, got "
+                f"shape {tuple(x.shape)}"
             )
         if not x.is_floating_point():
             raise TypeError(f"the input must be floating point, got {x.dtype}")
@@ -251,17 +255,17 @@ class SynchronizedBatchNorm(_BatchNorm):
         memo[id(self)] = copied
         state = {**self.__dict__, "_place": None, "_call_counter": None, "process_group": None}
         copied.__setstate__(deepcopy(state, memo))  # type: ignore[no-untyped-call]
-        # The group is a connection between processes, which the copy shares.
+        # The copy shares the group, which cannot be copied.
         copied.process_group = self.process_group
         if self._call_counter is not None:
-            # Otherwise a rank that uses the copy would compare the channels again, and wait for the
-            # ranks that use the original.
+            # Keeps the counter: without it, a rank that uses the copy would compare the channels
+            # again, and wait for ranks that use the original.
             copied._call_counter = replace(self._call_counter)
         return copied
 
 
 def _is_shared(group: distributed.ProcessGroup | None) -> bool:
-    """Whether ``group`` (None: the default group) has several ranks."""
+    """Return whether ``group`` (None: the default group) has several ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return False
     size = distributed.get_world_size(group)
@@ -276,8 +280,9 @@ def _is_shared(group: distributed.ProcessGroup | None) -> bool:
 def _number_layer(layer: SynchronizedBatchNorm, group: distributed.ProcessGroup) -> _CallCounter:
     """Number a layer in the order of first calls; every rank of the group must call this.
 
-    Raises ValueError if the ranks have different numbers of channels, because gloo would abort
-    the processes when messages differ in length.
+    Raises:
+        ValueError: the ranks have different numbers of channels. Without this check gloo would
+            abort the processes, because their messages have different lengths.
     """
     channels = all_gather_object(layer.num_features, group=layer.process_group)
     if len(set(channels)) > 1:
@@ -299,15 +304,20 @@ def _merge_ranks(
 ) -> tuple[Moments, bool]:
     """Return the moments of all ranks, and whether any rank's input requires a gradient.
 
-    Every rank must call this, even if it has no values or a ``problem``. ``number`` is the number
-    of this call, the same on all ranks.
+    Every rank must call this, even if it has no values or its forward failed.
+
+    Args:
+        own: the moments of this rank.
+        flags: the flags of this rank.
+        number: the number of this call, which must be the same on all ranks.
+        problem: the error of this rank's forward, if it failed.
     """
     group, device = layer.process_group, own.mean.device
     values = torch.cat([own.mean, own.m2])
     message = values.new_empty(
         _HEADER + values.numel(), device=comm_device(group, prefer=values.device)
     )
-    # Filled one by one, because copying a list to a GPU would wait for the GPU.
+    # Filled one by one, because copying a list to the GPU would wait for it.
     for index, one in enumerate((own.num_values, flags, number)):
         message[index].fill_(one)
     message[_HEADER:].copy_(values)
@@ -340,8 +350,8 @@ def _check_ranks(
     if outside and any(one & _INPUT_NEEDS_GRAD for one in flags):
         raise CollectiveError(
             f"{name} must run with gradients on all ranks or on none, but ranks {outside} run it "
-            "without (under no_grad, or no tensor requires a gradient); the backward of the other "
-            "ranks would wait forever"
+            "without (under no_grad, or because no tensor requires a gradient), and the backward "
+            "of the other ranks would wait for them forever"
         )
     if len(set(numbers)) > 1:
         ranks: dict[int, list[int]] = {}
@@ -359,7 +369,7 @@ def _sum_ranks(
 ) -> Tensor:
     """Return the gradient sums of all ranks; every rank's backward must call this.
 
-    The number of the forward call and its square are summed as well. Both sums have the expected
+    The call numbers of the ranks and their squares are summed as well. Both sums have the expected
     values only if the numbers of all ranks are equal.
     """
     numbers = total.new_tensor([[number], [number**2]])
@@ -377,7 +387,7 @@ def _sum_ranks(
 
 @MODELS.register_module()
 class SynchronizedBatchNorm1d(SynchronizedBatchNorm):
-    """``SynchronizedBatchNorm2d`` for ``(batch, channels)`` and ``(batch, channels, length)``."""
+    """Normalise ``(batch, channels)`` or ``(batch, channels, length)``; see the 2d class."""
 
     _check_input_dim = nn.BatchNorm1d._check_input_dim
 
@@ -388,30 +398,31 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
 
     The batch may be split over the replicas of a ``StepDataParallel`` (or another wrapper with
     replication callbacks), or over the ranks of a process group. Statistics, outputs and gradients
-    are the same as with ``BatchNorm2d`` on the whole batch; parts may be uneven or empty. With a
-    single replica and rank, and in evaluation, it is torch's ``batch_norm``, without communication.
+    are the same as with ``BatchNorm2d`` on the whole batch; parts may be uneven or empty. In
+    evaluation, and with only one replica and rank, it runs torch's ``batch_norm`` without
+    communication.
 
     In training every replica, or every rank, must call the layer the same number of times and in
-    the same order. Over ranks the backward is collective too if any rank's input requires a
-    gradient. docs/data_parallel.md lists the limits: compiling, CUDA graphs, double backward,
-    checkpointing.
+    the same order. If any rank's input requires a gradient, every rank must also run the backward.
+    docs/data_parallel.md lists the limits: compiling, CUDA graphs, double backward, checkpointing.
 
     Args:
-        num_features: as in torch, like ``eps``, ``momentum``, ``affine`` and
-            ``track_running_stats``.
+        num_features, eps, momentum, affine, track_running_stats: as in torch's class.
         process_group: the ranks to synchronise over; default: all ranks.
-        eps_mode: in synchronised training, divide by sqrt(var + eps) ("plus", as torch) or by
+        eps_mode: in synchronised training, divide by sqrt(var + eps) ("plus", as torch does) or by
             sqrt(max(var, eps)) ("clamp"); default: the mode of ``set_sbn_eps_mode``, or "plus".
-        precision: the precision of synchronised training, "fp32" or "fp64". fp64 inputs are always
-            computed in fp64, and so are means and variances.
+        precision: the precision of synchronised training, "fp32" or "fp64". Means, variances and
+            fp64 inputs always use fp64.
         factory: ``device``, ``dtype`` and other options of torch's class.
 
     Raises:
-        ValueError: an argument is unknown, the input has a wrong number of dimensions, the whole
-            batch has fewer than two values per channel, or ``num_features`` differs between ranks.
+        ValueError: ``eps_mode`` or ``precision`` is unknown, the input has the wrong number of
+            dimensions, the whole batch has fewer than two values per channel, or ``num_features``
+            differs between ranks.
         TypeError: the input is not floating point.
-        AssertionError: the input has a wrong number of channels.
-        CollectiveError: a rank failed; raised on every rank, with the rank and the reason.
+        AssertionError: the input has the wrong number of channels.
+        CollectiveError: a rank failed, or the ranks make different calls; raised on every rank,
+            with the ranks and the reason.
         ReplicationError: a replica does not call the layer.
     """
 
@@ -420,6 +431,6 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
 
 @MODELS.register_module()
 class SynchronizedBatchNorm3d(SynchronizedBatchNorm):
-    """``SynchronizedBatchNorm2d`` for inputs ``(batch, channels, depth, height, width)``."""
+    """Normalise inputs ``(batch, channels, depth, height, width)``; see the 2d class."""
 
     _check_input_dim = nn.BatchNorm3d._check_input_dim

@@ -1,4 +1,4 @@
-"""The forward of a model as a graph, with guards for the Python state that it reads."""
+"""Capture the forward of a model as a graph, with guards for the Python state that it reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ..steps.preprocess import device_of
 from ..steps.step import as_call, parse_losses
 from .errors import NotCompilableError, first_line
 
-# A forward must not assign attributes, and recurrent layers are traced like all others.
+# Dynamo's settings: raise if a forward assigns attributes, and trace recurrent layers too.
 _SETTINGS = {"side_effect_replay_policy": "error", "allow_rnn": True}
 _READS_VALUE = (
     "its forward depends on the values of tensors (.item(), `if x.sum() > 0`): use torch.where, or "
-    "leave compile: step out"
+    "remove compile: step"
 )
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 # Parts of Dynamo's messages, with an explanation for users.
@@ -38,9 +38,9 @@ class Captured(NamedTuple):
     """The losses of a model as a graph.
 
     Attributes:
-        graph: takes ``reads`` and returns a list of tensors.
+        graph: takes the tensors that ``reads`` lists, and returns a list of tensors.
         reads: the source of each input: ("model", id of the tensor) or ("batch", path).
-        total: index of the output that is the total of the losses.
+        total: index of the output that is the sum of the losses.
         logs: indices of the outputs to log, by name.
         constants: logged values that are not tensors.
         guards: returns whether the graph is valid for ``{"model": ..., "batch": ...}``.
@@ -60,7 +60,7 @@ class Captured(NamedTuple):
 
 
 def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Return the total and the logs of a preprocessed batch, like the usual step."""
+    """Return the sum of the losses and the logs of a preprocessed batch, like the usual step."""
     args, kwargs = as_call(batch)
     losses = model(*args, **kwargs, mode="loss")
     # The usual step sums the losses outside of autocast.
@@ -69,18 +69,20 @@ def step_losses(model: Any, batch: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 def capture(model: nn.Module, batch: Any) -> Captured:
-    """Trace the forward symbolically: nothing is computed, drawn or changed.
+    """Trace the forward symbolically, without computing or changing values or random states.
 
     Raises:
         NotCompilableError: the forward cannot be one graph, or has side effects.
     """
     if any(one.requires_grad for _, one in tensors_in(batch)):
-        raise NotCompilableError("batches require gradients, which a program does not compute")
+        raise NotCompilableError(
+            "tensors of the batch require gradients, which a compiled step does not compute"
+        )
 
     def function(model: Any, batch: Any) -> Any:
         return step_losses(model, batch)
 
-    # Dynamo caches graphs by code object, so each capture gets a new one.
+    # Dynamo caches graphs by code object, so each capture gets a new code object.
     function.__code__ = function.__code__.replace()
     try:
         with torch._dynamo.config.patch(_SETTINGS):
@@ -116,9 +118,10 @@ def capture(model: nn.Module, batch: Any) -> Captured:
 def _traced(
     function: Callable[..., Any], model: nn.Module, batch: Any
 ) -> tuple[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]], Any]:
-    """Return the graph of a call, its inputs, a marker for each output, and the result.
+    """Return the graph of a call, the sources of its inputs, a marker for each output, the result.
 
-    The markers in the result show which outputs are the total and the logs.
+    The result contains markers instead of tensors. They show which outputs are the sum of the
+    losses and the logs.
     """
     found: list[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]]] = []
     errors: list[NotCompilableError] = []
@@ -150,7 +153,7 @@ def _traced(
 def _fetcher(
     graph: GraphModule, reads: list[tuple[str, Any]], variables: dict[str, Any]
 ) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return a function that evaluates the expressions of the parameters and buffers."""
+    """Return a function that evaluates Dynamo's expressions for the parameters and buffers."""
     pairs = zip(graph.graph.find_nodes(op="placeholder"), reads, strict=True)
     expressions = [_expression(node) for node, (kind, _) in pairs if kind == "model"]
     code = f"lambda L: ({''.join(f'{one}, ' for one in expressions)})"
@@ -187,7 +190,7 @@ def _expression(node: Any) -> str:
 
 
 def _users_name(name: str) -> str:
-    """Return a name as in the user's program: ``L['model']._modules['net']`` is model.net."""
+    """Return a name as users write it: ``model.net`` for ``L['model']._modules['net']``."""
     name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
     return re.sub(r"(?:\._modules|\._buffers|\._parameters)?\['(\w+)'\]", r".\1", name)
 

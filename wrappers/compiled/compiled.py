@@ -33,18 +33,20 @@ from .trace import (
 )
 from .verifier import Verifier
 
-# A program that was used for fewer steps was not worth compiling.
+# If a variant must be replaced after fewer steps than this, it was not worth compiling.
 _FEW_USES = 2
 _NORM = "the norm of the gradients"
 
 
 class StepVariant:
-    """A compiled variant of the step for one plan, kind of batch, and state of model and optimizer.
+    """A compiled step for one gradient plan, one kind of batch and one state of the model.
 
-    It has one program, or two (gradients, update) if several ranks average in between.
-    ``Verifier`` compares some of its steps with the usual step on copies.
+    It has one program. If several ranks average gradients, it has two: one computes the gradients,
+    the other makes the update. ``Verifier`` compares some of its steps with the usual step, which
+    runs on copies.
 
     Args:
+        plan: how the step uses gradients.
         batch: a preprocessed batch.
         compiler: turns graphs into programs.
 
@@ -143,12 +145,12 @@ class StepVariant:
         )
 
     def _located(self) -> list[int]:
-        """Return the addresses of the tensors that a CUDA graph accesses by address."""
+        """Return the addresses of tensors that a CUDA graph uses; none without a CUDA graph."""
         is_graph = isinstance(self._run, CudaGraph)
         return [one.data_ptr() for one in self._fixed] if is_graph else []
 
     def is_outdated(self, plan: GradientPlan, batch: Any) -> bool:
-        """Return whether the model or a setting changed right after this variant was compiled."""
+        """Return whether the model or a setting changed soon after this variant was compiled."""
         return self._uses < _FEW_USES and plan == self._plan and _kind(batch) == self._kind
 
     def repeats(self, optim_wrapper: Any) -> bool:
@@ -156,17 +158,14 @@ class StepVariant:
         return optim_wrapper.accumulative_counts == 1 and not self._plan.held
 
     def expect_change(self) -> None:
-        """Verify the next step, unless one was verified recently.
-
-        The model may have changed.
-        """
+        """Verify the next step, unless one was verified recently: the model may have changed."""
         self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Make one step without checking the model.
+        """Make one step without checking the model; return the values to log.
 
-        Returns None, without a step, if the plan may differ, settings or the kind of batch have
-        changed, or a verification is due.
+        If the plan may differ, if settings or the kind of batch have changed, or if a verification
+        is due, no step is made and None is returned.
         """
         if (
             not self._verifier.is_due(self._uses + 1)
@@ -188,7 +187,8 @@ class StepVariant:
         Every rank that averages its gradients must call this.
 
         Raises:
-            NotCompilableError: the result differs from the usual step; nothing has been changed.
+            NotCompilableError: the result differs from the usual step's; model and optimizer are
+                unchanged.
             StepMismatchError: the result differs, and earlier steps may have been wrong.
         """
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
@@ -199,8 +199,8 @@ class StepVariant:
         inputs = [*self._fixed, *(self._kept_gradients() if plan.held else ()), *self._pick(batch)]
         before = window.weight, window.total
         self._loss_factor.set(window.loss_factor())
-        # If there is an update program, the window's loss weight is added and sent later (in
-        # `_average_and_update`), after the forward has been verified.
+        # With a separate update program, the loss weight is added and sent only after the forward
+        # has been verified, in `_average_and_update`.
         if self._update is None:
             window.add_weight()
             if plan.updates:
@@ -226,7 +226,7 @@ class StepVariant:
         return {**logs, **self._constants} if self._constants else logs
 
     def _average_and_update(self, parts: list[Tensor], window: Any, is_due: bool) -> list[Tensor]:
-        """Sum the gradients over the ranks and update. Return their norm in a list, if any."""
+        """Sum the gradients over the ranks and update; return a list with their norm, or []."""
         assert self._update is not None
         window.add_weight()
         window.start_reduction()
@@ -234,7 +234,7 @@ class StepVariant:
         self._gradient_factor.set(window.gradient_factor())
         if not is_due:
             return self._update([*self._moved, *parts])
-        # Clipping changes the gradients in place.
+        # Copies, because clipping changes the gradients in place.
         kept = [one.clone() for one in parts]
         try:
             return self._verified_update(parts, kept)
@@ -253,7 +253,7 @@ class StepVariant:
         loss_factor, gradient_factor = self._loss_factor.value, self._gradient_factor.value
         plan = self._plan
         count, is_whole = len(self._names), self._update is None
-        # A forward may change its batch in place.
+        # A copy, because a forward may change its batch in place.
         before = clone_batch(batch)
 
         def usual(origin: Any, **options: Any) -> dict[str, dict[str, Tensor]]:
@@ -325,7 +325,7 @@ def _forward(
 
 
 class _Interpreter(Interpreter):
-    """Runs a graph without the recomputation of activation checkpointing."""
+    """Run a graph, but keep the activations of checkpointed blocks instead of recomputing them."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of the graph."""
@@ -335,9 +335,9 @@ class _Interpreter(Interpreter):
 
 
 def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-    """Step in eager mode, but average the gradients in joined tensors as programs do.
+    """Make an eager step that averages the gradients in joined tensors, as programs do.
 
-    Other ranks may run a program for their batches.
+    This is necessary because other ranks may run a program for their batches.
     """
     model = wrapper.module
     args, kwargs = as_call(batch)
@@ -359,7 +359,7 @@ def detached(logs: dict[str, Any]) -> dict[str, Any]:
 
 def shared_buffers(wrapper: Any) -> list[Tensor]:
     """Return the buffers that DDP broadcasts before the first forward of a window."""
-    # Newer versions of torch renamed the attribute and warn about the old name.
+    # Newer versions of torch have renamed the attribute and warn about the old name.
     newer = hasattr(wrapper, "forward_sync_buffers")
     shares = wrapper.forward_sync_buffers if newer else wrapper.broadcast_buffers
     return list(wrapper.module.buffers()) if shares else []
@@ -376,7 +376,7 @@ def _average(parameters: Iterable[Tensor], group: Any) -> None:
 
 
 def _sum_over_ranks(parts: Iterable[Tensor], group: Any) -> None:
-    """Sum tensors over the ranks in place. All reductions run at the same time."""
+    """Sum tensors over the ranks in place; all reductions run at the same time."""
     works = [distributed.all_reduce(one, group=group, async_op=True) for one in parts]
     for work in works:
         work.wait()
@@ -384,9 +384,9 @@ def _sum_over_ranks(parts: Iterable[Tensor], group: Any) -> None:
 
 @contextmanager
 def _state_on(device: torch.device, places: StepTensors) -> Iterator[None]:
-    """Move optimizer state that is on the CPU, such as step counts, to ``device``.
+    """Move the optimizer's state, such as step counts on the CPU, to ``device``.
 
-    It is moved back after an error.
+    After an error in this context it is moved back.
     """
     before = [(state, name, state[name]) for _, name, state in places.states()]
     try:
@@ -408,11 +408,11 @@ class _Number:
 
     @property
     def value(self) -> float:
-        """The number. On a GPU this synchronizes."""
+        """The number; reading it from a GPU waits for the GPU."""
         return self.tensor.item()
 
     def set(self, value: Any) -> None:
-        """Set the number, without synchronizing if ``value`` is a tensor on a GPU."""
+        """Set the number; if ``value`` is a tensor on a GPU, do not wait for the GPU."""
         if isinstance(value, Tensor) and value.is_cuda:
             self.tensor.copy_(value)
             self._value = None
@@ -424,7 +424,7 @@ class _Number:
 def _kind(batch: Any) -> Any:
     """Return keys, shapes, strides, types and devices of a flat batch of tensors.
 
-    Returns None for other batches, which need the full check.
+    Returns None for other batches, for which the whole contract must be checked.
     """
     keys: Any
     if type(batch) is dict:

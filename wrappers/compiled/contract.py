@@ -1,4 +1,4 @@
-"""The contract of a program: everything that it assumes, checked before each call."""
+"""The contract of a program: everything that it assumes to be unchanged, checked before a call."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Contract:
         ]
 
     def holds(self, batch: Any) -> bool:
-        """Return whether the program computes for ``batch`` what the usual step would compute."""
+        """Return whether the program would compute for ``batch`` the same as the usual step."""
         self._scope["batch"] = batch
         try:
             return (
@@ -104,13 +104,13 @@ class Contract:
                 and not torch.is_anomaly_enabled()
             )
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            # Something was replaced by an object that cannot be compared.
+            # An object was replaced by one that cannot be compared.
             return False
         finally:
             self._scope["batch"] = None
 
     def settings_hold(self) -> bool:
-        """Return whether wrappers, optimizer and settings except learning rates are the same."""
+        """Return whether wrappers, optimizer and settings are unchanged, except learning rates."""
         return (
             all(map(operator.is_, _parts(*self._wrappers), self._parts))
             and _clip_options(self._wrappers[1]) == self._options
@@ -130,7 +130,7 @@ class Contract:
                     known["lr"], known["params"] = group["lr"], group["params"]
                 return bool(groups == self._groups)
         except (RuntimeError, ValueError):
-            # Different tensors or arrays have no single truth value.
+            # Comparing different tensors or arrays gives no single truth value.
             return False
         return True
 
@@ -150,7 +150,7 @@ class Contract:
         return [*map(_STRIDE, self._fixed), *map(_DTYPE, self._fixed)]
 
     def _accepts_addresses(self) -> bool:
-        """Accept new addresses. Return False if tensors share memory now."""
+        """Accept new addresses, and return True, unless tensors share memory now."""
         if share_memory(self._fixed):
             return False
         self._addresses = [*map(_ADDRESS, self._fixed)]
@@ -192,7 +192,7 @@ def _clip_options(optim_wrapper: Any) -> dict[str, Any]:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group. Lists are copied, as they may change in place."""
+    """Return a parameter group's settings; copy lists, because they may change in place."""
     return {
         name: one if name == "params" else copy.copy(one) if isinstance(one, list) else one
         for name, one in group.items()
@@ -203,7 +203,7 @@ def _same_methods(kind: type, known: dict[str, Any]) -> bool:
     now = vars(kind)
     if now == known:
         return True
-    # Only functions count here: Dynamo guards the values that the forward reads.
+    # Compares only methods here; Dynamo's guards check the values that the forward reads.
     return all(now.get(name) is one for name, one in known.items() if _is_method(one))
 
 
@@ -213,7 +213,7 @@ def _is_method(value: Any) -> bool:
 
 def _hook_dicts(wrapper: nn.Module, optimizer: Optimizer) -> list[Any]:
     """Return the dicts of hooks that must be empty."""
-    # Dynamo can guard the hooks of modules too, but its guards are slower.
+    # Dynamo could check the hooks of modules too, but its guards are slower.
     own = [getattr(one, name) for one in wrapper.modules() for name in MODULE_HOOKS]
     everywhere = (one for name, one in vars(torch_module).items() if name.startswith("_global_"))
     return [
@@ -230,7 +230,7 @@ def obstacles_of(optimizer: Any, allow_custom: bool) -> Iterable[str]:
     """Yield why updates of an optimizer cannot be part of a program."""
     kind = type(optimizer)
     step: Callable[..., Any] | None = vars(optimizer).get("step")
-    # A scheduler of torch wraps the method to count its calls.
+    # torch's schedulers wrap this method to count its calls; that is allowed.
     if step is not None and getattr(step, "__wrapped__", None) is not kind.step:
         yield f"the step method of this {kind.__name__} has been replaced"
     methods = [name for name in vars(optimizer) if name != "step" and hasattr(kind, name)]
@@ -242,6 +242,6 @@ def obstacles_of(optimizer: Any, allow_custom: bool) -> Iterable[str]:
     )
     if not (is_torchs or allow_custom):
         yield (
-            f"{kind.__name__} is not part of torch and may keep state that a program does not see; "
-            "to compile it anyway, set compile: {step: true, custom_optimizer: true}"
+            f"{kind.__name__} is not part of torch and may keep state that a compiled step would "
+            "ignore; to compile it anyway, set compile: {step: true, custom_optimizer: true}"
         )

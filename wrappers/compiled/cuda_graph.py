@@ -14,16 +14,16 @@ from .program import Program
 
 
 class CudaGraph:
-    """Replays a program on the tensors with which it was captured.
+    """Replay a program on the tensors with which it was captured.
 
-    A graph finds tensors by their addresses, which are not checked.
+    A graph uses tensors by their addresses and does not check whether these are still valid.
 
     Args:
         inputs: the inputs of the program, all on one GPU. It reads and changes them in place,
             except for the last ``given`` inputs: these are copied to fixed tensors before each
             launch.
         given: number of inputs at the end of ``inputs`` that differ from call to call.
-        changed: how many of these, from the first of them, are copied back after a launch.
+        changed: the first ``changed`` of the given inputs are copied back after a launch.
 
     Raises:
         NotCompilableError: the program does something that a graph cannot contain, such as waiting
@@ -34,7 +34,7 @@ class CudaGraph:
         self, program: Program, inputs: Sequence[Tensor], given: int, changed: int
     ) -> None:
         self._fixed, self._changed = len(inputs) - given, changed
-        # Keeps the constants that the graph reads.
+        # Keeps the constants alive that the graph reads.
         self._program = program
         self._copies = [one.clone() for one in inputs[self._fixed :]]
         self._graph = torch.cuda.CUDAGraph()
@@ -57,7 +57,7 @@ class CudaGraph:
 
 
 def warm_up(program: Program, inputs: Sequence[Tensor]) -> None:
-    """Run a program twice on copies: kernels cannot be loaded or tuned during a capture.
+    """Run a program twice on copies, because kernels cannot be loaded or tuned during a capture.
 
     Raises:
         NotCompilableError: the program fails, or waits for the GPU, which a capture does not allow.

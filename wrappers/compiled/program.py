@@ -1,4 +1,4 @@
-"""Compilation of graphs, with a cache on disk."""
+"""Compile graphs into programs, with a cache on disk for CPUs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .errors import NotCompilableError, first_line
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 
-# Options of Inductor: programs draw the same random numbers as eager mode.
+# Options of Inductor; with this one, programs draw the same random numbers as eager mode.
 _SETTINGS = {"fallback_random": True}
 
 
 class Compiler:
-    """Compiles graphs.
+    """Compile graphs into programs.
 
     Args:
         backend: "inductor", or "eager" to run the graph without a compiler.
@@ -83,7 +83,7 @@ class Compiler:
 
 
 def _seconds(graph: GraphModule) -> float:
-    """Estimate the time of compilation by the size of the graph, as measured on one core."""
+    """Estimate the seconds for compiling from the size of the graph; measured on one core."""
     # The first program in a cache also compiles headers.
     is_first = not any(_cache().glob("*.pt2"))
     return 5 + 0.025 * len(graph.graph.nodes) + 10 * is_first
@@ -131,7 +131,11 @@ def _key(graph: GraphModule, inputs: Sequence[Tensor]) -> str:
 
 
 def _cache() -> Path:
-    """Return the folder of the programs; only this user may write to it, as programs are run."""
+    """Return the folder of the programs, to which only this user may write.
+
+    Raises:
+        PermissionError: others can write to it; they could replace programs, which are executed.
+    """
     default = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default, "stepwrap")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

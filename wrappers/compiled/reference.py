@@ -1,4 +1,4 @@
-"""Eager steps on copies of model and optimizer, and the comparison of a program with them."""
+"""Eager steps on copies of model and optimizer, to compare programs with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .capture import step_losses
 from .trace import GradientPlan, StepTensors, join_gradients, split_joined
 
-# By kind (weights, state, logs, ...) and name.
+# Tensors by kind ("weights", "buffers", "logs", a kind of optimizer state, ...) and name.
 Values = Mapping[str, Mapping[str, Tensor]]
 
 # Allowed difference from an eager step, relative to the change that the step makes.
@@ -29,13 +29,13 @@ _NUDGES = 3
 
 
 class EagerStep:
-    """An eager step on copies.
+    """An eager step on copies of the model and the optimizer.
 
     Args:
         origin: the model and optimizer to copy.
         batch: a preprocessed batch.
         dtype: data type of the copies and the batch; default: unchanged.
-        nudge: seed for changes of the weights by one rounding error; 0 for no changes.
+        nudge: a seed, to change the weights by one rounding error; 0 for no change.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class EagerStep:
         return {name: one.detach() for name, one in logs.items() if isinstance(one, Tensor)}
 
     def parts(self, plan: GradientPlan) -> list[Tensor]:
-        """Return the gradients in the joined tensors that the ranks add up."""
+        """Return the joined gradients, divided by the number of ranks, for the sum over them."""
         wanted = self.places.trained_tensors()
         return [one / plan.ranks for one in join_gradients(wanted, [one.grad for one in wanted])]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that the copies hold."""
+        """Return the gradients of the copied parameters, by name."""
         parameters = zip(self.places.names, self.places.parameters, strict=False)
         return {name: one.grad for name, one in parameters if one.grad is not None}
 
@@ -82,7 +82,7 @@ def update(
     """Clip the gradients and update eagerly; return the norm of the gradients.
 
     Args:
-        factor: multiplies the gradients; 0 makes them zero, even NaN.
+        factor: the factor of the gradients; 0 makes them zero, even if they are NaN.
         parts: the joined gradients after their reduction; default: ``grad`` of the parameters.
     """
     wanted = places.trained_tensors()
@@ -97,7 +97,7 @@ def update(
 
 
 def copied(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """Return copies of both, with the gradients, which deepcopy leaves out."""
+    """Return copies of both, including the gradients, which deepcopy does not copy."""
     copies = copy.deepcopy((model, optimizer))
     for one, other in zip(model.parameters(), copies[0].parameters(), strict=True):
         other.grad = None if one.grad is None else one.grad.clone()
@@ -131,19 +131,20 @@ def largest_difference(
     """Return the name of the tensor that differs most from an eager step; None if all agree.
 
     First the program is compared with an eager step. Kinds of values that differ by more than
-    rounding errors are compared again with an eager step in double precision. The allowed distance
-    from it is ``_FACTOR`` times the largest distance of several eager steps, plus the tolerances of
-    ``_is_close``. These steps are the usual one, and ``_NUDGES`` with weights changed by one
-    rounding error.
+    rounding errors are then compared with an exact step: an eager step in double precision. To
+    measure how far rounding alone can lead, several eager steps are compared with the exact one:
+    the usual step, and ``_NUDGES`` steps whose weights are changed by one rounding error. The
+    program may differ from the exact step by ``_FACTOR`` times the largest of these differences,
+    plus the tolerances of ``_is_close``.
 
     Args:
         made: the values that the program has computed.
         start: the same tensors before the step, if they existed.
         eager: runs an eager step on copies; takes ``dtype`` and ``nudge`` of ``EagerStep``.
-        autocast_eps: the precision of autocast, 0 without autocast.
-        slack: multiplies the allowed difference.
+        autocast_eps: the rounding error of autocast's dtype; 0 without autocast.
+        slack: the factor of the allowed difference.
     """
-    # All steps use the same random numbers, as double precision would draw others.
+    # All steps use the recorded random numbers, because double precision would draw others.
     drawn = Draws()
     with drawn:
         usual = eager()
@@ -232,16 +233,16 @@ def _nudge(model: nn.Module, seed: int) -> None:
     """Change each weight by at most one rounding error."""
     with torch.no_grad():
         for one in model.parameters():
-            # Not random, because ``Draws`` would record the numbers as part of the step.
+            # Computed without random numbers, which ``Draws`` would record as part of the step.
             sign = (torch.arange(one.numel(), device=one.device) * (3 * seed + 1) // 2) % 3 - 1
             one.mul_(1 + sign.view(one.shape).to(one.dtype) * torch.finfo(one.dtype).eps)
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the random numbers that are drawn inside, or replaces them by recorded ones.
+    """Record the random numbers that are drawn in this context, or replace them by recorded ones.
 
     Args:
-        kept: recorded numbers to use; default: record.
+        kept: recorded numbers to use; default: record new ones.
 
     Attributes:
         tensors: the numbers drawn, one list for each operation.
@@ -274,7 +275,7 @@ def random_states(device: torch.device) -> list[Tensor]:
 
 
 def set_random_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Set the states of these generators."""
+    """Set the states that ``random_states`` returned."""
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

@@ -1,4 +1,4 @@
-"""The compiled training step of a wrapper, and when it falls back to the usual step."""
+"""The compiled training step of a wrapper, which decides when to run the usual step instead."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from .trace import GradientPlan
 
 logger = logging.getLogger(__name__)
 
-# Accumulation windows before the first compiled one. The optimizer creates its state in the first;
-# the others are timed.
+# Number of eager accumulation windows before the first compiled one. The optimizer creates its
+# state in the first window; the others are timed.
 _EAGER_WINDOWS = 3
-# More optimizer wrappers than this for one model mean that they take turns.
+# If a model is trained with more optimizer wrappers than this, they are assumed to take turns.
 _MOST_OPTIM_WRAPPERS = 2
 # The number of compiled steps that are timed.
 _TIMED = 20
@@ -52,16 +52,17 @@ _AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper in
 class CompiledStep:
     """A compiled replacement for a wrapper's ``train_step``.
 
-    A step that cannot be compiled runs as the usual ``train_step``. Each reason is logged once.
+    If a step cannot be compiled, the usual ``train_step`` runs. Each reason is logged once.
 
     Args:
         wrapper: the wrapper of the model.
-        max_programs: the maximum number of compiled variants of the step. Batches of other shapes
-            and changes of the model each need another one; further steps run as usual.
-        min_steps: runs with fewer updates are not compiled, because compiling takes longer than it
-            saves.
+        max_programs: the maximum number of compiled variants of the step. Each shape of batches,
+            and each change of the model, needs another variant. When there are this many, other
+            steps run as usual.
+        min_steps: do not compile if the run is known to have fewer updates, because compiling would
+            take longer than it saves.
         custom_optimizer: also compile optimizers that are not part of torch.
-        backend: "inductor", or "eager" to run the same graph without a compiler for debugging.
+        backend: "inductor", or "eager" to run the traced step without a compiler, for debugging.
 
     Attributes:
         programs: the compiled variants of the step, most recently used first. Each has one program
@@ -131,7 +132,7 @@ class CompiledStep:
             raise
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
-        """Return whether this step may be compiled. All ranks get the same answer."""
+        """Return whether this step may be compiled; the result is the same on all ranks."""
         if self._is_off:
             return False
         self._clock.tick()
@@ -156,18 +157,18 @@ class CompiledStep:
         return True
 
     def _again(self, data: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Step without checking the model again. Return None if no step was made."""
+        """Make a step without checking the model again; return None if no step was made."""
         if not self._left:
             return None
         self._left -= 1
         return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
 
     def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Run a program.
+        """Make a step by a program, if there is one; return the values to log.
 
-        If there is none and several ranks average gradients, run an eager step that averages them
-        in the same joined tensors as the programs of the other ranks. Returns None if neither was
-        run.
+        If there is no program and only one rank, nothing is done and None is returned. If there is
+        no program but several ranks average gradients, an eager step is made. It averages the
+        gradients in the same joined tensors as the programs of the other ranks.
         """
         wrapper = self._wrapper
         self._left = 0
@@ -199,14 +200,14 @@ class CompiledStep:
     def recheck_every(self, steps: int) -> bool:
         """Check the model for changes only before every ``steps``-th step, starting with the next.
 
-        In between, only the values of the model's tensors may change. Settings of the optimizer
-        are checked before every step. Returns True, because this step is compiled.
+        Between these checks you may change only values of the model's tensors. Settings of the
+        optimizer are checked before every step. Returns True, because this step is compiled.
         """
         self._block, self._left = steps, 0
         return True
 
     def _variant(self, plan: GradientPlan, batch: Any) -> StepVariant | None:
-        """Return a variant for this step, or None. Compile one if necessary."""
+        """Return a variant for this step, compiled if necessary; None if that is not possible."""
         for at, variant in enumerate(self.programs):
             if variant.fits(plan, batch):
                 if at:
@@ -232,7 +233,7 @@ class CompiledStep:
         except NotCompilableError as reason:
             self._refuse(reason)
         except Exception as error:
-            # Compilers fail in many ways. The usual step does not depend on them.
+            # Compilers fail in many ways; the usual step still works.
             kind = type(error).__name__
             self._refuse(NotCompilableError(f"building it fails: {kind}: {first_line(error)}"))
         return None
@@ -247,7 +248,7 @@ class CompiledStep:
     def _why_too_short(self) -> str | None:
         """Return why the run is too short to compile, or None.
 
-        The planned length counts, so a resumed run decides in the same way.
+        This uses the planned length of the whole run, so a resumed run makes the same decision.
         """
         optim_wrapper = self._optim_wrapper
         updates = optim_wrapper.max_counts / optim_wrapper.accumulative_counts
@@ -259,7 +260,7 @@ class CompiledStep:
         )
 
     def _obstacle(self) -> str | None:
-        """Return why no step can be compiled, or None. All ranks get the same answer."""
+        """Return why no step can be compiled, or None; the result is the same on all ranks."""
         if self._is_autocast:
             return _AUTOCAST
         if self._num_optim_wrappers > _MOST_OPTIM_WRAPPERS:
@@ -273,7 +274,7 @@ class CompiledStep:
 
 
 class _Clock:
-    """Times steps before and after compiling, and logs when compiling pays off."""
+    """Measure steps before and after compiling, and log when compiling pays off."""
 
     def __init__(self) -> None:
         self._last: float | None = None
@@ -318,7 +319,7 @@ class _Clock:
         before, after = min(list(self._eager)[1:]), min(self._compiled)
         gain = f"; it takes {after * 1e3:.3g} ms instead of {before * 1e3:.3g} ms"
         if after >= before:
-            return f"{gain}: leave compile: step out"
+            return f"{gain}: remove compile: step"
         return f"{gain}, which pays off after {self._seconds / (before - after):,.0f} steps"
 
 
@@ -390,15 +391,15 @@ def _of_model(model: nn.Module) -> Iterator[str]:
         if type(one) is not nn.Parameter or is_dtensor(one):
             yield f"{name} is a {type(one).__name__}"
         if one.device.type not in ("cpu", "cuda"):
-            yield f"{name} is on {one.device}; programs are for CPUs and GPUs with CUDA"
+            yield f"{name} is on {one.device}; only steps on CPUs and on CUDA GPUs are compiled"
         if one._backward_hooks or one._post_accumulate_grad_hooks:
             yield f"{name} has hooks"
 
 
 def _of_ddp(wrapper: Any) -> Iterator[str]:
-    """Yield the obstacles of DDP's options."""
+    """Yield the options of DDP that prevent compiling."""
     if device_of(wrapper.module).type != "cpu":
-        yield "on GPUs ddp averages gradients during the backward, which a program cannot do"
+        yield "on GPUs ddp averages gradients during the backward, which a compiled step cannot do"
     for option in ("find_unused_parameters", "static_graph", "parameters_to_ignore"):
         if getattr(wrapper, option):
             yield f"{option} is set"
@@ -408,7 +409,7 @@ def _of_ddp(wrapper: Any) -> Iterator[str]:
         yield "ranks may run out of data at different steps (uneven_inputs)"
 
 
-# The methods as they were at import, to detect replacements.
+# The methods at import time, to detect replacements.
 _METHODS = [
     (kind, {key: one for key in dir(kind) if callable(one := getattr_static(kind, key))})
     for kind in (OptimWrapper, AmpOptimWrapper)

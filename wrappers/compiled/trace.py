@@ -1,4 +1,4 @@
-"""A training step as graphs: forward, backward, clipping and update, traced symbolically."""
+"""Trace a training step into graphs: forward, backward, clipping and update."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from .errors import NotCompilableError, NotReadyError, first_line
 
-# Larger gradients are reduced alone, because joining them would take a copy.
+# Gradients of at least this size are reduced separately, because joining them would need a copy.
 _LARGE_BYTES = 2**22
-# Joined gradients have at most about 16 MiB: from 32 MiB on, the allocator would map new memory in
-# every step.
+# Maximum size of joined gradients, approximately. From 32 MiB on, the allocator would map new
+# memory in every step.
 _MOST_BYTES = 2**24
 
 
@@ -28,8 +28,8 @@ class GradientPlan(NamedTuple):
     """How a step uses the gradients of a micro-batch.
 
     Attributes:
-        held: for each trained parameter the strides and type of the gradient of earlier
-            micro-batches, or None; empty if all are None.
+        held: for each trained parameter, the strides and dtype of the gradient that earlier
+            micro-batches have left in it, or None; empty if all are None.
         updates: whether the micro-batch ends its window.
         divisor: number of micro-batches in the window.
         ranks: number of ranks that average the gradients before an update.
@@ -46,7 +46,7 @@ class StepTensors:
 
     Attributes:
         names: names of the parameters, then of the buffers.
-        index: positions of the tensors in the same order, by id.
+        index: from the id of a parameter or buffer to its position in ``names``.
         count: number of parameters.
         trained: positions of the parameters that get gradients and are updated.
     """
@@ -79,11 +79,11 @@ class StepTensors:
         return id(one) in self._updated
 
     def trained_tensors(self) -> list[Tensor]:
-        """The parameters that get gradients."""
+        """Return the parameters that get gradients and are updated."""
         return [self._tensors[at] for at in self.trained]
 
     def states(self) -> list[tuple[int, str, dict[str, Any]]]:
-        """Return index of the parameter, name and dict of each tensor in the optimizer's state."""
+        """Return (position of the parameter, name, dict) for each tensor of optimizer state."""
         # Uses get(), because reading a missing key of the state, a defaultdict, would add it.
         known = [self.optimizer.state.get(one, {}) for one in self.parameters]
         return [
@@ -94,7 +94,12 @@ class StepTensors:
         ]
 
     def twin(self, parameters: Sequence[Tensor], rates: Iterable[Tensor]) -> Any:
-        """Return a copy of the optimizer for other tensors, with rates as tensors and no state."""
+        """Return a copy of the optimizer for other parameters, without state.
+
+        Args:
+            parameters: the new parameters, in the order of ``names``.
+            rates: the learning rate of each group, as a tensor.
+        """
         made: Any = object.__new__(type(self.optimizer))
         # Leaves out the counter that schedulers put around ``step``.
         vars(made).update({k: v for k, v in vars(self.optimizer).items() if k != "step"})
@@ -118,7 +123,7 @@ class GraphInputs:
 
     Attributes:
         loss_factors: with ``loss_weight``, the factors of the loss and of the window's gradients.
-        held: gradients of earlier micro-batches, or joined gradients.
+        held: gradients of earlier micro-batches; for the update program, the joined gradients.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
@@ -134,16 +139,16 @@ class GraphInputs:
         return [one for part in vars(self).values() for one in part]
 
     def cut(self, flat: Iterable[Tensor]) -> GraphInputs:
-        """Return other tensors with the same structure."""
+        """Return the tensors in ``flat``, arranged in the structure of this object."""
         rest = iter(flat)
         return GraphInputs(*([next(rest) for _ in part] for part in vars(self).values()))
 
 
 class StepFunctions:
-    """A step as functions of all its tensors, which they change in place.
+    """Functions that run a step, or half of one, on given tensors and change them in place.
 
     Args:
-        forward: returns the total of the losses and the values to log.
+        forward: returns the sum of the losses and the values to log.
         clip: clips the gradients of an optimizer and returns their norm.
 
     Attributes:
@@ -165,7 +170,11 @@ class StepFunctions:
         self.kept: list[int] = []
 
     def whole(self, given: GraphInputs) -> list[Tensor]:
-        """Run a step; return logs, then the norm of the gradients or the gradients to keep."""
+        """Run a whole step.
+
+        Returns the logs, followed by the norm of the gradients if the step updates and clips, or by
+        the gradients to keep if it does not update.
+        """
         outputs, gradients = self._backward(given)
         with torch.no_grad():
             if self._plan.updates:
@@ -180,14 +189,17 @@ class StepFunctions:
             return [*outputs, *new.values()]
 
     def joined_gradients(self, given: GraphInputs) -> list[Tensor]:
-        """Run forward and backward; return logs, then joined gradients divided by the ranks."""
+        """Run forward and backward; return the logs, followed by the joined gradients.
+
+        The gradients are already divided by the number of ranks.
+        """
         outputs, gradients = self._backward(given)
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
             return outputs + join_gradients(wanted, gradients)
 
     def update_by_joined(self, given: GraphInputs) -> list[Tensor]:
-        """Clip and update by the joined gradients in ``held``; return the norm, if any."""
+        """Clip the joined gradients in ``given.held`` and update; return [norm], or [] if none."""
         wanted = [given.parameters[at] for at in self._places.trained]
         with torch.no_grad():
             return self.update(given, split_joined(wanted, given.held))
@@ -201,7 +213,7 @@ class StepFunctions:
         total, logs = self._forward(replace(given, parameters=leaves))
         with torch.autocast(leaves[0].device.type, enabled=False):
             wanted = [leaves[at] for at in self._places.trained]
-            # Divides the loss by the ranks, to avoid another pass over the gradients.
+            # Divides the loss by the number of ranks, to save a division of all gradients.
             divisor = plan.divisor * (plan.ranks if plan.updates else 1)
             scaled = total if divisor == 1 else total / divisor
             if given.loss_factors:
@@ -218,25 +230,25 @@ class StepFunctions:
                     gradients[at] = before
                 else:
                     gradients[at] = before + new if plan.updates else before.add_(new)
-        # Copies, because a value may be an input or be logged twice, and the caller keeps it.
+        # Copies, because the caller keeps the values, and one may be an input or be logged twice.
         return [one.detach().clone() for one in logs], gradients
 
     def update(self, given: GraphInputs, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Clip and update; return the norm of the gradients, if there is one."""
+        """Clip and update; return a list with the norm of the gradients, empty without one."""
         twin = self._places.twin(given.parameters, given.rates)
         if given.loss_factors:
             factor = given.loss_factors[1]
-            # A product with 0 would keep NaN.
+            # Multiplying by 0 would keep NaN.
             gradients = [
                 one if one is None else (one * factor.to(one.dtype)).where(factor != 0, 0.0)
                 for one in gradients
             ]
         for at, gradient in zip(self._places.trained, gradients, strict=True):
-            # Clipping uses parameters that require gradients.
+            # Set, because clipping only uses parameters that require gradients.
             given.parameters[at].requires_grad_().grad = gradient
         states: dict[Tensor, dict[str, Any]] = {one: {} for one in given.parameters}
         for (at, name), value in zip(self._keys, given.states, strict=True):
-            # Adam's corrections are powers, so the number of steps needs double precision.
+            # Adam computes powers with the number of steps, which need double precision.
             exact = value.double() if name == "step" and value.ndim == 0 else value
             states[given.parameters[at]][name] = exact
         known = {one: set(state) for one, state in states.items()}
@@ -267,7 +279,7 @@ def _settings(optimizer: Any) -> list[Any]:
 
 
 def _separate(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients with separate memory, as the terms of a sum share one gradient."""
+    """Return gradients with separate memory; the terms of a sum may share one gradient."""
     separate: list[Tensor | None] = []
     seen: set[int] = set()
     for one in gradients:
@@ -280,7 +292,11 @@ def _separate(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
 
 
 def join_gradients(like: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Join gradients to 1-d tensors for a reduction; only ``like`` decides which are joined."""
+    """Join gradients into 1-d tensors, to reduce several at a time over the ranks.
+
+    Which gradients are joined depends only on ``like``, so it is the same on all ranks. A missing
+    gradient counts as zeros.
+    """
     filled = [
         (torch.zeros_like(one) if gradient is None else gradient).reshape(-1)
         for one, gradient in zip(like, gradients, strict=True)
@@ -298,7 +314,7 @@ def split_joined(like: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Tensor
 
 
 def _parts(like: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of the tensors to join; large ones stay alone."""
+    """Return the indices of the tensors to join; large tensors are not joined with others."""
     parts: dict[Any, list[int]] = {}
     taken: Counter[torch.dtype] = Counter()
     for at, one in enumerate(like):
@@ -312,7 +328,7 @@ def _parts(like: Sequence[Tensor]) -> list[list[int]]:
 
 @contextmanager
 def _as_compiling() -> Iterator[None]:
-    """Make optimizers accept tensors for numbers that change from step to step."""
+    """Pretend that torch compiles, so that optimizers accept tensors instead of numbers."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -330,7 +346,7 @@ def trace(function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs)
     inputs = [one.detach() for one in tensors.flat()]
     try:
         with warnings.catch_warnings():
-            # Setting the flags of some builds warns about missing hardware.
+            # In some builds, setting the flags warns about missing hardware.
             warnings.simplefilter("ignore")
             # Without MKL-DNN, recurrent layers become matrix products, which can be compiled.
             with torch.backends.mkldnn.flags(enabled=False):
@@ -351,9 +367,9 @@ def trace(function: Callable[[GraphInputs], list[Tensor]], tensors: GraphInputs)
 def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """Add the bias after the product, where the compiler can fuse it with the next operation.
 
-    The negative bias is subtracted, because the compiler would turn a sum into ``addmm`` again. Not
-    for half precision, which would be rounded once more, and not on GPUs, where the compiler
-    decides.
+    The negative bias is subtracted, because the compiler would turn a sum into ``addmm`` again.
+    ``addmm`` is kept for half precision, where a separate sum would round once more, and on GPUs,
+    where the compiler chooses.
     """
     if (beta, alpha) != (1, 1) or bias.dtype.itemsize < 4 or bias.device.type != "cpu":
         return NotImplemented
@@ -363,8 +379,8 @@ def _addmm(bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 1, alpha: An
 def _bernoulli(one: Tensor, p: float = 0.5, *, generator: Any = None) -> Any:
     """Draw random numbers by ``native_dropout`` for tensors that are not contiguous.
 
-    The order of the numbers depends on the memory layout, which the compiler keeps only in
-    ``native_dropout``.
+    The order of the numbers depends on the memory layout. The compiler keeps the layout of the
+    input only in ``native_dropout``.
     """
     if one.is_contiguous() or generator is not None or one.device.type != "cpu":
         return NotImplemented

@@ -1,4 +1,4 @@
-"""Verification of a program: when it is compared with an eager step, and the consequences."""
+"""Verify programs: decide when to compare one with an eager step, and act if it differs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SLACK = 16.0
 
 
 class StepMismatchError(RuntimeError):
-    """A compiled step differs from the eager step, and earlier steps were not compared."""
+    """Raised if a compiled step differs from the eager step, and earlier ones were not compared."""
 
 
 class Verifier:
-    """Compares steps 1, 2, 10, 100, 1,000, ... of a program with eager steps on copies.
+    """Compare steps 1, 2, 10, 100, 1,000, ... of a program with eager steps on copies.
 
-    It undoes a step that differs.
+    A step that differs is undone.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Verifier:
         Args:
             step: number of this step of the program, from 1.
             program: runs the program.
-            made: returns all values that the program has computed, given its outputs.
+            made: takes the program's outputs and returns all values that it has computed.
             usual: computes the same values by an eager step on copies of its first argument; takes
                 ``dtype`` and ``nudge`` of ``EagerStep``.
 
@@ -81,7 +81,7 @@ class Verifier:
             outputs = program()
             after = random_states(self._device)
             with _restored(self._model):
-                # A mismatch later on ends the training, so it must be a clear difference.
+                # A later mismatch ends the training, so only a clear difference counts.
                 slack = 1.0 if step <= 2 else _SLACK
                 wrong = largest_difference(made(outputs), start, eager, self._autocast_eps(), slack)
         except Exception as error:
@@ -89,7 +89,7 @@ class Verifier:
             reason = f"running or comparing the compiled step fails: {first_line(error)}"
             raise NotCompilableError(reason) from error
         except BaseException:
-            # The user pressed Ctrl-C, and the step has not been counted.
+            # For example Ctrl-C: the step has not been counted yet.
             self._undo(origin, before)
             raise
         if wrong is None and not all(map(torch.equal, after, ends[0])):
@@ -134,9 +134,10 @@ class Verifier:
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restore the model's tensors and gradients at the end.
+    """Restore the model's tensors and gradients at the end of the context.
 
-    A copy shares its functions with the model, and their closures may refer to the model.
+    A step on a copy may change the model: the copy shares its functions with the model, and their
+    closures may refer to the model.
     """
     tensors = [*model.parameters(), *model.buffers()]
     before = [

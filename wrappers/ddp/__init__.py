@@ -1,3 +1,3 @@
-"""One replica per process, whose gradients are averaged all at once or child by child. Imports
-steps and batchnorm. Start with distributed.py.
+"""Wrappers for one replica per process, which average the gradients of the whole model or of each
+child separately. Imports steps and batchnorm. Start with distributed.py.
 """

@@ -1,9 +1,9 @@
 """A ``DistributedDataParallel`` with reproducible sums; the only user of torch's private reducer.
 
-torch sums gradients in buckets, and by default rebuilds these once: after the first backward of a
-process, in the order in which the gradients became ready. From three ranks on, the position of a
-gradient in its bucket decides in which order the ranks are added, so the first step after a resume
-would differ in the last digits from the same step of an uninterrupted run.
+torch sums gradients over the ranks in buckets. After the first backward of a process it rebuilds
+the buckets, in the order in which the gradients became ready. With three or more ranks, the
+position of a gradient in its bucket decides in which order the ranks are added. So the first step
+after a resume would differ in the last digits from the same step of an uninterrupted run.
 
 The tests check every name with torch 2.13 and 2.15.
 """
@@ -32,8 +32,9 @@ _USED = (
 class FixedBuckets(DistributedDataParallel):
     """A ``DistributedDataParallel`` that sums gradients in the same order when a run is resumed.
 
-    From the first step on, its buckets follow the reverse order of the parameters, in which most
-    models compute gradients. With ``find_unused_parameters`` torch never changes its buckets.
+    From the first step on, its buckets have the reverse order of the parameters, which is the order
+    in which most models compute gradients. With ``find_unused_parameters`` this is not needed,
+    because torch never rebuilds the buckets.
     """
 
     _hook: CommHook | None = None
@@ -42,22 +43,23 @@ class FixedBuckets(DistributedDataParallel):
         is_known = _has_names()
         self._is_static = is_known and bool(options.pop("static_graph", False))
         if self._is_static:
-            # Not needed, because the recorded graph shows which parameters are unused.
+            # Not needed with static_graph: the recorded graph shows which parameters are unused.
             options["find_unused_parameters"] = False
-        # While torch records a static graph, a hook sees only the parameters of the first bucket.
-        # Torch's order is kept for hooks that may read them; hooks with `averages` do not.
+        # While torch records a static graph, it calls hooks with the parameters of the first bucket
+        # only. A hook that may read them needs torch's order; hooks with `averages` do not read
+        # them.
         may_inspect = self._is_static and self._hook is not None and not self._hook.averages
         rebuilds = not options.get("find_unused_parameters", False)
         self._is_reversed = is_known and rebuilds and not may_inspect
         super().__init__(module, **options)
         self._prepare_reducer()
         if self._is_reversed and options.get("init_sync", True) and hasattr(self, "reducer"):
-            # Not left to the first forward, which may run on a single rank.
+            # Done here, because torch would do it in the first forward, which may run on one rank.
             self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # Otherwise torch would make the graph static while it loads the state, which is too early.
+        # Hides static_graph from torch, which would set it while it loads the state: too early.
         return {**state, "static_graph": self.static_graph and not self._is_static}
 
     def __setstate__(self, state: Any) -> None:
@@ -71,7 +73,7 @@ class FixedBuckets(DistributedDataParallel):
         return parameters, are_sparse
 
     def _prepare_reducer(self) -> None:
-        # torch makes no reducer if `delay_all_reduce_named_params` has all parameters.
+        # torch creates no reducer if `delay_all_reduce_named_params` has all parameters.
         if self._is_reversed and hasattr(self, "reducer"):
             # Records this as the order of the gradients, in which torch then rebuilds the buckets.
             self.reducer._push_all_rebuilt_params()
@@ -94,7 +96,7 @@ class FixedBuckets(DistributedDataParallel):
 
 
 def _has_names() -> bool:
-    """Whether torch has the private names used here; warns if not."""
+    """Return whether torch has the private names used here; warn if it does not."""
     missing = [name for owner, name in _USED if not hasattr(owner, name)]
     if missing:
         warnings.warn(

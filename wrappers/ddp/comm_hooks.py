@@ -1,4 +1,4 @@
-"""Communication hooks by name, which combine the gradients of the ranks."""
+"""Communication hooks, which combine the gradients of the ranks, and their registered names."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ HookFunction = Callable[[Any, GradBucket], Any]
 
 
 class CommHook:
-    """A communication hook with its options, to be bound to a group of ranks.
+    """Base class of communication hooks; an instance holds the options of a hook.
 
     Subclasses must override ``bind``.
 
     Attributes:
-        averages: whether the hook always computes the mean over the ranks, up to rounding;
-            ``loss_weight`` requires this.
+        averages: whether the hook always computes the mean over the ranks, except for rounding
+            errors; ``loss_weight`` requires this.
     """
 
     averages = False
 
     def bind(self, group: ProcessGroup) -> tuple[Any, HookFunction]:
-        """Return state and function of torch's hook; every rank of ``group`` must call this."""
+        """Return the arguments of torch's ``register_comm_hook``: a state and a function.
+
+        Every rank of ``group`` must call this.
+        """
         raise NotImplementedError(f"{type(self).__name__} must override bind(group)")
 
 
@@ -52,7 +55,7 @@ def _mean_in_bfloat16(group: ProcessGroup, bucket: GradBucket) -> Future[Tensor]
 
 @dataclass(frozen=True)
 class _Function(CommHook):
-    """A hook function, which gets the process group as its state if no state is given."""
+    """Hold a hook function; its state is the process group if no state is given."""
 
     function: HookFunction
     state: Any = None
@@ -64,7 +67,7 @@ class _Function(CommHook):
 
 @COMM_HOOKS.register_module(name=["allreduce", "AllReduce"])
 class AllReduce(_Function):
-    """The mean in the precision of the gradients, the default of torch."""
+    """Average gradients in their own precision, as torch does without a hook."""
 
     averages = True
 
@@ -74,7 +77,7 @@ class AllReduce(_Function):
 
 @COMM_HOOKS.register_module(name=["fp16_compress", "FP16Compress"])
 class FP16Compress(_Function):
-    """The mean in float16: half the bytes of float32; gradients beyond 65504 overflow."""
+    """Average gradients in float16: half the bytes of float32, but values beyond 65504 overflow."""
 
     averages = True
 
@@ -84,7 +87,7 @@ class FP16Compress(_Function):
 
 @COMM_HOOKS.register_module(name=["bf16_compress", "BF16Compress"])
 class BF16Compress(_Function):
-    """The mean in bfloat16: half the bytes of float32 and its range, with 8 bits of precision."""
+    """Average gradients in bfloat16: half the bytes of float32, its range, 8 bits of precision."""
 
     averages = True
 
@@ -95,10 +98,11 @@ class BF16Compress(_Function):
 @COMM_HOOKS.register_module(name=["powerSGD", "PowerSGD"])
 @dataclass(frozen=True)
 class PowerSGD(CommHook):
-    """Low-rank approximations of the gradients after some exact steps, by ``PowerSGDState``.
+    """Average low-rank approximations of the gradients, after some exact steps.
 
-    Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression", 2019. The
-    state of the error feedback is not saved in checkpoints: a resumed run starts with exact steps.
+    The fields are the arguments of torch's ``PowerSGDState``. Vogels, Karimireddy, Jaggi,
+    "PowerSGD: Practical Low-Rank Gradient Compression", 2019. The state of the error feedback is
+    not saved in checkpoints: a resumed run starts with exact steps again.
     """
 
     matrix_approximation_rank: int = 1
@@ -119,14 +123,15 @@ class PowerSGD(CommHook):
 @COMM_HOOKS.register_module(name=["post_localSGD", "PostLocalSGD"])
 @dataclass(frozen=True)
 class PostLocalSGD(CommHook):
-    """The mean over all ranks at first, later over subgroups of consecutive ranks.
+    """Average gradients over all ranks at first, later only over subgroups of consecutive ranks.
 
-    The optimizer ``PostLocalSGD`` averages the subgroups' parameters periodically; its
-    ``warmup_steps`` should equal ``start_localSGD_iter``.
+    Use it with the optimizer ``PostLocalSGD``, which averages the parameters of all ranks
+    periodically. Its ``warmup_steps`` should equal ``start_localSGD_iter``.
 
     Attributes:
-        start_localSGD_iter: the number of backward passes with the mean over all ranks.
-        subgroup_size: the number of ranks that average their gradients later; 1: no averages.
+        start_localSGD_iter: number of backward passes that average over all ranks.
+        subgroup_size: number of ranks in a subgroup. With 1, gradients are not averaged after the
+            first passes.
     """
 
     start_localSGD_iter: int  # noqa: N815 torch's own spelling
@@ -143,12 +148,12 @@ class PostLocalSGD(CommHook):
         return state, post_localSGD_hook.post_localSGD_hook
 
     def _subgroup(self, group: ProcessGroup) -> ProcessGroup:
-        # All ranks of the run must create all subgroups.
+        # torch requires that every rank of the run takes part in creating every subgroup.
         size, ranks = self.subgroup_size, distributed.get_process_group_ranks(group)
         if len(ranks) % size:
             raise ValueError(
-                f"comm_hook: subgroup_size={size} does not divide the {len(ranks)} ranks of the "
-                "group"
+                f"comm_hook: subgroup_size must divide the {len(ranks)} ranks of the group, got "
+                f"{size}"
             )
         rows = sorted({tuple(one) for one in all_gather_object(ranks)})
         parts = [list(row[at : at + size]) for row in rows for at in range(0, len(row), size)]
@@ -158,17 +163,17 @@ class PostLocalSGD(CommHook):
 
 
 def read_comm_hook(setting: Any) -> CommHook:
-    """Return the communication hook for a setting, with its options checked.
+    """Return the communication hook for a setting, and check its options.
 
     Args:
         setting: a registered name, ``{"type": name, **options}``, the import path of a function,
             a function ``hook(state, bucket)``, a pair ``(state, hook)`` or a ``CommHook``. A
-            function without a state gets the process group as its state; a state that is a dict
-            with a type is built.
+            function without a state gets the process group as its state. A state that is a dict
+            with a ``type`` is replaced by the object that the registry builds from it.
 
     Raises:
         ValueError: no hook is registered under the name.
-        TypeError: the hook does not have an option, or ``setting`` has another type.
+        TypeError: an option is unknown, or ``setting`` has another type.
     """
     if isinstance(setting, CommHook):
         return setting
@@ -192,7 +197,7 @@ def read_comm_hook(setting: Any) -> CommHook:
 
 
 def unannotated(function: HookFunction) -> HookFunction:
-    """Return ``function`` without annotations, because torch refuses string annotations."""
+    """Return ``function`` without annotations, because torch rejects annotations in strings."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         return function(state, bucket)

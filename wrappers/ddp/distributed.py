@@ -1,4 +1,4 @@
-"""The wrapper for one replica per process, whose gradients are averaged."""
+"""The wrapper for one replica per process, which averages the gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class UnusedParametersError(RuntimeError):
-    """Parameters got no gradient in a backward that should have averaged it.
+    """Raised in a forward if parameters got no gradient in the previous backward.
 
     Attributes:
         names: the names of these parameters; empty if torch does not report them.
@@ -42,11 +42,11 @@ class UnusedParametersError(RuntimeError):
     def __init__(self, names: Sequence[str]) -> None:
         which = ", ".join(names) or "some parameters"
         super().__init__(
-            f"the last step's loss did not depend on {which}, so they got no gradients. "
-            "Either let the wrapper find such parameters (find_unused_parameters: true), or "
-            "exclude them from the training: remove them, or freeze them (requires_grad=False) "
-            "before the model is wrapped. If the backward of that step raised an error, create "
-            "a new wrapper instead"
+            f"every step's loss must depend on all trained parameters, but the last one did not "
+            f"depend on {which}. Either let the wrapper find such parameters "
+            "(find_unused_parameters: true), or exclude them from the training: remove them, or "
+            "freeze them (requires_grad=False) before the model is wrapped. If the backward of the "
+            "last step raised an error, create a new wrapper instead"
         )
         self.names = tuple(names)
 
@@ -62,32 +62,32 @@ class UnusedParametersError(RuntimeError):
 class StepDistributedDataParallel(Steps, FixedBuckets):
     """A ``DistributedDataParallel`` with training, validation and test steps.
 
-    Needs a process group, and every rank must construct it. For another optimization step
-    override ``train_step(data, optim_wrapper)`` in a subclass. It must compute its losses with
-    ``self(...)``, because ``self.module(...)`` does not average the gradients. As in torch's class,
-    a second backward of one forward (``retain_graph``) does not average them either: sum the
-    losses. Both mistakes raise RuntimeError in the first backwards of a run. docs/extending.md has
-    an example.
+    Needs a process group, and every rank must construct it. For a custom training step, override
+    ``train_step(data, optim_wrapper)`` in a subclass; docs/extending.md has an example. The step
+    must compute its losses with ``self(...)``, because ``self.module(...)`` does not average the
+    gradients. As in torch's class, a second backward of one forward (``retain_graph``) does not
+    average them either: sum the losses. Both mistakes raise RuntimeError at the beginning of a run.
 
     Args:
         module: the model, on the device that it is trained on.
-        detect_anomalous_params: after every step look for parameters that the loss does not reach,
-            and log each set of them once; for debugging only, because it takes some microseconds
-            per parameter and step.
-        sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks,
-            by ``convert_sync_batchnorm``; or a mapping with its ``precision``. ``wrap_model``
-            ignores it without a process group.
+        detect_anomalous_params: after every step, search for parameters without a gradient, and
+            log each set of them once; for debugging only, because it takes some microseconds per
+            parameter and step.
+        sync_batchnorm: convert the model's BatchNorm layers by ``convert_sync_batchnorm``, so that
+            they normalise with the statistics of all ranks; or a mapping with its ``precision``.
+            ``wrap_model`` ignores it without a process group.
         comm_hook: how the gradients are combined: "allreduce", "fp16_compress", "bf16_compress",
             ``{"type": "powerSGD", **options}``, ``{"type": "post_localSGD", **options}``, or
             a custom hook; see ``read_comm_hook``.
-        uneven_inputs: let the training loop use different numbers of batches per rank; a dict
-            holds arguments of ``join``. In your own loop use ``with model.join():``.
+        uneven_inputs: whether stepwrap's training loop may get different numbers of batches on the
+            ranks; or a dict with arguments of ``join``. In your own loop, use
+            ``with model.join():`` instead.
         ddp_kwargs: all options of torch's class. ``device_ids`` defaults to the CUDA device of
             the parameters, or to None on the CPU.
 
     Raises:
         TypeError: an option is unknown, or the model has its own ``train_step``.
-        ValueError: the process group is missing, or options exclude each other.
+        ValueError: the process group is missing, or two options cannot be combined.
         RuntimeError: no parameter requires a gradient. A forward raises it if a parameter that
             was frozen at construction requires a gradient now, and ``UnusedParametersError`` if
             the loss of the previous step did not depend on some parameters.
@@ -105,13 +105,13 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         uneven_inputs: bool | Mapping[str, Any] = False,
         **ddp_kwargs: Any,
     ) -> None:
-        # The check of this class, because a subclass may have other arguments.
+        # Calls the check of this class, because a subclass may have other arguments.
         StepDistributedDataParallel.check_options(ddp_kwargs)
         reject_model_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(
-                "uneven_inputs and sync_batchnorm exclude each other: a rank without a batch has "
-                "no statistics"
+                "uneven_inputs and sync_batchnorm cannot be combined, because a rank without a "
+                "batch has no statistics: use only one of the two"
             )
         self._hook = None if comm_hook is None else read_comm_hook(comm_hook)
         module = apply_sync_batchnorm(module, sync_batchnorm, ddp_kwargs.get("process_group"))
@@ -125,7 +125,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         ignored = self.parameters_to_ignore
         named = module.named_parameters()
         names = [name for name, one in named if one.requires_grad and name not in ignored]
-        # By the index that torch's reducer uses.
+        # The keys are the indices that torch's reducer uses in its error messages.
         indices = range(len(names))[::-1] if self._is_reversed else range(len(names))
         self._trainable = dict(zip(indices, names, strict=True))
         everyone = self.process_group is distributed.group.WORLD
@@ -151,7 +151,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         if self.static_graph:
             refuse_double_backward(outputs, _STATIC)
         if self._failure and self.require_backward_grad_sync and torch.is_grad_enabled():
-            # The forward of torch has checked that the previous backward was complete.
+            # torch's forward has just checked that the previous backward was complete.
             self._failure = ""
         return outputs
 
@@ -172,14 +172,14 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             divide_by_initial_world_size: divide gradients by the number of all ranks, so that
                 all samples have the same weight. False divides by the number of ranks that still
                 have batches.
-            enable: False if the numbers of batches are known to be equal.
+            enable: False makes the context do nothing, for equal numbers of batches.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one rank has
                 no further batches.
 
         Raises:
             ValueError: gradients are weighted by ``loss_weight``.
         """
-        # torch changes the warning filters and the state of the wrapper, and does not reset them.
+        # torch changes the warning filters and the state of the wrapper without restoring them.
         with warnings.catch_warnings():
             try:
                 self._is_joined = enable
@@ -193,14 +193,15 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     def __getstate__(self) -> dict[str, Any]:
         group, everyone = self.process_group, distributed.group.WORLD
         assert everyone is not None
-        # torch refuses all other groups, because they cannot be pickled, but they can be copied.
+        # torch's method accepts the default group only, because other groups cannot be pickled.
+        # They can be copied by deepcopy, which uses the state as well.
         self.process_group = everyone
         try:
             state = super().__getstate__()
         finally:
             self.process_group = group
         own_group = {} if self.data_group is None else {"process_group": group}
-        # Hooks and watch refer to the process group, so they are left out as well.
+        # The hooks and the watch refer to the process group, so they are left out.
         return {**state, **own_group, "_comm_hooks": [], "_watch": None}
 
     def __setstate__(self, state: Any) -> None:
@@ -233,15 +234,15 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
             )
         if self._is_joined:
             raise ValueError(
-                "loss_weight excludes join(), because a rank without batches cannot report a "
-                "weight of 0: let it repeat its last batch with optim_wrapper.batch_counts = False "
-                "until all ranks have finished"
+                "loss_weight cannot be combined with join(), in which a rank without batches "
+                "cannot report a weight of 0. Let this rank repeat its last batch with "
+                "optim_wrapper.batch_counts = False until all ranks have finished"
             )
 
     def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
         if stage == "update":
             _explain_unused(error, self._trainable)
-            # Only the text, because the error would keep the graph in memory.
+            # Keeps only the text, because the error would keep the graph in memory.
             self._failure = self._failure or f"{type(error).__name__}: {error}"
         super()._raise_explained(error, stage)
 
@@ -255,18 +256,18 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
 
 
 def _explain_unused(error: BaseException, names: Mapping[int, str], failure: str = "") -> None:
-    """Raise a better error for torch's errors about missing gradients.
+    """Raise a clearer error if ``error`` is one of torch's errors about missing gradients.
 
     Args:
-        error: the error of torch; other errors are ignored.
-        names: the parameters that were trainable when the module was wrapped, by torch's index.
+        names: the names of the parameters that were trainable when the module was wrapped, by
+            torch's index.
         failure: the error of the previous update, if any.
     """
     text = str(error)
     if "Your training graph has changed in this iteration" in text:
         raise RuntimeError(
-            "under static_graph every step must use the same parameters, but one that "
-            "had no gradient in the first step has one now. Either leave static_graph out and set "
+            "under static_graph every step must use the same parameters, but a parameter without a "
+            "gradient in the first step has one now. Either remove static_graph and set "
             "find_unused_parameters: true, or remove or freeze the parameters that only some steps "
             "use"
         ) from error
@@ -274,9 +275,10 @@ def _explain_unused(error: BaseException, names: Mapping[int, str], failure: str
         return
     if failure:
         raise RuntimeError(
-            f"the last update raised {failure}; its backward was not finished, after which "
-            "DistributedDataParallel cannot continue: create a new wrapper around the bare model "
-            "and clear the gradients. Weights and optimizer were not changed by that update"
+            f"the last update raised {failure} before its backward ended, and "
+            "DistributedDataParallel cannot continue after that: create a new wrapper around the "
+            "bare model and clear the gradients. The failed update did not change weights and "
+            "optimizer"
         ) from error
     found = re.search(r"did not receive grad for rank \d+:((?:\s\d+)+)", text)
     indices = set(map(int, found.group(1).split())) if found else set()
@@ -293,7 +295,7 @@ def _join_options(setting: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Rename ``broadcast_buffers`` for newer versions of torch, which warn about this name."""
+    """Replace the option ``broadcast_buffers`` by its new name if torch knows the new one."""
     new, old = "forward_sync_buffers", options.pop("broadcast_buffers", None)
     name = new if new in _TORCH_OPTIONS and options.get(new) is None else "broadcast_buffers"
     return options if old is None else {**options, name: old}

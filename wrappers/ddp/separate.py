@@ -28,28 +28,30 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     """A wrapper that averages the gradients of each direct child separately, as a GAN needs it.
 
     Needs a process group, and every rank must construct it. Each child with trained parameters is
-    replaced by a ``StepDistributedDataParallel`` around it; other children are only moved to the
-    model's device. Names of parameters, also in state dicts, do not change. If the model has its
-    own ``train_step(data, optim_wrapper)``, the wrapper calls it, and the step calls the children
-    as usual (docs/wrappers.md has an example). Other models get the default step.
+    wrapped in a ``StepDistributedDataParallel``; other children are only moved to the model's
+    device. The names of parameters and of entries in state dicts do not change. If the model has
+    its own ``train_step(data, optim_wrapper)``, the wrapper calls it, and the step calls the
+    children as usual (docs/wrappers.md has an example). Other models get the default step.
 
-    After several calls of a child only the first backward averages: sum their losses for one
-    backward, or run the backward after each call. For gradient accumulation enter
+    After several calls of a child, only the first backward averages its gradients: sum the losses
+    for one backward, or run a backward after each call. For gradient accumulation, enter
     ``optim_wrapper[name].optim_context(child)``, which skips unnecessary communication. If a
-    backward passes through a child that it should not train, freeze this child meanwhile
-    (``requires_grad_(False)``); otherwise its gradients are averaged too, and must be cleared.
+    backward passes through a child that it should not train, freeze this child for that time
+    (``requires_grad_(False)``). Otherwise its gradients are averaged too, and you must clear them.
 
     Args:
         module: the model.
-        broadcast_buffers: broadcast the first rank's buffers at each forward with gradients.
-        find_unused_parameters: for children whose forward uses only some parameters.
+        broadcast_buffers: whether each forward with gradients first copies the first rank's
+            buffers to all ranks.
+        find_unused_parameters: set it if the forward of a child uses only some of its parameters.
         sync_batchnorm: as in ``StepDistributedDataParallel``.
         ddp_kwargs: other options of ``StepDistributedDataParallel``, for each child.
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: the process group is missing, a trained parameter belongs to no child, or no
-            child has trained parameters. No child is replaced.
+        ValueError: the process group is missing, a trained parameter belongs to no child or to a
+            ``ModuleList`` or ``ModuleDict``, or no child has trained parameters. The model is then
+            unchanged.
     """
 
     averages_ranks = True
@@ -104,14 +106,18 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of the forwards inside on their ranks, for all children."""
+        """Do not average the gradients of forwards in this context, for all children."""
         with ExitStack() as stack:
             for child in self._wrapped():
                 stack.enter_context(child.no_sync())
             yield
 
     def set_loss_weight(self, loss_weight: Any) -> None:
-        """Accept weighted gradients; raises ValueError as the wrappers of the children do."""
+        """Accept gradients that are weighted by a ``LossWeight``.
+
+        Raises:
+            ValueError: as in ``StepDistributedDataParallel``.
+        """
         for child in self._wrapped():
             child.set_loss_weight(loss_weight)
 
@@ -134,7 +140,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
 
 class _Child(StepDistributedDataParallel):
-    """A wrapped child, whose parameters and buffers keep their names."""
+    """The wrapper of one child; parameters and buffers keep the names that they have without it."""
 
     def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
@@ -146,7 +152,7 @@ class _Child(StepDistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
-        # An evaluation must not wait for other ranks, as DDP's forward does to share buffers.
+        # DDP's forward waits for the other ranks to share buffers; an evaluation must not.
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,14 +170,14 @@ class _Child(StepDistributedDataParallel):
 
 
 def check_children(module: nn.Module) -> None:
-    """Raise ValueError unless children can average all gradients."""
+    """Raise ValueError unless every trained parameter is in a child that can be wrapped."""
     kind = type(module).__name__
     direct = [name for name, one in module.named_parameters(recurse=False) if one.requires_grad]
     if direct:
         raise ValueError(
-            f"SeparateDistributedDataParallel averages the gradients of {kind}'s children, but "
-            f"{', '.join(direct)} belongs to {kind} itself and would differ between the ranks: "
-            "put it into a child module, freeze it, or use StepDistributedDataParallel"
+            f"SeparateDistributedDataParallel averages the gradients of {kind}'s children only, "
+            f"but {', '.join(direct)} belongs to {kind} itself and would become different on each "
+            "rank: put it into a child module, freeze it, or use StepDistributedDataParallel"
         )
     for name, child in module.named_children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _is_trained(child):

@@ -1,3 +1,3 @@
-"""Parameters sharded over the ranks. Undocumented state of torch is read in torch_internals.py
-only. Imports steps, sharding, batchnorm and blocks. Start with fully_sharded.py.
+"""The wrapper that shards parameters over the ranks. Only torch_internals.py uses undocumented
+state of torch. Imports steps, sharding, batchnorm and blocks. Start with fully_sharded.py.
 """

@@ -50,16 +50,17 @@ def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
 # Parts of torch's error messages -> a better message.
 _ADVICE = {
     "mixed torch.Tensor and DTensor": (
-        "parameters must be used in a forward, but were used where they are shards. Run layers "
-        "through self(...) of the wrapper, or, if the model has its own train_step, through the "
-        "model's children. Compute sums over parameters from shards only, and gather the results "
-        "before combining them with other tensors: sum(one.square().sum().full_tensor() for one "
-        "in self.parameters()). Otherwise use ddp, or separate with several optimizers"
+        "parameters must be used inside a forward, but were used outside, where they are shards. "
+        "Run layers through self(...) of the wrapper, or, if the model has its own train_step, "
+        "through the model's children. Compute sums over parameters from shards only, and gather "
+        "the results before combining them with other tensors: sum(one.square().sum()"
+        ".full_tensor() for one in self.parameters()). If this is not possible, use ddp, or "
+        "separate with several optimizers"
     ),
     "already been lazily initialized": (
-        "a part of the model was called before the module that it is sharded with. Run it through "
-        "self(...), or, if the model has its own train_step, call only the model's children. "
-        "Otherwise use ddp, or separate with several optimizers"
+        "a layer was called directly, before the module that it is sharded with. Run the forward "
+        "through self(...), or, if the model has its own train_step, call only the model's "
+        "children. If this is not possible, use ddp, or separate with several optimizers"
     ),
 }
 
@@ -68,18 +69,21 @@ _ADVICE = {
 class StepFullyShardedDataParallel(Steps, nn.Module):
     """A wrapper that shards parameters, gradients and optimizer state with ``fully_shard``.
 
-    Needs a process group, and every rank must construct it, train and evaluate with it. ``module``
-    is the user's model with its own names; outside of a forward its parameters are DTensors.
-    Create the optimizer from the wrapper's ``parameters()`` after wrapping. This call frees
-    parameters that a forward without a backward has gathered, so make it on all ranks or on none.
-    Evaluate and clear gradients through the wrapper as well: the model's own ``val_step`` and
-    ``zero_grad`` see only shards. All ranks get the weights and buffers of the first rank.
-    Parameters on the meta device are initialised here (see ``meta_parameters``).
+    Needs a process group, and every rank must construct it, train and evaluate with it. Each rank
+    keeps a shard of every parameter. The ranks *gather* the whole parameters of a block before it
+    runs, and free them afterwards. ``module`` is the user's model, and its parameters keep their
+    names; outside of a forward they are DTensors. All ranks get the weights and buffers of the
+    first rank. Parameters on the meta device are initialised here (see ``meta_parameters``).
 
-    If the model has its own ``train_step``, the wrapper calls it; docs/wrappers.md describes what
-    it may call. For another optimization step override ``train_step(data, optim_wrapper)`` in a
-    subclass, with ``self(...)`` for the forward: docs/extending.md has an example with sums over
-    parameters.
+    Create the optimizer from the wrapper's ``parameters()`` after wrapping. If some ranks call
+    ``parameters()``, all must: it frees parameters that a forward without a backward has gathered.
+    Evaluate and clear gradients through the wrapper as well, because the model's own ``val_step``
+    and ``zero_grad`` see only shards.
+
+    If the model has its own ``train_step``, the wrapper calls it; docs/wrappers.md describes which
+    modules this step may call. To replace the step, override ``train_step(data, optim_wrapper)`` in
+    a subclass and call ``self(...)`` for the forward: docs/extending.md has an example with sums
+    over parameters.
 
     Args:
         module: the model.
@@ -87,29 +91,29 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             parameters form one more block.
         mesh: the ranks to shard over; default: all ranks. With the axes replicate and shard, the
             shards are replicated (HSDP).
-        mixed_precision: ``param_dtype``, ``reduce_dtype``, ``output_dtype`` of the whole model
-            (names of dtypes) and ``cast_forward_inputs``; or torch's policy. BatchNorm layers keep
-            their dtype.
-        cpu_offload: keep shards, gradients and optimizer state in host memory; or a mapping with
-            ``pin_memory``, which has no effect without an accelerator.
-        reshard_after_forward: free blocks between forward and backward (default). False keeps
-            them gathered; a number keeps them sharded over this many ranks. Parameters outside of
-            all blocks are kept.
-        sync_batchnorm: make the model's BatchNorm layers train with the statistics of all ranks;
-            or a mapping with the ``precision`` of ``convert_sync_batchnorm``.
-        detect_anomalous_params: after every step look for parameters that the loss does not reach,
-            and log each set of them once.
-        fsdp_kwargs: ``prefetch``: how many blocks are gathered ahead, a number or a mapping of
-            ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
-            parameters on the meta device, instead of its ``reset_parameters``. Also the options
-            of torch's ``FullyShardedDataParallel`` (FSDP1), as objects or as names.
+        mixed_precision: a mapping with ``param_dtype``, ``reduce_dtype`` and ``output_dtype`` (the
+            dtype of the whole model's output), as names of dtypes, and ``cast_forward_inputs``; or
+            torch's policy. BatchNorm layers keep their dtype.
+        cpu_offload: whether to keep shards, gradients and optimizer state in host memory; or a
+            mapping with ``pin_memory``, which has no effect without an accelerator.
+        reshard_after_forward: whether to free blocks between forward and backward (default: True).
+            False keeps them gathered; a number keeps them sharded over this many ranks. Parameters
+            outside of all blocks always stay gathered.
+        sync_batchnorm: convert the model's BatchNorm layers by ``convert_sync_batchnorm``, so that
+            they normalise with the statistics of all ranks; or a mapping with its ``precision``.
+        detect_anomalous_params: after every step, search for parameters without a gradient, and
+            log each set of them once.
+        fsdp_kwargs: ``prefetch``: number of blocks to gather ahead, or a mapping with such numbers
+            for ``forward`` and ``backward``. ``param_init_fn``: called with every module that has
+            parameters on the meta device, instead of its ``reset_parameters``. The options of
+            torch's ``FullyShardedDataParallel`` (FSDP1) are accepted too, as objects or as names.
 
     Raises:
         TypeError: an option is unknown, or a value has the wrong type.
         ValueError: the process group is missing, an option is not supported or contradicts another
             one, a parameter cannot be sharded or initialised, or models or options differ between
             ranks.
-        RuntimeError: this version of torch lacks a name that torch_internals.py reads.
+        RuntimeError: this version of torch lacks an undocumented name that the wrapper needs.
     """
 
     averages_ranks = True
@@ -157,23 +161,23 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         self._roots = [Root(one, may_call_children=calls_children(module)) for one in roots]
         self._prepare_steps(detect_anomalous_params)
         for one in self.modules():
-            # Batches move to the device of the gathered blocks; shards may be on another one.
+            # Batches must be on the device of the gathered blocks; shards may be on another one.
             if isinstance(one, DataPreprocessor):
                 one.to(meshes.device)
         self._leaves = _watch_leaves(self, self._roots) if detect_anomalous_params else {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Explain the errors of a subclass's ``train_step`` too."""
+        """Wrap a subclass's ``train_step`` as well, to explain its errors."""
         super().__init_subclass__(**kwargs)
         if "train_step" in vars(cls):
             cls.train_step = _explained(vars(cls)["train_step"])  # type: ignore[method-assign]
 
     @_explained
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
-        """Train on one batch; returns what to log, detached.
+        """Train on one batch; return the detached values to log.
 
-        Every rank must call this. After an error, call ``zero_grad()`` and continue: the gradients
-        of the failed step and of its window are lost.
+        Every rank must call this. After an error you can continue: call ``zero_grad()`` first. The
+        gradients of the failed step and of its accumulation window are lost.
         """
         return super().train_step(data, optim_wrapper)
 
@@ -184,7 +188,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def _freed(self, *, keep: bool = False) -> Iterator[None]:
-        """Free what the forwards inside have gathered; with ``keep`` the backward frees it."""
+        """Free the parameters that forwards in this context gather; ``keep`` leaves this to the
+        backward.
+        """
         try:
             yield
         except BaseException:
@@ -200,7 +206,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         with self._freed():
             if step is None:
                 return super()._evaluate(name, data)
-            # The method of the model may use parameters without calling a layer.
+            # The model's method may use parameters directly, without calling a layer.
             is_root = self._roots[0].module is self.module
             with ExitStack() as stack:
                 for root in self._roots:
@@ -209,9 +215,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of the forwards inside on their ranks, unsharded.
+        """Do not reduce the gradients of forwards in this context; keep them unsharded.
 
-        The backward of the next forward outside reduces them with its own gradients.
+        The backward of the next forward outside of the context reduces them with its own gradients.
         """
         with ExitStack() as stack:
             for root in self._roots:
@@ -227,7 +233,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including the ones that ``no_sync`` keeps."""
+        """Clear all gradients, including those from forwards under ``no_sync``."""
         super().zero_grad(set_to_none)
         for root in self._roots:
             root.drop_gradients()
@@ -244,7 +250,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         )
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """Update and detect as other wrappers do, with the parameters of the last forward."""
+        """Update as other wrappers do, and search the gathered parameters of the last forward."""
         self._shows_leaves = True
         try:
             super().update_and_detect(total, optim_wrapper)
@@ -259,7 +265,7 @@ def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> F
 
     def check() -> dict[str, Any]:
         cls.check_options(given)
-        # Once only, because options may be iterators.
+        # Read only once, because options may be iterators.
         read.append(read_options(given))
         check_model(module, detect)
         return {}
@@ -269,13 +275,13 @@ def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> F
     if given.get("process_group") is None:
         agree(check, ranks if isinstance(ranks, DeviceMesh) else None)
     else:
-        # Ranks outside of the group need not construct the wrapper.
+        # Only the ranks of this group must construct the wrapper, so all ranks cannot be compared.
         check()
     return read[0]
 
 
 def _watch_leaves(wrapper: nn.Module, roots: Iterable[Root]) -> dict[str, nn.Parameter]:
-    """Return a dict that collects the gathered parameters of the last graph, by name."""
+    """Return a dict that each forward fills with the gathered parameters, by name."""
     leaves: dict[str, nn.Parameter] = {}
     paths = {id(one): path for path, one in wrapper.named_modules()}
 

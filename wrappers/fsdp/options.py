@@ -1,4 +1,4 @@
-"""Read the options of fully sharded training, in all their spellings, and create its mesh."""
+"""Read the options of fully sharded training, including those from FSDP1, and create its mesh."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class _Spelling(NamedTuple):
     """An option of torch's ``FullyShardedDataParallel``, which is FSDP1.
 
     Attributes:
-        default: its default here.
-        ours: options with the same meaning; only one of them may be given.
+        default: its default in this wrapper.
+        ours: other options with the same meaning; only one of them may be given.
         enum: torch's enum of its values.
         remedies: advice for values that FSDP2 does not support, by value; the key None stands for
             all values except the default.
@@ -51,7 +51,7 @@ class _Spelling(NamedTuple):
     remedies: Mapping[str | None, str] = {}
 
 
-# All options of FSDP1; names with a dot are members of an option.
+# All options of FSDP1; "mixed_precision.x" is the field x of the option mixed_precision.
 _SPELLINGS = {
     "process_group": _Spelling(ours=("mesh", "device_mesh")),
     "device_mesh": _Spelling(ours=("mesh",)),
@@ -69,7 +69,7 @@ _SPELLINGS = {
         enum=BackwardPrefetch,
         remedies={
             "BACKWARD_POST": "FSDP2 always gathers the next block before it computes the gradients "
-            "of this one (BACKWARD_PRE); leave the option out"
+            "of the current one (BACKWARD_PRE); remove the option"
         },
     ),
     "forward_prefetch": _Spelling(ours=("prefetch",)),
@@ -77,7 +77,7 @@ _SPELLINGS = {
     "use_orig_params": _Spelling(
         default=True,
         remedies={
-            None: "every parameter is sharded by itself and keeps its name; leave the option out"
+            None: "FSDP2 shards each parameter separately and keeps its name; remove the option"
         },
     ),
     "ignored_parameters": _Spelling(),
@@ -88,23 +88,23 @@ _SPELLINGS = {
     "limit_all_gathers": _Spelling(
         default=True,
         remedies={
-            None: "FSDP2 needs no limiter; leave the option out, prefetch sets how far ahead "
-            "parameters are gathered"
+            None: "FSDP2 needs no limiter; remove the option. The option prefetch sets how many "
+            "blocks are gathered ahead"
         },
     ),
     "mixed_precision.buffer_dtype": _Spelling(
-        remedies={None: "buffers keep their dtype; convert them in the model"}
+        remedies={None: "FSDP2 keeps the dtype of buffers; convert them in the model"}
     ),
     "mixed_precision.keep_low_precision_grads": _Spelling(
         default=False,
         remedies={
-            None: "gradients have the dtype of their parameters; convert the model itself to the "
-            "low precision"
+            None: "gradients always have the dtype of their parameters; convert the model itself "
+            "to the low precision"
         },
     ),
     "mixed_precision.cast_root_forward_inputs": _Spelling(
         default=True,
-        remedies={None: "cast_forward_inputs=False leaves the inputs of all blocks unchanged"},
+        remedies={None: "use cast_forward_inputs=False, which leaves all blocks' inputs unchanged"},
     ),
 }
 # The options in **fsdp_kwargs of the wrapper, with their defaults.
@@ -113,7 +113,7 @@ EXTRA_OPTIONS: dict[str, Any] = {
     **{name: one.default for name, one in _SPELLINGS.items() if "." not in name},
 }
 _OF_PRECISION = tuple(name.partition(".")[2] for name in _SPELLINGS if "." in name)
-# Strategy -> (parameters are freed after the forward, every host has a copy).
+# Strategy -> (whether parameters are freed after the forward, whether every host has a copy).
 _STRATEGIES = {
     "FULL_SHARD": (True, False),
     "SHARD_GRAD_OP": (False, False),
@@ -133,12 +133,12 @@ _POLICIES = {
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """The options after reading all spellings.
+    """The checked options; options of FSDP1 are translated.
 
     Attributes:
         groups: no group, one group, or the group of the shards and the group of the copies.
-        hybrid: shards within a host, and a copy of the model on every host.
-        prefetch: how many blocks are gathered ahead in forward and backward; 0: torch's default.
+        hybrid: whether to shard within a host and keep a copy of the model on every host.
+        prefetch: number of blocks to gather ahead in forward and backward; 0: torch's default.
     """
 
     blocks: BlockSpec | None
@@ -157,11 +157,11 @@ class FsdpOptions:
 
 
 def read_options(given: Mapping[str, Any]) -> FsdpOptions:
-    """Read options, whose names have been checked; ``given`` is not changed.
+    """Read options whose names have been checked; do not change ``given``.
 
     Raises:
         ValueError: options contradict each other, or FSDP2 does not support a value.
-        TypeError: a value has a wrong type.
+        TypeError: a value has the wrong type.
     """
     options = _read_spellings({**EXTRA_OPTIONS, **given})
     blocks, policy = _read_policy(options["auto_wrap_policy"])
@@ -186,7 +186,7 @@ def read_options(given: Mapping[str, Any]) -> FsdpOptions:
 
 
 def _read_spellings(options: dict[str, Any]) -> dict[str, Any]:
-    """Check the options of FSDP1 in ``options``, and replace members of enums by their names."""
+    """Check the options of FSDP1 in ``options``, and replace enum members by their names."""
     for name, spelling in _SPELLINGS.items():
         value = options.get(name)
         instead = spelling.remedies.get(None)
@@ -196,7 +196,7 @@ def _read_spellings(options: dict[str, Any]) -> dict[str, Any]:
             options[name] = _member(name, value, spelling)
         same = [one for one in (*spelling.ours, name) if options.get(one) is not None]
         if value is not None and len(same) > 1:
-            raise ValueError(f"{' and '.join(same)} set the same thing: give only one of them")
+            raise ValueError(f"{' and '.join(same)} have the same meaning: give only one of them")
     return options
 
 
@@ -238,11 +238,12 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
-    """Read a policy as blocks, or as a function of torch's wrapping policies."""
+    """Read a wrapping policy of FSDP1; return a choice of blocks or a function; one is None."""
     kind, settings = _split_type(value)
     if isinstance(kind, CustomPolicy):
         raise TypeError(
-            "auto_wrap_policy: CustomPolicy is not supported by FSDP2; give the blocks by shard"
+            "auto_wrap_policy must not be a CustomPolicy, which FSDP2 does not support; name the "
+            "blocks in shard"
         )
     if not isinstance(kind, str) or "." in kind:
         return None, _read_function("auto_wrap_policy", value)
@@ -274,7 +275,7 @@ def _listed(name: str, value: Any) -> list[Any]:
     items = list(value)
     for one in items:
         if not isinstance(one, kinds):
-            raise TypeError(f"{name} must hold names, modules or parameters, got {one!r}")
+            raise TypeError(f"{name} must contain names, modules or parameters, got {one!r}")
     return items
 
 
@@ -285,7 +286,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _member(name: str, value: Any, spelling: _Spelling) -> str | None:
-    """Return the name of a member of an enum, given by name or as the member itself."""
+    """Return the name of an enum member that was given by name or as the member itself."""
     enum = spelling.enum
     value = value.name if isinstance(value, enum) else value
     allowed = [one.name for one in enum]
@@ -317,7 +318,7 @@ def _read_function(name: str, value: Any) -> Callable[..., Any] | None:
 
 
 def _split_type(value: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the ``type`` of a mapping and its other items; other values have no items."""
+    """Return the ``type`` of a mapping and its other items; for other values, the value and {}."""
     if not isinstance(value, Mapping):
         return value, {}
     return value.get("type"), {name: one for name, one in value.items() if name != "type"}
@@ -387,8 +388,8 @@ class ShardingMesh(NamedTuple):
 
     Attributes:
         shards: the mesh for ``fully_shard``.
-        everywhere: the same mesh with the tensor axis, if there is one.
-        data_group: the ranks that see different batches; None for all.
+        everywhere: the same mesh, including the tensor axis if there is one.
+        data_group: the ranks that see different batches; None for all ranks.
         device: the device on which blocks are gathered.
     """
 
@@ -406,8 +407,8 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
-            "fully sharded training needs a process group, also for one process: call "
-            "torch.distributed.init_process_group() before, or start the processes by "
+            "fully sharded training needs a process group, even for one process: call "
+            "torch.distributed.init_process_group() first, or start the processes by "
             "stepwrap.runner.launch(main, nproc=...), or use SingleDevice"
         )
     forget_meshes()
@@ -415,7 +416,9 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     if isinstance(given, Mesh):
         shards = given.fsdp
         if shards is None or given.device_mesh is None:
-            raise ValueError("mesh must be built after the process group, but was built before it")
+            raise ValueError(
+                "mesh must be built after the process group is initialised, but was built before"
+            )
         everywhere, group = given.device_mesh, given.data_group
     else:
         shards = given if given is not None else _create_mesh(options, _device_type(options, model))
@@ -441,7 +444,7 @@ def _data_group(mesh: DeviceMesh) -> ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     raise ValueError(
-        f"a mesh of two axes must hold all {get_world_size()} ranks, or be made by "
+        f"a mesh of two axes must contain all {get_world_size()} ranks, or be built by "
         f"stepwrap.wrappers.build_mesh, got {mesh}"
     )
 
@@ -467,7 +470,8 @@ def _mesh_of_groups(shards: ProcessGroup, copies: ProcessGroup, *, device_type: 
     rows = sorted({tuple(ranks) for ranks in all_gather_object(own)})
     if len({len(row) for row in rows}) > 1 or sum(map(len, rows)) != get_world_size():
         raise ValueError(
-            f"the groups of the shards must have equal sizes and hold every rank once, got {rows}"
+            "the groups of the shards must have equal sizes and contain every rank once, got "
+            f"{rows}"
         )
     return DeviceMesh.from_group(
         [copies, shards], device_type, mesh=torch.tensor(rows), mesh_dim_names=_HYBRID_AXES
@@ -491,6 +495,6 @@ def _device_type(options: FsdpOptions, model: nn.Module) -> str:
     for parameter in model.parameters():
         if not parameter.is_meta:
             return parameter.device.type
-    # A model on the meta device moves to the accelerator if the backend supports it.
+    # A model on the meta device is materialised on the accelerator if the backend supports it.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return comm_device(prefer=accelerator).type

@@ -1,4 +1,4 @@
-"""The root modules of a sharded model, and when they gather and free their parameters."""
+"""The root modules of a sharded model: when they gather and free parameters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from .torch_internals import (
 class Root:
     """An outermost module that ``fully_shard`` was applied to, with the units inside it.
 
-    It also keeps ``requires_grad`` of shards and whole parameters equal. FSDP2 copies it from the
-    shard when it gathers: later changes of the shard would have no effect on a parameter that is
-    gathered already, and changes of the whole parameter would be lost when it is freed.
+    It also keeps ``requires_grad`` of each shard and of the gathered whole parameter equal. FSDP2
+    copies the flag from the shard when it gathers. Later changes of the shard's flag would have no
+    effect while the parameter is gathered, and changes of the whole parameter's flag would be lost
+    when it is freed.
 
     Attributes:
         module: the root module.
@@ -48,19 +49,19 @@ class Root:
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._params = [one for group in self._groups for one in group.fsdp_params]
         self._known = _shard_flags(self._params)
-        # Whether `no_sync` is active, and whether the module has been set to skip the reduction.
+        # Whether `no_sync` is active, and whether FSDP2 has already been set accordingly.
         self._skips_sync = self._module_skips_sync = False
         self._gathered_once = False
-        # How many `in_use` contexts and forwards are active.
+        # Numbers of active `in_use` contexts and of active forwards.
         self._num_uses = self._depth = 0
         fsdp_roots.add(self)
-        # Must run before torch's own hook, which gathers.
+        # Must run before torch's hook, which gathers the parameters.
         module.register_forward_pre_hook(self._before_forward, prepend=True)
         module.register_forward_hook(self._after_forward, always_call=True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients of the forwards inside on their ranks."""
+        """Do not reduce the gradients of forwards in this context over the ranks."""
         before, self._skips_sync = self._skips_sync, True
         try:
             yield
@@ -69,7 +70,11 @@ class Root:
 
     @contextmanager
     def in_use(self, *, gather: bool) -> Iterator[None]:
-        """Allow code to use parameters outside of a forward; with ``gather``, gather them."""
+        """Allow code in this context to use parameters outside of a forward.
+
+        Args:
+            gather: whether to gather all parameters of the root first.
+        """
         self._prepare()
         if gather:
             self.module.unshard()
@@ -82,7 +87,7 @@ class Root:
             self._depth = depth
 
     def free(self) -> None:
-        """Free all gathered parameters; without gradients, no backward does this."""
+        """Free all gathered parameters, after a forward that no backward will follow."""
         for unit in self.units:
             unit.reshard()
 
@@ -92,7 +97,7 @@ class Root:
             self.free()
 
     def reset_depth(self) -> None:
-        """Assume that no forward is running; an interrupt can skip the hook that counts down."""
+        """Reset the number of running forwards; an interrupt can skip the hook that lowers it."""
         self._depth = 0
 
     def recover(self) -> None:
@@ -106,19 +111,19 @@ class Root:
             self.drop_gradients()
 
     def drop_gradients(self, chosen: Collection[int] | None = None) -> None:
-        """Drop gradients that are not reduced yet, of all parameters or of these ids."""
+        """Drop unreduced gradients of all parameters, or of those whose ids are in ``chosen``."""
         for group in self._groups:
             drop_gradients(group, chosen)
 
     def gathered(self, parameters: Iterable[Tensor]) -> Tensor | None:
-        """Return the first of ``parameters`` that is gathered for a forward and not a shard."""
+        """Return the first of ``parameters`` that is a gathered parameter and not a shard."""
         whole = {id(whole_of(one)) for one in self._params}
         return next((one for one in parameters if id(one) in whole), None)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         try:
-            # Not traced: garbage collection may change torch's dict of module states while the
-            # compiler iterates over it.
+            # Excluded from tracing, because garbage collection may change torch's dict of module
+            # states while the compiler iterates over it.
             _untraced(self._prepare)
             if not self._depth:
                 _untraced(self._unify_flags)
@@ -133,7 +138,7 @@ class Root:
             _untraced(self._copy_flags_to_shards)
 
     def _prepare(self) -> None:
-        """Prepare torch's state for the use of parameters."""
+        """Prepare torch's state before parameters are used."""
         self.recover()
         if torch.is_inference_mode_enabled():
             self._gather_once()
@@ -145,7 +150,7 @@ class Root:
     def _gather_once(self) -> None:
         """Allocate the whole parameters outside of inference mode.
 
-        torch allocates them at the first use and reuses them, and tensors that are created in
+        torch allocates them at the first use and reuses them, but tensors that were created in
         inference mode can never be trained.
         """
         if self._gathered_once:
@@ -160,7 +165,7 @@ class Root:
         """Set ``requires_grad`` of shards and whole parameters to the value that was set last."""
         shards = _shard_flags(self._params)
         if shards != whole_flags(self._params, shards):
-            # Only whole parameters that are in the layers now can have been changed.
+            # Users can only have changed whole parameters that are gathered now.
             self._copy_flags_to_shards(
                 [g.is_unsharded for g in self._groups for _ in g.fsdp_params]
             )
@@ -171,7 +176,11 @@ class Root:
         self._known = shards
 
     def _copy_flags_to_shards(self, chosen: list[bool] | None = None) -> None:
-        """Copy changes of ``requires_grad`` from (chosen) whole parameters to their shards."""
+        """Copy changes of ``requires_grad`` from whole parameters to their shards.
+
+        Args:
+            chosen: for each parameter, whether to copy; default: copy all.
+        """
         known = self._known
         now = whole_flags(self._params, known)
         if now == known:

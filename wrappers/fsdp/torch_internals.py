@@ -1,8 +1,11 @@
 """The undocumented state of FSDP2 that this room uses; no other file reads it.
 
+FSDP2 holds each parameter twice: as the *shard* of this rank, and as the *whole* parameter, which
+layers use while it is gathered.
+
 The tests check every name with torch 2.13 to 2.15. The names were compared with the source of 2.11
 and 2.12. ``check_torch`` looks for all of them when a model is wrapped, and raises if torch lacks
-one, because gradients could be kept or lost without an error.
+one, because stale gradients could then be used, or gradients be lost, without an error.
 """
 
 from __future__ import annotations
@@ -70,13 +73,13 @@ def _groups_in(state: Any) -> list[Any] | None:
 
 
 def whole_of(parameter: Any) -> Tensor | None:
-    """Return the whole parameter that layers use; None before the first forward."""
+    """Return the whole parameter; None before the first forward."""
     whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
     return whole
 
 
 def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[bool]:
-    """Return ``requires_grad`` of each whole parameter, or of its shard before the first gather."""
+    """Return ``requires_grad`` of each whole parameter; before the first gather, of its shard."""
     try:
         # Called in every forward. After the first one, all parameters have been gathered.
         return [one._unsharded_param.requires_grad for one in parameters]
@@ -86,7 +89,7 @@ def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[boo
 
 
 def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
-    """Drop gradients that are not reduced yet, of all parameters or of these ids.
+    """Drop unreduced gradients of all parameters, or of those whose ids are in ``chosen``.
 
     FSDP2 keeps the gradients of forwards under ``no_sync``, and of a backward that raised, in the
     whole parameters, where ``zero_grad`` does not clear them.
@@ -109,8 +112,8 @@ def drop_gradients(group: Any, chosen: Collection[int] | None = None) -> None:
 def init_dtypes(groups: Iterable[Any]) -> None:
     """Initialise the reduction dtypes of groups whose parameters were all frozen at first.
 
-    Up to 2.14, torch reads the dtypes at the first forward, and from trained parameters only; 2.15
-    has no ``_orig_dtype``, so this reads them even if they were read before.
+    Up to 2.14, torch reads the dtypes at the first forward, and only from trained parameters. 2.15
+    has no ``_orig_dtype``, so there they are always read again.
     """
     for group in groups:
         if getattr(group, "_orig_dtype", None) is None:
@@ -118,17 +121,17 @@ def init_dtypes(groups: Iterable[Any]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward."""
+    """Return whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_running(root: Any) -> bool:
-    """Whether a forward or a backward uses the whole parameters of ``root``."""
+    """Return whether a forward or backward is using the whole parameters of ``root``."""
     return in_backward() or root._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def is_interrupted(root: Any) -> bool:
-    """Whether a forward or a backward of ``root`` has raised; not to be called inside of one."""
+    """Return whether the last forward or backward of ``root`` raised; do not call it inside one."""
     context = root._get_fsdp_state()._state_ctx
     started = context.iter_forward_root is not None or context.post_backward_final_callback_queued
     return bool(started) and not in_backward()
@@ -139,7 +142,7 @@ def reset(root: Any) -> None:
     if not hasattr(root, "reset_iter_state"):
         raise RuntimeError(
             f"torch {torch.__version__} cannot use a sharded model after a forward or a backward "
-            f"that raised: make the model and its wrapper again, or use torch {CHECKED}"
+            f"that raised: create the model and its wrapper again, or use torch {CHECKED}"
         )
     root.reset_iter_state()
 

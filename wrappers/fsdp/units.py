@@ -1,4 +1,4 @@
-"""Find the modules of a model that are gathered separately, and shard them."""
+"""Find the modules of a model that are gathered separately, the *units*, and shard them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(module: nn.Module, detect: bool) -> None:
-    """Raise ValueError for a model that cannot be sharded, whatever the options."""
+    """Raise ValueError for a model that cannot be sharded with any options."""
     check_no_meta_buffers(module)
     if any(isinstance(one, FSDPModule) for one in module.modules()):
         raise ValueError(
@@ -34,13 +34,13 @@ def check_model(module: nn.Module, detect: bool) -> None:
         )
     if detect and calls_children(module):
         raise ValueError(
-            f"detect_anomalous_params needs the wrapper's own train_step, but the step of "
-            f"{type(module).__name__} runs instead"
+            f"detect_anomalous_params needs the default train_step of the wrapper, but the step "
+            f"of {type(module).__name__} runs instead; remove one of the two"
         )
 
 
 def calls_children(model: nn.Module) -> bool:
-    """Whether a step of ``model`` may call its children directly, in any order.
+    """Return whether a step of ``model`` may call its children directly, in any order.
 
     This holds for a custom ``train_step``, and for Lightning modules with manual optimization.
     """
@@ -48,7 +48,7 @@ def calls_children(model: nn.Module) -> bool:
 
 
 def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> list[nn.Module]:
-    """Shard the parameters over the mesh; returns the root modules. Every rank must call this."""
+    """Shard the parameters over the mesh; return the root modules. Every rank must call this."""
     ignored: set[nn.Parameter] = set()
     units: dict[str, nn.Module] = {}
 
@@ -70,9 +70,10 @@ def shard_model(module: nn.Module, options: FsdpOptions, mesh: DeviceMesh) -> li
         "offload_policy": options.offload,
         "ignored_params": ignored or None,
     }
-    # Only the root has an output dtype: the next block expects inputs in its own dtype.
+    # Only the root has an output dtype: other blocks pass their output to blocks that expect
+    # param_dtype.
     inner = replace(options.precision, output_dtype=None)
-    # Innermost first, because a unit takes all parameters that are not in a unit yet.
+    # Innermost first, because fully_shard takes all parameters that are not in a unit yet.
     for path, one in reversed(list(module.named_modules())):
         if path not in roots and (path in exact or path in units):
             policy = exact.get(path, inner)
@@ -123,8 +124,9 @@ def find_units(
 ) -> dict[str, nn.Module]:
     """Return the blocks of ``options`` that can be gathered separately, by path, in module order.
 
-    A block that shares parameters with other parts of the model is left to the unit that contains
-    both. A block whose parameters are used without calling it is left to the unit around it.
+    Some blocks cannot: a block that shares parameters with other parts of the model, and a block
+    whose parameters are used without calling it. They are gathered with the unit that contains
+    them.
     """
     by_policy = options.policy and _by_policy(model, options.policy)
     blocks = find_blocks(model, options.blocks) if by_policy is None else by_policy
@@ -147,9 +149,9 @@ def find_units(
 def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Module]:
     """Return the root modules by path; each parameter is in exactly one of them.
 
-    The only root is the model, unless its step may call its children in any order, with several
-    backwards. In this case each child with parameters is a root if no parameter is in two of them
-    or outside of all of them.
+    Usually the only root is the model. If its step may call its children in any order, with several
+    backwards, each child with parameters is a root, provided that every parameter is in exactly one
+    of them.
     """
     roots: dict[str, nn.Module] = {}
     if not calls_children(model) or not _collect_roots(model, "", ignored, roots):
@@ -161,7 +163,10 @@ def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Mod
 def _collect_roots(
     module: nn.Module, path: str, ignored: set[nn.Parameter], roots: dict[str, nn.Module]
 ) -> bool:
-    """Add the outermost modules with a forward to ``roots``; False if parameters are outside."""
+    """Add the outermost modules with a forward to ``roots``.
+
+    Returns False if a parameter that is not ignored is outside of all of them.
+    """
     if any(one not in ignored for one in module.parameters(recurse=False)):
         return False
     for name, child in module.named_children():
@@ -178,9 +183,10 @@ def _collect_roots(
 def full_precision_units(
     model: nn.Module, policy: MixedPrecisionPolicy
 ) -> dict[str, MixedPrecisionPolicy]:
-    """Return policies for the layers that keep their dtype under mixed precision, by path.
+    """Return, by path, policies for the layers that keep their dtype under mixed precision.
 
-    These are the BatchNorm layers, because their statistics are sums over many values.
+    These are the BatchNorm layers: their statistics are sums over many values, which would lose
+    precision.
     """
     found = {}
     for path, layer in model.named_modules():
@@ -194,7 +200,7 @@ def full_precision_units(
 
 
 def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]:
-    """Return the parameters that are given as parameters, modules, or names and patterns."""
+    """Return the parameters that ``named`` gives as parameters, modules, or names and patterns."""
     found: set[nn.Parameter] = set()
     for one in named:
         if isinstance(one, nn.Parameter):
@@ -219,17 +225,17 @@ def check_shapes(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0 and parameter not in ignored:
             raise ValueError(
-                f"{name} is a parameter without dimensions, which cannot be sharded: give it the "
-                "shape (1,)"
+                f"parameters must have at least one dimension to be sharded, but {name} has none: "
+                "give it the shape (1,)"
             )
 
 
 def _by_policy(model: nn.Module, policy: WrapPolicy) -> dict[str, nn.Module]:
-    """Return the blocks that one of torch's wrapping policies selects, from the leaves upwards."""
+    """Return the blocks that a wrapping policy of torch selects, from the leaves upwards."""
     chosen: set[int] = set()
 
     def visit(module: nn.Module) -> int:
-        """Apply the policy inside ``module``; returns the number of elements in blocks."""
+        """Apply the policy inside ``module``; return the number of elements in its blocks."""
         count = sum(one.numel() for one in module.parameters())
         if not policy(module=module, recurse=True, nonwrapped_numel=count):
             return 0
@@ -268,7 +274,7 @@ def _reason_against(
 
 
 def _drop_overlaps(units: dict[str, nn.Module], owning: set[nn.Module]) -> None:
-    """Drop units that share a module with parameters, unless one contains the other."""
+    """Remove two units that share a module with parameters, unless one contains the other."""
     parts = {path: set(unit.modules()) for path, unit in units.items()}
     for (path, own), (other, others) in combinations(parts.items(), 2):
         if own & others & owning and not own <= others and not others <= own:

@@ -25,7 +25,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _in_either_order(init: _Init) -> _Init:
-    """Also accept mmengine's order, ``(loss_scale, dtype, use_fsdp, *, optimizer, ...)``."""
+    """Make ``init`` accept mmengine's order as well: ``(loss_scale, dtype, use_fsdp, *, ...)``."""
     names = ("loss_scale", "dtype", "use_fsdp")
 
     @wraps(init)
@@ -42,8 +42,8 @@ def _in_either_order(init: _Init) -> _Init:
 class AmpOptimWrapper(OptimWrapper):
     """An optimizer wrapper for mixed precision, on any device with autocast.
 
-    The loss is scaled only for float16, as bfloat16 has the range of float32. Positional arguments
-    may have the order below or mmengine's: ``AmpOptimWrapper("dynamic", "bfloat16",
+    The loss is scaled only for float16, because bfloat16 has the range of float32. Positional
+    arguments may have the order below or mmengine's order: ``AmpOptimWrapper("dynamic", "bfloat16",
     optimizer=optimizer)``.
 
     Args:
@@ -53,13 +53,15 @@ class AmpOptimWrapper(OptimWrapper):
             ``torch.amp.GradScaler``.
         dtype: a ``torch.dtype`` or its name; default: autocast's default for the device. "float32"
             and "float64" disable autocast.
-        use_fsdp: skip an update on all ranks if one rank must skip it, by a small collective per
-            update. Always done if the optimizer's parameters are sharded.
+        use_fsdp: in float16, skip an update on all ranks if any rank has infinite gradients. This
+            needs one small collective per update. It is always done if the optimizer's parameters
+            are sharded.
         device: the device of autocast; default: the device of the parameters.
 
     Raises:
         TypeError: ``loss_scale`` has another type, or contains an unknown argument.
-        ValueError: ``dtype`` is not one of these. Also the errors of ``OptimWrapper``.
+        ValueError: ``dtype`` is not float16, bfloat16, float32 or float64. See ``OptimWrapper`` for
+            further errors.
     """
 
     config_plain = ("clip_grad", "loss_scale")
@@ -97,12 +99,12 @@ class AmpOptimWrapper(OptimWrapper):
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
-        """Return the signature, whose arguments the registry passes by name."""
+        """Return the signature in this class's order; the registry passes arguments by name."""
         return inspect.signature(cls)
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """The scale of this window's losses, a tensor on the device; 1 unless in float16."""
+        """The factor by which ``backward`` multiplies losses: a 0-d tensor, 1 unless in float16."""
         device = next(parameters_of(self.optimizer)).device
         scale: Tensor = self.loss_scaler.scale(torch.ones((), device=device))
         return scale
@@ -118,7 +120,8 @@ class AmpOptimWrapper(OptimWrapper):
     def apply(self, **kwargs: Any) -> None:
         """Update the parameters unless a gradient is infinite, and adapt the loss scale."""
         if self._skips_together and self.clip is None:
-            # Fused optimizers would unscale by themselves, without the other ranks.
+            # Fused optimizers would otherwise unscale in their step, and look for infinite
+            # gradients on this rank only.
             self.unscale()
         self.loss_scaler.step(self.optimizer, **kwargs)
         self.loss_scaler.update(self._fixed_scale)
@@ -142,7 +145,7 @@ class AmpOptimWrapper(OptimWrapper):
         """Restore ``state_dict()`` of this class or of ``OptimWrapper``."""
         state = dict(state_dict)
         scale = state.pop(_SCALE_KEY, None)
-        # The state of a disabled scaler is empty, and an enabled one cannot load that.
+        # A disabled scaler saves an empty state, which an enabled scaler cannot load.
         if scale and self.loss_scaler.is_enabled():
             self.loss_scaler.load_state_dict(scale)
         super().load_state_dict(state)
@@ -166,7 +169,7 @@ def _dtype(dtype: str | torch.dtype | None, device_type: str) -> torch.dtype:
 
 
 def _scaler_options(loss_scale: Any) -> tuple[dict[str, Any], float | None]:
-    """Return the arguments of the scaler, and the fixed scale if there is one."""
+    """Return the arguments of the scaler, and the fixed scale or None."""
     if loss_scale == "dynamic":
         return {}, None
     if isinstance(loss_scale, Mapping):

@@ -18,7 +18,7 @@ _CLIPS: dict[str, Any] = {"norm": clip_grad_norm_, "value": clip_grad_value_}
 
 
 class GradClip:
-    """Clips the gradients of an optimizer by torch's function for "norm" or "value".
+    """Clip the gradients of an optimizer by torch's function for "norm" or "value".
 
     Raises:
         AssertionError: ``settings`` is not a mapping, or has no arguments for torch's function.
@@ -61,7 +61,8 @@ class GradClip:
         clip: Callable[..., Tensor | None] = _CLIPS[self.kind]
         if not has_placed_parameters(optimizer):
             return clip(parameters, **self.options)
-        # torch's functions fail on parameters of different meshes, but only read `grad`.
+        # torch's functions fail on parameters of different meshes. They only read ``grad``, so they
+        # get this rank's parts of the gradients.
         parts = [SimpleNamespace(grad=local_part(one.grad)) for one in parameters]
         if self.kind == "norm":
             return _clip_parts_by_norm(parameters, parts, **self.options)

@@ -1,4 +1,4 @@
-"""The check of the first update for gradients that are missing or differ between ranks."""
+"""A check of the first update: no gradients may be missing or differ between ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .gates import Gate
 
 
 class FirstUpdate(Gate):
-    """Checks the gradients of the first update, then removes itself from the gates.
+    """Check the gradients of the first update, then remove this gate from the optimizer wrapper.
 
     A custom step with a second backward or ``torch.autograd.grad``, or a layer that is missing in
-    the plan of a tensor group, makes the ranks' gradients differ without any other error.
+    a tensor-parallel plan, can make the gradients differ between ranks. Nothing else reports this.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -37,7 +37,7 @@ class FirstUpdate(Gate):
     begin = enter
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Raise RuntimeError if gradients are missing or differ; remove the check once it passes.
+        """Raise RuntimeError if gradients are missing or differ; once all agree, remove the gate.
 
         Every rank that shares gradients must call this.
         """
@@ -67,7 +67,7 @@ class FirstUpdate(Gate):
                 "losses that share calls, call again before each backward, or use "
                 "self.average(gradient)"
             )
-        # Infinite gradients hide differences, so the next update is checked again.
+        # Infinite gradients hide differences, so in that case the next update is checked again.
         return is_finite
 
 
@@ -75,27 +75,26 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
     """Return whether any parameter has a gradient; raise RuntimeError if one should have one."""
     if any(getattr(one, "is_replaced", False) for one in parameters):
         raise RuntimeError(
-            f"{name} has parameters that the model lost when its layers were split; create the "
-            "optimizer after wrapping"
+            f"{name} has parameters that do not belong to the model any more, because splitting "
+            "its layers replaced them; create the optimizer after wrapping"
         )
     if any(one.grad is not None for one in parameters):
         return True
-    # All parameters may be frozen now and trained later, and this optimizer wrapper may not have
-    # run a backward yet: neither is an error.
+    # It is not an error if all parameters are still frozen, or if no backward has run yet.
     if has_run and any(one.requires_grad for one in parameters):
         raise RuntimeError(
             f"no parameter of {name} has a gradient at its first update: either the loss depends "
-            "on none of them, or the model has other parameters now; create the optimizer after "
-            "wrapping, because fsdp and split layers replace parameters"
+            "on none of them, or they are not the model's parameters any more; create the "
+            "optimizer after wrapping, because fsdp and tensor_parallel replace parameters"
         )
     return False
 
 
 def _is_averaged(model: Any) -> bool:
-    """Return whether all ranks take part in every update, with the same gradients."""
+    """Return whether all ranks must have the same gradients in every update."""
     if not distributed.is_initialized() or model_features(model).uneven_inputs is not None:
         return False
-    # Communication hooks, such as local SGD, and ignored parameters may leave them different.
+    # Communication hooks, such as local SGD, and ignored parameters may leave gradients different.
     return not any(
         getattr(one, "_comm_hooks", None) or getattr(one, "parameters_to_ignore", None)
         for one in model.modules()
@@ -103,9 +102,10 @@ def _is_averaged(model: Any) -> bool:
 
 
 def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
-    """Compare the gradients of whole parameters between the ranks of each tensor group.
+    """Compare the gradients of parameters that are not split, within each tensor group.
 
-    Returns whether all gradients were finite; infinite ones hide differences.
+    Every rank must call this. Returns whether all gradients are finite; infinite gradients hide
+    differences.
 
     Raises:
         RuntimeError: the gradients of a parameter differ.
@@ -118,7 +118,8 @@ def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
         whole = {k: v for k, v in named.items() if v.requires_grad and not _is_split(v, group)}
         differs, is_finite = _differing(whole.values(), group, 0.02, 1e-3)
         wrong = differs.nonzero()
-        # Counted from the end, so that MAX finds the first parameter that differs on any rank.
+        # The index counts from the end, so that MAX finds the first parameter that differs on any
+        # rank.
         found = torch.tensor([len(differs) - int(wrong[0]) if len(wrong) else 0, not is_finite])
         if everywhere:
             found = found.to(comm_device())
@@ -129,8 +130,8 @@ def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
             name = list(whole)[-from_end]
             ranks = ", ".join(map(str, distributed.get_process_group_ranks(group)))
             raise RuntimeError(
-                f"the gradient of {name!r} is not the same on the ranks of a tensor group (here "
-                f"{ranks}), and must be, because the parameter is not split. Either the plan "
+                f"the gradient of {name!r} must be the same on all ranks of a tensor group (here "
+                f"{ranks}), because the parameter is not split, but it differs. Either the plan "
                 "leaves out a layer that gets a part of the sequence or of the features: give it a "
                 'style (such as "sequence" for a norm), or make the previous layer return whole '
                 'tensors ("replicate"). Or these ranks get different batches or random numbers'
@@ -139,7 +140,7 @@ def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:
 
 
 def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
-    # Compares ranks, because torch reuses the groups of an earlier mesh with the same ranks.
+    # Compares ranks and not groups: torch may reuse the group of an earlier mesh of these ranks.
     ranks = distributed.get_process_group_ranks(group)
     over = layout_of(parameter).sharded_over
     return any(distributed.get_process_group_ranks(one) == ranks for one in over)
@@ -149,13 +150,17 @@ def _is_split(parameter: Tensor, group: ProcessGroup) -> bool:
 def _differing(
     parameters: Iterable[Tensor], group: ProcessGroup | None, tolerance: float, noise: float
 ) -> tuple[Tensor, bool]:
-    """Return which gradients differ between the ranks, and whether all are finite; collective.
+    """Return which gradients differ between the ranks, and whether all are finite.
+
+    Every rank of ``group`` must call this.
 
     Args:
-        tolerance: allowed difference relative to the gradient; kernels may sum in any order.
-        noise: size of pure rounding errors relative to the largest gradient.
+        tolerance: allowed difference, relative to the norm of the gradient, because kernels may sum
+            in any order.
+        noise: gradients whose norm is below this part of the largest norm may be rounding errors,
+            and are not compared.
     """
-    # The row of zeros avoids an empty message.
+    # The row of zeros avoids an empty message for an optimizer without parameters.
     own = torch.stack([torch.zeros(4, dtype=torch.float64), *(_digest(p.grad) for p in parameters)])
     own = own.to(comm_device(group))
     everywhere = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
@@ -169,7 +174,7 @@ def _differing(
 
 
 def _digest(gradient: Tensor | None) -> Tensor:
-    """Return the norm of a gradient and sums over three parts; zeros for a missing gradient."""
+    """Return the norm and three partial sums of a gradient; zeros for a missing gradient."""
     if gradient is None:
         return torch.zeros(4, dtype=torch.float64)
     own = local_part(gradient)

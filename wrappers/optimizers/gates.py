@@ -1,4 +1,4 @@
-"""Gates: objects that attach to an optimizer wrapper and may prevent its updates."""
+"""Gates: objects in ``OptimWrapper.gates`` that can change losses and prevent updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ..steps.step_checks import has_custom_step
 
 
 class Gate:
-    """An object that an optimizer wrapper calls in each micro-batch and update; does nothing."""
+    """Base class of objects that an optimizer wrapper calls in each micro-batch and update.
+
+    By default its methods change nothing and allow every update.
+    """
 
     def begin(self, model: Any) -> None:
         """Handle the start of the training of ``model``."""
@@ -23,7 +26,7 @@ class Gate:
         """Handle the start of a forward of ``model``."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss whose backward runs; every rank must call this."""
+        """Return the loss to run backward on; every rank must call this."""
         return loss
 
     def begin_backward(self, ends_window: bool) -> None:
@@ -38,15 +41,15 @@ class Gate:
 
 
 class FreezeGate(Gate):
-    """Keeps parameters unchanged by dropping their gradients before an update.
+    """Freeze parameters for a number of updates by dropping their gradients before each update.
 
     Optimizers skip parameters without a gradient: neither weight decay nor momentum changes them,
-    and they get a state in the first update that trains them. Backward computes the gradients all
-    the same, so that wrappers such as ddp expect the same parameters in every step.
+    and their state is created in the first update that trains them. Backward still computes their
+    gradients, because wrappers such as ddp expect the same parameters in every step.
 
     Attributes:
-        steps: returns the number of updates before this one.
-        frozen: the parameters by the number of updates in which they are kept.
+        steps: function that returns the number of updates so far.
+        frozen: ``{n: parameters}``; the first ``n`` updates do not change these parameters.
     """
 
     def __init__(self, steps: Callable[[], int], frozen: Mapping[int, Sequence[Tensor]]) -> None:
@@ -54,7 +57,7 @@ class FreezeGate(Gate):
         self.frozen = frozen
 
     def allows(self, optim_wrapper: Any) -> bool:
-        """Drop the gradients; return whether the optimizer has others left."""
+        """Drop the gradients of frozen parameters; return whether any gradient is left."""
         done = self.steps()
         dropped = False
         for until, parameters in self.frozen.items():
@@ -67,7 +70,7 @@ class FreezeGate(Gate):
 
 
 class UpdateGuard(Protocol):
-    """An object that allows or prevents each update."""
+    """An object that decides before each update whether it happens."""
 
     def note(self, loss: Tensor) -> None:
         """Receive the loss of a micro-batch before its backward."""
@@ -77,7 +80,7 @@ class UpdateGuard(Protocol):
 
 
 class GuardGate(Gate):
-    """Attaches an ``UpdateGuard``."""
+    """Call an ``UpdateGuard`` as a gate."""
 
     def __init__(self, guard: UpdateGuard) -> None:
         self.guard = guard
@@ -91,7 +94,7 @@ class GuardGate(Gate):
 
 
 class ClosureGate(Gate):
-    """Raises ValueError when an optimizer that needs a closure is updated without one."""
+    """Raise ValueError when an optimizer that needs a closure is updated without one."""
 
     def allows(self, optim_wrapper: Any) -> bool:
         raise ValueError(_closure_advice(optim_wrapper.optimizer))
@@ -107,7 +110,7 @@ def _closure_advice(optimizer: Optimizer) -> str:
 
 
 def refuse_without_closure(optim_wrapper: Any, model: Any) -> None:
-    """Raise ValueError if the optimizer needs a closure, and the step of `model` has none."""
+    """Raise ValueError if the optimizer needs a closure and ``model`` has the default step."""
     if optim_features(optim_wrapper).needs_closure and not has_custom_step(model):
         raise ValueError(_closure_advice(optim_wrapper.optimizer))
 
@@ -129,9 +132,9 @@ def check_closure(optim_wrapper: Any, model: Any = None) -> None:
     elif clip is not None:
         problem = f"needs clip_grad=None, got {clip}: its line search needs unclipped gradients"
     elif optim_wrapper.scales_losses:
-        problem = "accepts no scaled loss: use dtype bfloat16 or float32"
+        problem = "needs losses without a loss scale, got float16: use dtype bfloat16 or float32"
     elif model_features(model).uneven_inputs is not None:
-        problem = "needs the same number of batches on all ranks: leave uneven_inputs out"
+        problem = "needs the same number of batches on all ranks: remove uneven_inputs"
     if problem:
         name = type(optim_wrapper.optimizer).__name__
         raise ValueError(f"{name} with a closure {problem}")

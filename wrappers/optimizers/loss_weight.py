@@ -1,4 +1,4 @@
-"""The weight of a micro-batch: its number of samples or tokens, or a user's measure."""
+"""The weight of a micro-batch: its number of samples or tokens, or the result of a function."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ _INSTEAD = "name the entry whose sum is the weight, {key: ...}, or give a functi
 
 
 class LossWeight:
-    """The weight of a batch: the number of items that its mean loss averages.
+    """Compute the weight of a batch: the number of items over which its loss is the mean.
+
+    The setting has one of these forms:
+
+    - "samples": the size of the first dimension of the first tensor, or the length of the first
+      list if that comes first.
+    - "tokens": the number of targets that are not -100, torch's ``ignore_index``. The targets are
+      the entry "labels", "targets" or "target" of a mapping, or the second entry of a sequence.
+    - ``{"key": name_or_index}``: the sum of this entry of the batch, such as a mask.
+    - A function that takes the preprocessed batch and returns a number or a 0-d tensor, or the
+      import path of such a function.
 
     Args:
-        setting: "samples": the first dimension of the first tensor, or the length of a list before
-            it. "tokens": the number of targets that are not -100, torch's ``ignore_index``; the
-            targets are the entry "labels", "targets" or "target" of a mapping, or the second entry
-            of a sequence. ``{"key": name_or_index}``: the sum of that entry, such as a mask. A
-            function of the preprocessed batch, or its import path, that returns a number or a 0-d
-            tensor.
+        setting: "samples", "tokens", a mapping, a function or an import path.
 
     Raises:
         TypeError, ValueError: the setting has another form.
@@ -127,7 +132,7 @@ def _sum_of_entry(batch: Any, key: Any) -> Any:
 
 
 def _entry(batch: Any, key: Any, needed: str) -> Any:
-    # The index of a tensor would select a sample.
+    # Indexing a tensor would select a sample, not an entry.
     if not isinstance(batch, Tensor):
         try:
             return batch[key]

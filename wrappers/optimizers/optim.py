@@ -35,13 +35,15 @@ _NO_CONTEXT = nullcontext()
 
 
 class Accumulation(OptimFeatures):
-    """Counts micro-batches, ``accumulative_counts`` per update; base of the optimizer wrappers.
+    """Count micro-batches and group them into windows; base class of the optimizer wrappers.
+
+    A *window* consists of the micro-batches of one update, usually ``accumulative_counts`` of them.
 
     Attributes:
         max_counts: total number of micro-batches of the training; -1 if unknown.
-        resumed_at: micro-batches before the training began or was resumed.
-        window: the micro-batches of an update and their weights.
-        gates: objects called in each micro-batch and update; empty in the common case.
+        resumed_at: number of micro-batches before the training began or was resumed.
+        window: the weights of the micro-batches in the current window.
+        gates: objects called in each micro-batch and update; usually none after the first update.
     """
 
     def __init__(self, accumulative_counts: int) -> None:
@@ -49,7 +51,7 @@ class Accumulation(OptimFeatures):
         if isinstance(accumulative_counts, bool) or not hasattr(accumulative_counts, "__index__"):
             raise TypeError(f"accumulative_counts must be an int, got {accumulative_counts!r}")
         if accumulative_counts < 1:
-            # The error type and the text are mmengine's.
+            # mmengine raises the same error.
             raise AssertionError(
                 "_accumulative_counts at least greater than or equal to 1, "
                 f"got {accumulative_counts!r}"
@@ -69,14 +71,14 @@ class Accumulation(OptimFeatures):
 
     @property
     def inner_count(self) -> int:
-        """Micro-batches so far."""
+        """Number of micro-batches so far."""
         return self._inner_count
 
     @inner_count.setter
     def inner_count(self, count: int) -> None:
         self._inner_count = count
 
-    # mmengine's names, which code for its optimizer wrappers reads.
+    # mmengine's names; code that is written for its optimizer wrappers reads them.
     _max_counts = property(lambda self: self.max_counts)
     _remainder_counts = property(
         lambda self: self.max_counts % self._accumulative_counts if self.max_counts > 0 else -1
@@ -84,7 +86,7 @@ class Accumulation(OptimFeatures):
 
     @property
     def guard(self) -> UpdateGuard | None:
-        """The object that allows or prevents each update."""
+        """The object that decides before each update whether it happens."""
         return next((one.guard for one in self.gates if isinstance(one, GuardGate)), None)
 
     @guard.setter
@@ -93,7 +95,7 @@ class Accumulation(OptimFeatures):
         self.gates = others if guard is None else [*others, GuardGate(guard)]
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set where training starts and ends, in micro-batches.
+        """Set the first and last micro-batch of the training.
 
         If ``max_counts`` is known, a shorter last window still ends with an update, and its losses
         are averaged over its length.
@@ -107,14 +109,14 @@ class Accumulation(OptimFeatures):
         if init_counts % every and self.loss_weight is None:
             logger.warning(
                 "Resumed iteration number is not divisible by accumulative_counts "
-                "(%d and %d): the first update sees %d micro-batches only.",
+                "(%d and %d): the first update uses only %d micro-batches.",
                 init_counts,
                 every,
                 self._length_at(init_counts),
             )
         has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
         if has_norm and get_rank() == 0:
-            # The first words are mmengine's.
+            # The message begins like mmengine's.
             logger.warning(
                 "Gradient accumulative may slightly decrease the performance of models with "
                 "BatchNorm: its statistics come from single micro-batches."
@@ -155,7 +157,7 @@ class Accumulation(OptimFeatures):
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch; without ``loss_weight`` nothing happens.
 
-        A custom training step calls it before the backward; the default steps do so too.
+        Call it before the backward in a custom training step. The default steps call it.
 
         Args:
             batch: the preprocessed batch.
@@ -170,9 +172,9 @@ class Accumulation(OptimFeatures):
 
     @property
     def window_weight(self) -> float:
-        """Weight of the micro-batches whose gradients this rank holds, for checkpoints.
+        """Total weight of the micro-batches whose gradients this rank holds, for checkpoints.
 
-        Set it when you restore the gradients of a window; otherwise they count as 0.
+        Set it when you restore the gradients of an unfinished window; otherwise their weight is 0.
         """
         return float(self.window.total or 0.0)
 
@@ -184,9 +186,10 @@ class Accumulation(OptimFeatures):
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide ``loss`` by the number of micro-batches in its window.
 
-        With ``loss_weight``, multiply it by its weight; ``step`` divides by the window's weight.
+        With ``loss_weight``, multiply it by the micro-batch's weight instead; ``step`` then divides
+        the gradients by the window's total weight.
         """
-        # In reverse order: the last gate, a guard, gets the original loss.
+        # In reverse order, so that a guard, which is the last gate, gets the original loss.
         for gate in reversed(self.gates):
             loss = gate.scale(loss)
         if self._accumulative_counts == 1:
@@ -196,7 +199,7 @@ class Accumulation(OptimFeatures):
 
     @property
     def loss_scale(self) -> float | Tensor:
-        """The scale of this window's losses, for code that does not call `backward`."""
+        """The factor by which ``backward`` multiplies losses, for code that does not call it."""
         return 1.0
 
     def window_length(self) -> int:
@@ -240,13 +243,13 @@ class OptimWrapper(Accumulation):
             for ``LossWeight``. Default: all micro-batches of all ranks count the same.
 
     Attributes:
-        guard: allows or prevents each update; if it prevents one, the gradients are cleared.
-            ``SpikeGuardHook`` sets it.
+        guard: decides before each update whether it happens; if it does not, the gradients are
+            cleared. ``SpikeGuardHook`` sets it.
         loss_weight: the ``LossWeight``; None if every micro-batch counts the same.
-        batch_counts: whether the next micro-batch is real. A loop sets it to False for a batch that
-            only serves the communication with other ranks; its weight is 0.
+        batch_counts: whether the next micro-batch is real. A loop sets it to False for a batch of
+            weight 0, which a rank without data runs because other ranks wait for its communication.
         last_weight: weight of the last micro-batch of this rank.
-        clip: clips the gradients; None without clipping.
+        clip: the object that clips the gradients; None without clipping.
         collective_state: whether every rank must call ``state_dict``.
         reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
             ``shape`` and ``[slices]``, so that only this rank's part is read.
@@ -256,7 +259,8 @@ class OptimWrapper(Accumulation):
 
     Raises:
         AssertionError: ``accumulative_counts`` is below 1, or ``clip_grad`` has no arguments.
-        TypeError: an argument has another type, or ``clip_grad`` has one that torch does not take.
+        TypeError: an argument has the wrong type, or ``clip_grad`` contains an argument that
+            torch's clipping function does not take.
         ValueError: the optimizer cannot update sharded parameters, or it needs a closure and there
             is accumulation, clipping or ``loss_weight``.
     """
@@ -267,7 +271,7 @@ class OptimWrapper(Accumulation):
     collective_state = property(lambda self: has_sharded_state(self.optimizer))
     defaults = property(
         lambda self: getattr(self.optimizer, "defaults", {}),
-        doc="The optimizer's settings for groups that do not set them.",
+        doc="The optimizer's default settings of parameter groups.",
     )
 
     def __init__(
@@ -310,7 +314,7 @@ class OptimWrapper(Accumulation):
         step_kwargs: Mapping[str, Any] | None = None,
         zero_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run backward; at the end of a window update and clear the gradients.
+        """Run backward; at the end of a window, update the parameters and clear the gradients.
 
         Every rank must call this.
         """
@@ -320,13 +324,15 @@ class OptimWrapper(Accumulation):
             self.zero_grad(**(zero_kwargs or {}))
 
     def update_by_closure(self, closure: Callable[[], Tensor], model: Any) -> Tensor:
-        """Update with an optimizer that computes the loss several times (LBFGS).
+        """Update with an optimizer that computes the loss several times, such as LBFGS.
 
         Counts one micro-batch and returns the detached loss before the update. Every rank must
-        call this. The optimizer gets the mean of the ranks' losses, so that all ranks update alike.
+        call this. The optimizer gets the mean of the ranks' losses, so all ranks make the same
+        update.
 
         Args:
-            closure: computes the loss of the batch, without backward, in ``optim_context``.
+            closure: returns the loss of the batch and does not run backward. It is called in
+                ``optim_context``.
             model: the model wrapper.
 
         Raises:
@@ -389,7 +395,7 @@ class OptimWrapper(Accumulation):
         self.optimizer.step(**kwargs)
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients, including gradients that fsdp holds until the window ends."""
+        """Clear the gradients, including those that fsdp keeps unsharded until the window ends."""
         for gate in self.gates:
             gate.clear()
         optimizer = self.optimizer
@@ -398,13 +404,13 @@ class OptimWrapper(Accumulation):
         if kwargs or getattr(optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad:
             optimizer.zero_grad(**kwargs)
             return
-        # The default of torch, without its profiler entry: saves 5 us in a small step.
+        # The same as torch's default, without its profiler entry: saves 5 us per step.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
     def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return ``model.no_sync()``, or no context if the next micro-batch ends its window."""
+        """Return ``model.no_sync()``; an empty context if the next micro-batch ends its window."""
         for gate in self.gates:
             gate.enter(model)
         if self._accumulative_counts == 1 or self.should_sync():
@@ -414,7 +420,10 @@ class OptimWrapper(Accumulation):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups; if there are several, also one with the base settings."""
+        """The optimizer's groups; if there are several, the last one added has the base settings.
+
+        The group with the base settings contains no parameter of the model.
+        """
         groups = self.optimizer.param_groups
         return groups if self.base_param_settings is None else [*groups, self.base_param_settings]
 
@@ -434,7 +443,7 @@ class OptimWrapper(Accumulation):
         """Return the optimizer's state, with its class and the count of micro-batches.
 
         The state of sharded parameters consists of ``DTensor``s. Every rank must call this if
-        `collective_state`. With ``ZeroRedundancyOptimizer`` only the first rank gets the state of
+        ``collective_state``. With ``ZeroRedundancyOptimizer`` only the first rank gets the state of
         the parameters.
         """
         state = state_of(self.optimizer)
@@ -449,9 +458,9 @@ class OptimWrapper(Accumulation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or the state of the optimizer without a wrapper.
 
-        It may come from another kind of parallelism. In place of this rank's part of a tensor it
-        may contain the whole tensor, or an object with ``shape`` and ``[slices]`` that returns
-        tensors. If it contains ``DTensor``s, every rank must call this.
+        The state may come from another kind of parallelism. Each tensor in it is this rank's part,
+        the whole tensor, or an object with ``shape`` and ``[slices]`` that returns tensors. If it
+        contains ``DTensor``s, every rank must call this.
 
         Raises:
             ValueError: the state belongs to another kind of optimizer, or to other parameters.
@@ -461,7 +470,7 @@ class OptimWrapper(Accumulation):
         kind = state.pop(_KIND_KEY, own)
         if kind != own:
             # torch would load it, and fail in the next step because a setting is missing.
-            raise ValueError(f"it is the state of {kind}, but the optimizer is {own}")
+            raise ValueError(f"the optimizer is {own}, but the state to load is of {kind}")
         base = state.pop(_BASE_KEY, None)
         if base is not None and self.base_param_settings is not None:
             self.base_param_settings = dict(base)

@@ -1,4 +1,4 @@
-"""A group of optimizer wrappers, for models that update by each of them separately."""
+"""A mapping of optimizer wrappers, for models that train with several optimizers."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _not_for_groups(name: str) -> Callable[..., Any]:
 class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     """A mapping of names to optimizer wrappers.
 
-    The ``train_step`` of the model or wrapper selects an optimizer by name. Clearing gradients,
-    counters, state and learning rates are forwarded to every member.
+    The ``train_step`` of the model or wrapper selects an optimizer by name. Methods for gradients,
+    counters, state and learning rates call every member.
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
@@ -46,7 +46,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         for name, wrapper in optim_wrappers.items():
             # Checks the interface, to accept mmengine's wrapper as well.
             if not (hasattr(wrapper, "optimizer") and hasattr(wrapper, "update_params")):
-                # The error type and the text are mmengine's.
+                # mmengine raises the same error.
                 raise AssertionError(
                     "`OptimWrapperDict` only accept OptimWrapper instance, "
                     f"but got {name}: {type(wrapper)}"
@@ -80,7 +80,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     optim_context = _not_for_groups("optim_context")
 
     def precision_context(self) -> AbstractContextManager[Any]:
-        """Return the context for evaluations in training, if all members use the same precision."""
+        """Return autocast for evaluations during training; no context if precisions differ."""
         casts = {
             (getattr(one, "device_type", None), getattr(one, "cast_dtype", None))
             for one in self.values()
@@ -121,7 +121,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
             one.weigh(batch, model)
 
     def begin_pass(self, start: int, length: int | None) -> None:
-        """Set the start and length of a pass over the data in the `followers`."""
+        """Set the start and length of a pass over the data in ``followers()``."""
         for wrapper in self.followers():
             if optim_features(wrapper).loss_weight is not None:
                 wrapper.begin_pass(start, length)
@@ -130,16 +130,16 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return [one for one in self.values() if optim_features(one).loss_weight is not None]
 
     def begin_batch(self) -> None:
-        """Make `should_update` consider only the members that take part in the next batch.
+        """Make ``should_update`` consider only the members that take part in the next batch.
 
-        Call it before each training step; our training loops do so.
+        Call it before each training step in your own loop; stepwrap's training loops call it.
         """
         self._before = {name: wrapper._inner_count for name, wrapper in self.items()}
 
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        If `begin_batch` was not called, or if no member accumulates and none has counted a
+        If ``begin_batch`` was not called, or if no member accumulates and none has counted a
         micro-batch since that call, return whether the last micro-batch of any member ended its
         window.
         """
@@ -152,9 +152,10 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set where training starts and ends in the `followers`.
+        """Set the first and last micro-batch of the training in ``followers()``.
 
-        Initialise a member yourself, before this, if it does not get every batch exactly once.
+        If a member does not get every batch exactly once, call its ``initialize_count_status``
+        yourself before this.
         """
         self._before = None
         for wrapper in self.followers():
@@ -163,8 +164,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def followers(self) -> list[OptimWrapper]:
         """Return the members whose counts the training loop sets.
 
-        These are the members that the user has not initialised: ``max_counts`` was below 0 in this
-        or an earlier call.
+        Members that you initialised yourself are not included: ``max_counts`` of a follower is
+        below 0, or was in an earlier call.
         """
         self._followers.update(
             n for n, wrapper in self.items() if optim_features(wrapper).max_counts < 0
@@ -173,7 +174,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     @property
     def inner_count(self) -> int:
-        """Largest number of micro-batches that a member has counted."""
+        """The largest ``inner_count`` of the members."""
         return max((wrapper._inner_count for wrapper in self.values()), default=0)
 
     @property
@@ -190,7 +191,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return {f"{n}.{k}": v for n, one in self.items() for k, v in one.get_momentum().items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by member; every rank must call this if `collective_state`."""
+        """Return the state by member; every rank must call this if ``collective_state``."""
         return {name: wrapper.state_dict() for name, wrapper in self.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -202,7 +203,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         self._before = None
         for name, state in state_dict.items():
             if name not in self:
-                # The error type and the text are mmengine's.
+                # mmengine raises the same error.
                 raise AssertionError(
                     f"Mismatched `state_dict`! cannot found {name} in OptimWrapperDict, "
                     f"it has {list(self)}"

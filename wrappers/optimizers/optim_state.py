@@ -1,8 +1,9 @@
-"""Optimizer state that loads under any other kind of parallelism.
+"""Save and load optimizer state, which can be loaded under any other kind of parallelism.
 
-It has the format of torch's optimizers over whole tensors; parts of tensors are saved as
-``DTensor``s. ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` are saved as the optimizer
-inside them. They are recognised by their attributes, because importing them takes half a second.
+The state has the format of torch's ``Optimizer.state_dict()`` over whole tensors; parts of tensors
+are saved as ``DTensor``s. For ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` it is the
+state of their inner optimizer. These two are recognised by their attributes, because importing
+their classes takes half a second.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .optimizer_fit import IMPLEMENTATIONS
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Return the class name of the optimizer, or of the optimizer inside it."""
+    """Return the class name of the optimizer, or of its inner optimizer if it has one."""
     return type(_inner(optimizer)).__name__
 
 
@@ -43,8 +44,8 @@ def has_sharded_state(optimizer: Optimizer) -> bool:
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state, with parts of tensors as ``DTensor``s.
 
-    Every rank must call this for ``ZeroRedundancyOptimizer``: the first rank of the group gets the
-    state, the others get the settings only.
+    With ``ZeroRedundancyOptimizer`` every rank must call this. Only the first rank of its group
+    then gets the state of the parameters; the others get only the settings of the groups.
     """
     state = dict(
         _consolidated(optimizer) if _is_zero_redundancy(optimizer) else optimizer.state_dict()
@@ -59,10 +60,10 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `state_of` returned under any kind of parallelism.
+    """Load a state that ``state_of`` returned under any kind of parallelism.
 
-    In place of this rank's part of a tensor, the state may contain the whole tensor or an object
-    that can be sliced like it.
+    Each tensor in the state is this rank's part, the whole tensor, or an object with the ``shape``
+    of the whole tensor that can be sliced like it.
 
     Raises:
         ValueError: the state belongs to another model.
@@ -71,7 +72,8 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     groups = state["param_groups"]
     pairs = zip(groups, optimizer.param_groups, strict=False)
     state["param_groups"] = [
-        # The saved implementation may not exist for this device or sharding.
+        # Keeps this optimizer's implementation ("fused", "foreach"): the saved one may not support
+        # this device or sharding.
         {**saved, **{name: own[name] for name in IMPLEMENTATIONS if name in saved and name in own}}
         for saved, own in pairs
     ] + list(groups[len(optimizer.param_groups) :])
@@ -103,7 +105,7 @@ def _consolidated(optimizer: Any) -> dict[str, Any]:
     if optimizer.rank != 0:
         return {"state": {}, "param_groups": Optimizer.state_dict(optimizer)["param_groups"]}
     state: dict[str, Any] = optimizer.state_dict()
-    # Frees the copy of all ranks' state, which it would keep until the next call.
+    # Frees the copy of all ranks' state, which the optimizer would keep until the next call.
     optimizer._all_state_dicts = []
     return state
 
@@ -135,7 +137,7 @@ def _local_part_of(value: Any, owner: Tensor) -> Any:
         return take_part(value, owner)
     value = value if isinstance(value, Tensor) else value[...]
     if is_dtensor(owner) and value.ndim and not is_dtensor(value):
-        # State of another shape than the parameter, such as Adafactor's rows, is not sharded.
+        # State with another shape than the parameter, such as Adafactor's rows, is not sharded.
         from torch.distributed.tensor import DTensor, Replicate
 
         everywhere = [Replicate()] * owner.device_mesh.ndim

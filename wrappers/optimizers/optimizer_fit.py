@@ -1,7 +1,7 @@
-"""Whether an optimizer can update given parameters, and construction with fused kernels.
+"""Build optimizers with fused kernels, and check whether an optimizer can update given parameters.
 
-Most optimizers update each element independently, and so can update a part of a tensor. torch's
-other optimizers were tested against runs of one process; `_UNSUPPORTED` lists the layouts of
+Most optimizers update each element independently, so they can update a part of a tensor. torch's
+other optimizers were compared with runs of one process: ``_UNSUPPORTED`` lists the layouts of
 parameters that they cannot update, and why.
 """
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..sharding.layout import fsdp_roots, is_dtensor, is_dtensor_or_localised, layout_of, local_part
 from ..torch_functions import option_names
 
-# Setting any of these selects an implementation.
+# Arguments of torch's optimizers that select an implementation.
 IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 _INSTEAD = "use AdamW, SGD or another optimizer that updates each element independently"
 
@@ -32,9 +32,9 @@ def build_optimizer(
 
     Args:
         cls: an optimizer class.
-        params: parameters, ``(name, parameter)`` pairs or groups, as torch takes them.
-        kwargs: further arguments. ``fused`` is not added if they contain ``fused``, ``foreach``,
-            ``capturable`` or ``differentiable``. Sparse gradients need ``fused=False``.
+        params: parameters, ``(name, parameter)`` pairs or groups, as torch accepts them.
+        kwargs: further arguments. If they contain ``fused``, ``foreach``, ``capturable`` or
+            ``differentiable``, nothing is added. Sparse gradients need ``fused=False``.
 
     Raises:
         ValueError: parameters are sharded over the ranks, and ``cls`` needs whole tensors.
@@ -53,7 +53,7 @@ def build_optimizer(
 
 
 def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tensor) -> bool:
-    """Try a step, because some classes raise only then."""
+    """Return whether a step with ``fused=True`` works; some classes raise only in a step."""
     probe = torch.zeros((1,) * like.ndim, device=like.device, dtype=like.dtype)
     if is_dtensor(like):
         from torch.distributed.tensor import DTensor
@@ -69,7 +69,7 @@ def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tenso
 
 
 def listed_params(params: Iterable[Any]) -> list[Any]:
-    """Return parameters, pairs or groups, as torch takes them; iterators become lists."""
+    """Return parameters, pairs or groups as lists, because iterators can be read only once."""
     items = list(params)
     for at, item in enumerate(items):
         if isinstance(item, dict):
@@ -79,7 +79,7 @@ def listed_params(params: Iterable[Any]) -> list[Any]:
 
 
 def tensors_of(items: Iterable[Any]) -> list[Tensor]:
-    """Return the parameters in what `listed_params` returned."""
+    """Return the parameters among parameters, pairs or groups from ``listed_params``."""
     found: list[Tensor] = []
     for item in items:
         if isinstance(item, dict):
@@ -91,7 +91,7 @@ def tensors_of(items: Iterable[Any]) -> list[Tensor]:
 
 
 def needs_closure(cls: Any) -> bool:
-    """Whether ``step`` of ``cls`` requires a function that computes the loss again."""
+    """Return whether ``step`` of ``cls`` requires a closure that computes the loss again."""
     try:
         closure = inspect.signature(cls.step).parameters.get("closure")
     except (AttributeError, TypeError, ValueError):
@@ -100,7 +100,7 @@ def needs_closure(cls: Any) -> bool:
 
 
 def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError if ``cls`` cannot update these parameters, or would do it wrongly."""
+    """Raise ValueError if ``cls`` cannot update these parameters, or would update them wrongly."""
     for gathered in (root.gathered(tensors) for root in list(fsdp_roots)):
         if gathered is not None:
             raise ValueError(
@@ -112,7 +112,7 @@ def check_fit(cls: Any, tensors: Sequence[Tensor]) -> None:
     if not placed:
         return
     for base in getattr(cls, "__mro__", ()):
-        # By name: importing some of these takes half a second.
+        # Compared by name, because importing some of these classes takes half a second.
         if base.__module__.startswith(("torch.optim", "torch.distributed.optim")):
             why, finders = _UNSUPPORTED.get(base.__name__, ("", ()))
             for problem in filter(None, (find(placed) for find in finders)):
@@ -123,7 +123,7 @@ def check_group(cls: Any, tensors: Iterable[Tensor], group: ProcessGroup | None)
     """Raise ValueError if the ranks of ``group`` hold different parts of a parameter.
 
     Args:
-        cls: the optimizer, which communicates between these ranks.
+        cls: an optimizer that communicates between these ranks.
         group: the ranks; None for all.
     """
     for tensor in filter(is_dtensor_or_localised, tensors):
@@ -150,7 +150,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
         check_fit(cls, tensors)
     if inner is not optimizer:
-        # torch's optimizers keep the process group themselves, or in their averager.
+        # ZeroRedundancyOptimizer has the process group itself, PostLocalSGD in its averager.
         owner = getattr(optimizer, "averager", optimizer)
         check_group(type(optimizer), tensors, getattr(owner, "process_group", None))
 

@@ -1,5 +1,5 @@
-"""Parameters by the names in the user's model: options of parameter groups, and the parameters of
-each of several optimizers.
+"""Select parameters by their names in the user's model: for parameter groups with different
+options, and for several optimizers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# With `as_mmengine`, the decay of these kinds is multiplied by the first option that is set, such
-# as `norm_decay_mult`, then `bias_decay_mult`. (mmengine's docstring excludes both kinds from
-# `bias_decay_mult`.) All other kinds use the option that begins with the kind's first word, and so
-# do these kinds without `as_mmengine`.
+# The weight decay of a parameter is multiplied by the option of its kind's first word: for "norm
+# bias" this is norm_decay_mult. With as_mmengine, these two kinds have two options, of which the
+# first one that is set is used. This follows mmengine's code; its docstring says that
+# bias_decay_mult does not apply to them.
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 
@@ -49,9 +49,9 @@ class NamedParameter(NamedTuple):
 
 
 def named_parameters(model: nn.Module) -> list[NamedParameter]:
-    """Return the parameters in the order of their modules; a shared one under each of its names.
+    """Return the parameters in the order of their modules, shared ones under each of their names.
 
-    Wrappers inside the model and `torch.compile` do not change the names.
+    Wrappers inside the model and ``torch.compile`` do not change the names.
     """
     return list(_walk(model, "", ()))
 
@@ -61,7 +61,7 @@ def _is_pattern(text: str) -> bool:
 
 
 def _belongs(name: str, where: str) -> bool:
-    """Return whether a parameter's name matches a pattern, or is inside the module at a path."""
+    """Return whether a parameter's name matches ``where``, a pattern or the path of a module."""
     return fnmatchcase(name, where) if _is_pattern(where) else f"{name}.".startswith(f"{where}.")
 
 
@@ -95,12 +95,13 @@ def _walk(module: nn.Module, prefix: str, above: tuple[nn.Module, ...]) -> Itera
 def divide_parameters(
     model: nn.Module, chosen: Mapping[str, Sequence[str] | None]
 ) -> dict[str, list[NamedParameter]]:
-    """Divide the parameters among the optimizers; each trained one must belong to exactly one.
+    """Divide the parameters among optimizers; every trained parameter must have exactly one.
 
     Args:
         model: the model, wrapped or not.
-        chosen: by optimizer, patterns (fnmatch on full names) and paths of modules; None for
-            the child of the model, or of its `net`, that has the optimizer's name.
+        chosen: for each optimizer's name, a list of patterns (fnmatch on full names) and paths of
+            modules. None selects the child of the model, or of its ``net``, with the optimizer's
+            name.
 
     Raises:
         ValueError: a pattern matches nothing, a child does not exist, or a trained parameter
@@ -128,7 +129,7 @@ def check_step_for_several_optimizers(model: nn.Module) -> None:
         name = type(model.module).__name__
         raise TypeError(
             f"{name} must define train_step to use several optimizers, and does not: write "
-            f"{name}.train_step(data, optim_wrapper), which updates by each, for example "
+            f"{name}.train_step(data, optim_wrapper), which calls each of them, for example "
             "optim_wrapper['generator'].update_params(loss)"
         )
 
@@ -174,29 +175,33 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Group the model's parameters by their options; return as few groups as possible.
 
-    A custom key with `*`, `?` or `[` matches full names (fnmatch); any other key matches the full
-    names that contain it. Only the longest matching key is used. If none matches, the kind of
-    parameter decides: biases outside norm layers (`bias_lr_mult`) and, of these, biases outside
-    depthwise convolutions (`bias_decay_mult`), norm layers, depthwise convolutions, and other
-    parameters with one dimension (`flat_decay_mult`). Logs show the `name` of a group.
+    ``custom_keys`` has options for the parameters whose names match a key. A key with ``*``, ``?``
+    or ``[`` must match the full name (fnmatch); any other key must be contained in the full name.
+    Only the longest matching key is used. If none matches, the kind of parameter selects factors:
+
+    - ``bias_lr_mult``: biases outside norm layers
+    - ``bias_decay_mult``: the same biases, except biases of depthwise convolutions
+    - ``norm_decay_mult``: weights and biases of norm layers
+    - ``dwconv_decay_mult``: weights and biases of depthwise convolutions
+    - ``flat_decay_mult``: parameters with one dimension, if the factor of their kind is not set
+
+    With ``layer_decay`` and ``layers``, the learning rate of each parameter is multiplied by
+    ``layer_decay`` once for each layer above it. Logs show the ``name`` of a group.
 
     Args:
-        model: a model, wrapped or not, or some of its parameters, from `named_parameters`.
-        lr, weight_decay: base values for the factors; default: the defaults of `optimizer`.
-        paramwise: `custom_keys` ({key: {lr_mult, decay_mult}}, or absolute `lr`,
-            `weight_decay` and further arguments of `optimizer`), `bias_lr_mult`,
-            `bias_decay_mult`, `norm_decay_mult`, `flat_decay_mult`, `dwconv_decay_mult`;
-            `bypass_duplicate`: use the first name of a shared parameter if its names would give it
-            different options; `as_mmengine`: kinds of parameters and custom keys as in mmengine's
-            code (see docs/configs.md).
+        model: a model, wrapped or not, or some of its parameters, from ``named_parameters``.
+        lr, weight_decay: base values for the factors; default: the defaults of ``optimizer``.
+        paramwise: a mapping with the factors above and these keys. ``custom_keys``: for each key a
+            mapping with ``lr_mult`` and ``decay_mult``, or absolute values of ``lr``,
+            ``weight_decay`` and other arguments of ``optimizer``. ``layer_decay`` and ``layers``.
+            ``bypass_duplicate``: if a shared parameter would get different options under its
+            names, use the first name. ``as_mmengine``: define the kinds of parameters and match
+            custom keys as mmengine does (see docs/configs.md).
         optimizer: the optimizer class, for its defaults and further arguments.
 
     Raises:
         ValueError: an option does not exist or is out of range, a key matches no parameter, a
             factor has no base value, or a shared parameter gets different options.
-
-    With `layer_decay` and `layers`, the learning rate of each parameter is multiplied by
-    `layer_decay` once for each layer above it.
     """
     problems: list[Problem] = []
     section = check_paramwise(dict(paramwise), optimizer, "paramwise", problems)
@@ -215,12 +220,12 @@ def param_groups(
 
 
 class _Rules:
-    """Finds the options of a parameter; ``base`` holds the base values for the factors."""
+    """Find the options of a parameter; ``base`` has the values that the factors multiply."""
 
     def __init__(self, section: ParamwiseSection, base: Mapping[str, float | None]) -> None:
         self.section = section
         self.base = base
-        # The longest matching key is used.
+        # Longest first, because the longest matching key is used.
         self.keys = sorted(sorted(section.custom_keys), key=len, reverse=True)
         # By parameter, with layer_decay: the number of layers above it, and its layer.
         self.levels: dict[str, tuple[int, str]] = {}
@@ -235,13 +240,13 @@ class _Rules:
                 logger.warning("%s", problem)
 
     def options_of(self, one: NamedParameter) -> tuple[str, Options]:
-        """Return the reason for a parameter's options, and the options."""
+        """Return a text that names the source of a parameter's options, and the options."""
         why, options = self._own_options(one)
         if one.name not in self.levels:
             return why, options
         above, layer = self.levels[one.name]
         own = "" if options == _without_none(dict(self.base)) else f" {why}"
-        # A rate that a custom key sets is used as it is.
+        # layer_decay does not change an absolute rate of a custom key.
         if "lr" not in self.section.custom_keys.get(why, {}):
             rate = options.get("lr")
             if rate is None:
@@ -250,7 +255,7 @@ class _Rules:
         return f"{layer}{own}", options
 
     def _own_options(self, one: NamedParameter) -> tuple[str, Options]:
-        """Return the reason and the options without the decay by layer."""
+        """Return the text and the options before ``layer_decay``."""
         for key in self.keys:
             if self._matches(key, one.name):
                 return key, self._custom(key)
@@ -262,7 +267,7 @@ class _Rules:
         return kind or "other", _without_none({"lr": lr, "weight_decay": decay})
 
     def _decay_of(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
-        """Return the reason for a parameter's weight decay, and its factor."""
+        """Return the factor of a parameter's weight decay, with the kind that decided it."""
         why = kind.removesuffix(" bias") if kind.startswith("norm") else kind
         options = kind.split()[:1]
         if self.section.as_mmengine:
@@ -297,11 +302,11 @@ class _Rules:
 
 
 def _levels(names: Sequence[str], layers: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """Return for each parameter the number of layers above it, and its layer.
+    """Return for each parameter the number of layers above it, and the name of its layer.
 
-    Parameters before the first one in a layer, such as an embedding, are a layer below all others;
-    parameters after the last one, such as a head, a layer above. Parameters between layers belong
-    to the layer of the parameter before them.
+    The parameters before the first layer, such as an embedding, form the lowest layer "input".
+    Those after the last layer, such as a head, form the highest layer "output". A parameter between
+    two layers belongs to the layer before it.
 
     Args:
         layers: paths of modules from the input to the output; a pattern is one layer for each

@@ -1,4 +1,4 @@
-"""Optimizers that communicate with the other ranks, built from names and options."""
+"""Optimizers that communicate with other ranks: ``ZeroRedundancyOptimizer``, ``PostLocalSGD``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ with warnings.catch_warnings():
 
 @OPTIMIZERS.register_module()
 class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
-    """torch's class: each rank keeps the optimizer state of only a part of the parameters.
+    """Keep on each rank the optimizer state of only a part of the parameters.
 
-    Every rank must construct it and call ``step``.
+    This is torch's class with checks, and it accepts names of optimizers. Every rank must construct
+    it and call ``step``.
 
     Args:
         params: parameters or groups.
@@ -39,7 +40,7 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
         defaults: options of the optimizer.
 
     Raises:
-        TypeError: the optimizer does not have such an option.
+        TypeError: an option of the optimizer is unknown.
         ValueError: the ranks hold different parts of a parameter, as under fsdp, or
             ``overlap_with_ddp`` is set.
     """
@@ -56,8 +57,8 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
     ) -> None:
         if overlap_with_ddp:
             raise ValueError(
-                "overlap_with_ddp updates during the backward, without clipping or accumulation; "
-                "leave it out"
+                "overlap_with_ddp must be False, got True: it updates during the backward, without "
+                "clipping or accumulation"
             )
         inner = _optimizer_class(optimizer_class, defaults)
         items = _checked_params(type(self), inner, params, process_group)
@@ -72,17 +73,17 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
 
 @OPTIMIZERS.register_module()
 class PostLocalSGD(PostLocalSGDOptimizer):
-    """An optimizer that updates each rank independently and averages the weights periodically.
+    """Update each rank independently and average the weights periodically.
 
     Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", 2018. The gradients
     must not be averaged after the warm-up: give the wrapper
     ``comm_hook: {type: post_localSGD, start_localSGD_iter: N}`` with N equal to ``warmup_steps``.
-    Between two averages each rank evaluates different weights. A checkpoint contains the weights of
-    the first rank.
+    Between two averages the weights differ between ranks: each rank evaluates its own, and a
+    checkpoint contains those on the first rank.
 
     Args:
-        period: updates between two averages.
-        warmup_steps: updates before the first average.
+        period: average the weights after every ``period`` updates.
+        warmup_steps: number of updates before the first average.
         params, optimizer_class, process_group, defaults: as for ``ZeroRedundancyOptimizer``.
 
     Raises:
@@ -136,7 +137,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
 
 
 def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer]:
-    """Return an optimizer class, after a check of the names of its options."""
+    """Return an optimizer class; raise if it lacks an option or needs a closure."""
     if isinstance(wanted, Mapping):
         wanted = wanted.get("_ref_", wanted.get("type"))
     found = OPTIMIZERS.resolve(wanted) if isinstance(wanted, str) else wanted
@@ -148,7 +149,7 @@ def _optimizer_class(wanted: Any, defaults: Mapping[str, Any]) -> type[Optimizer
     if needs_closure(cls):
         raise ValueError(
             f"optimizer_class cannot be {cls.__name__}, which needs a closure and all parameters "
-            "together: give one that updates from gradients, such as AdamW"
+            "together: use an optimizer that updates from gradients, such as AdamW"
         )
     return cls
 

@@ -1,4 +1,4 @@
-"""The window of micro-batches whose gradients are added up for one update, and their weights."""
+"""Windows: the micro-batches whose gradients are added up for one update, and their weights."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class CountWindow(Gate):
 
     Attributes:
         counts: micro-batches per window.
-        unit: divides the weights; 0 before the first weight.
+        unit: the number by which weights are divided; 0 until the first weight is known.
         weight: weight of the next micro-batch.
-        total: weight of the micro-batches on this rank whose gradients are held; None if there are
+        total: total weight of the micro-batches whose gradients this rank holds; None if it holds
             none.
     """
 
@@ -55,7 +55,7 @@ class CountWindow(Gate):
         return 1.0
 
     def add_weight(self) -> None:
-        """Add the weight of the micro-batch whose backward begins to the total."""
+        """Add the weight of the current micro-batch to ``total``, when its backward begins."""
 
     def start_reduction(self) -> None:
         """Start adding up the window's weight over the ranks, when its last backward begins."""
@@ -71,13 +71,13 @@ class CountWindow(Gate):
 class WeightedWindow(CountWindow):
     """A window in which each micro-batch has a weight.
 
-    Each loss is multiplied by its weight in a common unit. At the end of the window the gradients
-    are divided by the total weight on all ranks that average their gradients.
+    Each loss is multiplied by its weight, divided by ``unit``. At the end of the window the
+    gradients are divided by the total weight of all ranks that average their gradients.
 
     Attributes:
         unit: a power of two near the first weight, the same on all ranks. Dividing the weights by
-            it keeps scaled losses in the range of float16 and, as it is a power of two, adds no
-            rounding error.
+            it keeps scaled losses in the range of float16. It adds no rounding error, because it is
+            a power of two.
         ranks: number of ranks that average their gradients.
     """
 
@@ -86,8 +86,8 @@ class WeightedWindow(CountWindow):
     ) -> None:
         if hasattr(optimizer, "averager"):
             raise ValueError(
-                f"{type(optimizer).__name__} steps by the gradients of each rank, and loss_weight "
-                "averages over all ranks: use only one of the two"
+                f"{type(optimizer).__name__} updates each rank by the rank's own gradients, but "
+                "loss_weight averages over all ranks: use only one of the two"
             )
         self._loss_weight = loss_weight
         self._model: Callable[[], Any] | None = None
@@ -109,13 +109,13 @@ class WeightedWindow(CountWindow):
             return
         features = model_features(model)
         features.set_loss_weight(self._loss_weight)
-        # Set after this: if it raises, the next call must raise again.
+        # Set only now, so that if set_loss_weight raises, the next call raises again.
         self._model = weakref.ref(model)
         is_torchs = features is not model and isinstance(model, DistributedDataParallel)
         self._group = model.process_group if is_torchs else features.data_group
         averages = (is_torchs or features.averages_ranks) and distributed.is_initialized()
         self.ranks = distributed.get_world_size(self._group) if averages else 1
-        # All ranks must choose the same device; the device of the weights is only a preference.
+        # The group may not support the device of the parameters; then comm_device chooses another.
         near = next(parameters_of(self._optimizer)).device
         self._device = comm_device(self._group, prefer=near) if averages else near
 
@@ -133,8 +133,8 @@ class WeightedWindow(CountWindow):
         ):
             raise RuntimeError(
                 "with loss_weight the optimizer wrapper must know which ranks average their "
-                "gradients: enter optim_wrapper.optim_context(self) of the model's wrapper for the "
-                "forward, or call optim_wrapper.weigh(batch, self)"
+                "gradients: run the forward in optim_wrapper.optim_context(self), where self is "
+                "the model's wrapper, or call optim_wrapper.weigh(batch, self)"
             )
         if self._is_single:
             return 1.0
@@ -156,7 +156,7 @@ class WeightedWindow(CountWindow):
         self.weight = self._sent = None
 
     def begin_backward(self, ends_window: bool) -> None:
-        """Add the micro-batch's weight; in the last one, start adding up the ranks' weights."""
+        """Add the micro-batch's weight; in the last one, start summing the totals of the ranks."""
         self.add_weight()
         if ends_window and self.ranks > 1:
             self.start_reduction()
@@ -188,7 +188,7 @@ class WeightedWindow(CountWindow):
             if isinstance(factor, Tensor):
                 torch._foreach_mul_(parts, factor.to(device, dtype))
             elif factor == 0:
-                # A product with 0 would keep the NaN that a mean over nothing may have.
+                # Multiplying by 0 would keep NaN, which the gradient of a mean over nothing is.
                 torch._foreach_zero_(parts)
             else:
                 torch._foreach_mul_(parts, factor)
@@ -204,7 +204,7 @@ class WeightedWindow(CountWindow):
         if isinstance(total, float) and total == 0:
             return 0.0
         factor = (total if self._is_single else self.unit * self.ranks) / total
-        # On an accelerator the total is not inspected, to avoid waiting: it may be 0.
+        # The total may still be 0 on an accelerator, where inspecting it would have to wait.
         return factor.where(factor.isfinite(), 0.0) if isinstance(factor, Tensor) else factor
 
     def _received(self) -> float | Tensor:

@@ -1,4 +1,6 @@
-"""A ``DataParallel`` for any devices, which notifies submodules of their copies."""
+"""A ``DataParallel`` for CPU and CUDA devices that calls a method of submodules when they are
+copied.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,19 @@ _STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
     name=["ReplicationCallbackDataParallel", "DataParallelWithCallback", "JacDataParallel"]
 )
 class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
-    """A ``DataParallel`` that notifies submodules of their copies, on any devices.
+    """A ``DataParallel`` for CPU and CUDA devices that calls submodules back when they are copied.
 
-    Every forward splits the batch, copies the module to as many devices as there are chunks,
-    calls ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that has this method
-    (see ``exec_data_parallel_replication_callback``; also for a single copy), runs the copies at
-    the same time, and joins their outputs. Gradients are summed in the parameters of ``module``.
-    Copies are discarded after the forward.
+    Every forward splits the batch into chunks, copies the module to one device per chunk, and calls
+    ``__data_parallel_replicate__(ctx, copy_id)`` of every submodule that defines this method, even
+    if there is only one copy (see ``exec_data_parallel_replication_callback``). Then it runs the
+    copies at the same time and joins their outputs. Gradients are summed in the parameters of
+    ``module``. Copies are discarded after the forward.
 
-    Several copies run in threads, but copy 0 of a small model runs in the calling thread. The
-    threads take over grad and inference mode, autocast, the default device, hooks on saved tensors
-    and context variables of the calling thread. ``torch.profiler`` sees them with
+    The copies run in threads; copy 0 of a small model runs in the calling thread. The threads
+    inherit grad and inference mode, autocast, the default device, hooks on saved tensors and
+    context variables of the calling thread. ``torch.profiler`` sees them with
     ``profile_all_threads``. Several copies on the CPU are for testing, not for speed, because
-    autograd runs the backward of the CPU in one thread. ``torch.compile`` around this wrapper
+    autograd runs the whole CPU backward in one thread. ``torch.compile`` around this wrapper
     leaves its forward uncompiled.
 
     Args:
@@ -47,15 +49,15 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         device_ids: one entry per copy: CUDA ids, devices or "cpu", repeated any number of times,
             such as ``["cpu", "cpu"]``; default: all CUDA devices for a module on CUDA, otherwise
             one copy on the CPU.
-        output_device: where the outputs are joined; default: the first device.
+        output_device: the device on which the outputs are joined; default: the first device.
         dim: the dimension of the samples, in inputs and outputs.
         scatter: a function ``scatter(inputs, kwargs, devices, dim)`` that returns the positional
             and the keyword arguments of every copy, or "user_scattered"; default: ``torch.chunk``
             of every tensor.
         gather: a function ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
             With one device the output of the copy is returned unchanged.
-        timeout_s: how many seconds copies wait for each other inside a layer that synchronises
-            them; a slow forward that no copy waits for has no limit.
+        timeout_s: number of seconds for which a copy waits for the others in a layer that
+            synchronises them. The time of a forward itself is not limited.
 
     Raises:
         ValueError: ``device_ids`` is empty, a device is neither CUDA nor CPU or does not exist, or
@@ -80,11 +82,12 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         gather: Gather | str | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        # DataParallel.__init__ refuses the CPU, and ignores its arguments without a GPU.
+        # DataParallel.__init__ is not called: it rejects the CPU, and without a GPU it ignores its
+        # arguments.
         nn.Module.__init__(self)
         if device_ids is not None and not device_ids:
             raise ValueError(
-                "device_ids must name a device, got none; leave it out for the default"
+                "device_ids must name at least one device, got none; omit it for the default"
             )
         self.module = module
         self.device_ids: Any = _devices(device_ids or ())
@@ -122,7 +125,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         return strategy(tuple(inputs), dict(kwargs or {}), _devices(device_ids), self.dim)
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> Any:
-        """Call all copies at the same time; returns the list of their outputs."""
+        """Call all copies at the same time; return the list of their outputs."""
         # Removed here, because the first copy may be a module that outlives the forward.
         session = replicas[0].__dict__.pop(_SESSION, None) or self._session(replicas)
         devices = self._copy_devices()[: len(replicas)]
@@ -155,7 +158,7 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         return self.parallel_apply(copies, chunks, named), (chunks, named)
 
     def _call_back(self, copies: list[nn.Module]) -> list[nn.Module]:
-        """Run the callbacks of ``copies``, unless ``replicate`` of a subclass has run them."""
+        """Run the callbacks of ``copies``, unless a subclass's ``replicate`` has run them."""
         if _SESSION not in copies[0].__dict__:
             session = self._session(copies)
             run_callbacks(copies, session)
@@ -189,7 +192,7 @@ def patch_replication_callback(data_parallel: DataParallel[Any]) -> None:
         AssertionError: ``data_parallel`` is not a ``DataParallel``.
     """
     if not isinstance(data_parallel, DataParallel):
-        # AssertionError as in the documented interface of earlier implementations.
+        # Earlier implementations document an AssertionError.
         raise AssertionError(f"expected a DataParallel, got {type(data_parallel).__name__}")
     data_parallel.__class__ = _patched(type(data_parallel))  # type: ignore[arg-type]
 
@@ -200,13 +203,13 @@ class _Patched:
     _patched_from: type[DataParallel[Any]]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
-        """Copy by the original class, then run the callbacks unless it has run them."""
+        """Copy by the original class, then run the callbacks unless that class has run them."""
         copies: list[nn.Module] = super().replicate(module, device_ids)  # type: ignore[misc]
         called: list[nn.Module] = self._call_back(copies)  # type: ignore[attr-defined]
         return called
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickle cannot find this class by name, so it is made again from the original one.
+        # Pickle cannot find this class by name, so it is created again from the original one.
         make, arguments, *rest = tuple(super().__reduce_ex__(protocol))
         original = (self._patched_from if one is type(self) else one for one in arguments)
         return _make_patched, (make, tuple(original)), *rest
@@ -218,7 +221,8 @@ def _patched(kind: type[DataParallel[Any]]) -> type[DataParallel[Any]]:
         return kind
     if kind is DataParallel:
         return ReplicationCallbackDataParallel
-    # Our class comes last, so that the original class calls our methods instead of torch's.
+    # stepwrap's class comes last, so that super() in the original class finds its methods before
+    # torch's.
     names = {"_patched_from": kind, "__module__": kind.__module__}
     return type(kind.__name__, (_Patched, kind, ReplicationCallbackDataParallel), names)
 
@@ -234,7 +238,7 @@ def _devices(given: Iterable[Any]) -> list[torch.device]:
 
 
 def _device(given: Any, setting: str) -> torch.device:
-    """Return ``given`` (a number is a CUDA device) as a device that exists."""
+    """Return the device for ``given``, in which numbers are CUDA devices; check that it exists."""
     if given == _CPU:
         return _CPU
     device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
@@ -246,7 +250,7 @@ def _device(given: Any, setting: str) -> torch.device:
     if (device.index or 0) >= count:
         raise ValueError(
             f"{setting} names {device}, but there are {count} CUDA devices"
-            + ("" if count else '; several copies on the CPU are ["cpu", "cpu"]')
+            + ("" if count else '; for two copies on the CPU use ["cpu", "cpu"]')
         )
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
@@ -263,7 +267,7 @@ def _callable(given: Any, setting: str) -> Any:
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield parameters and buffers; those that occur twice are yielded twice."""
+    """Yield all parameters and buffers; a shared tensor is yielded several times."""
     # Faster than `parameters()` and `buffers()`, which build the name of each tensor.
     for part in parts_of(module):
         for tensor in chain(part._parameters.values(), part._buffers.values()):

@@ -21,19 +21,23 @@ from .session import ReplicationSession
 _T = TypeVar("_T", bound=nn.Module)
 
 CALLBACK = "__data_parallel_replicate__"
-# Types of attributes that are not modules. Most modules have attributes of these types only.
+# Types whose values cannot be modules. Most modules have only attributes of these types.
 _PLAIN = frozenset({bool, int, float, str, tuple, list, dict, set, OrderedDict, type(None)})
-# Bytes of gradients from which copy 0 gets a thread: a step was a tenth slower with the thread at
-# 1 MB, equal at 4 MB, and a fifth faster at 8 MB.
+# With more bytes of gradients than this, copy 0 gets a thread. A step with this thread was a tenth
+# slower at 1 MB, equally fast at 4 MB, and a fifth faster at 8 MB.
 _LARGE = 4 * 2**20
 
 
 class CallbackContext:
     """A namespace that the copies of one submodule share during one replication.
 
-    A new context is created for every replication, and callbacks may set any attribute on it.
-    Before the first callback it has ``num_copies``, ``session`` (where the copies meet during the
-    forward) and ``layer``, the path of the submodule in the model ("" for the model itself).
+    A new context is created for every replication, and callbacks may set any attribute on it. At
+    first it has these:
+
+    Attributes:
+        num_copies: number of copies of the model.
+        session: the session through which the copies exchange messages during the forward.
+        layer: path of the submodule in the model; "" for the model itself.
     """
 
     num_copies: int
@@ -50,10 +54,10 @@ class CallbackContext:
 def exec_data_parallel_replication_callback(modules: Sequence[nn.Module]) -> None:
     """Run the replication callbacks of all submodules of all copies.
 
-    The method ``__data_parallel_replicate__(ctx, copy_id)`` of a submodule is called with a new
-    ``CallbackContext``, which is shared with the same submodule of the other copies. All
-    callbacks of copy 0, the master, run before the first one of copy 1, and so on. A submodule
-    that occurs twice in the model is called once.
+    A callback is the method ``__data_parallel_replicate__(ctx, copy_id)`` of a submodule. It is
+    called with a new ``CallbackContext``, which is shared with the same submodule of the other
+    copies. All callbacks of copy 0, the *master*, run before the first one of copy 1, and so on. A
+    submodule that occurs twice in the model is called once.
 
     Args:
         modules: the copies, the master first.
@@ -64,7 +68,7 @@ def exec_data_parallel_replication_callback(modules: Sequence[nn.Module]) -> Non
         Exception: the error of a callback, with the copy and the submodule in a note.
     """
     if not modules:
-        raise IndexError("modules must hold at least the master, got no copies")
+        raise IndexError("modules must contain at least the master (copy 0), got no copies")
     run_callbacks(modules, ReplicationSession(len(modules)))
 
 
@@ -98,11 +102,12 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
 def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
     """Copy ``module`` to every device, through autograd, without running callbacks.
 
-    On different CUDA devices torch makes the copies. Otherwise every copy uses the original
-    parameters, or copies of them that autograd moves to its device. Either way the gradients of all
-    copies are summed in the original parameters. Copy 0 uses the buffers of the module itself, the
-    others have copies. A submodule or tensor that occurs twice in the module does so in every copy.
-    Attributes that are set in a forward are lost with the copy.
+    If all devices are different CUDA devices, torch creates the copies. Otherwise a copy on the
+    device of a parameter uses this parameter, and a copy on another device uses a copy of it that
+    is part of the autograd graph. Either way the gradients of all copies are summed in the original
+    parameters. Copy 0 uses the buffers of the module itself, the others have copies. A submodule or
+    tensor that occurs twice in the module also occurs twice in every copy. Attributes that a
+    forward sets are lost with the copy.
     """
     refuse_compiled(module)
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
@@ -113,7 +118,7 @@ def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``module.modules()``, in the same order but five times faster."""
+    """Return ``list(module.modules())``, five times faster."""
     found: dict[int, nn.Module] = {}
     stack: list[nn.Module | None] = [module]
     while stack:
@@ -127,7 +132,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bool) -> Any:
-    """Copy the first module of ``originals``, which are all its parts, to ``device``."""
+    """Copy a module to ``device``; ``originals`` is the module followed by its submodules."""
     replicas = [_attributes_of(one) for one in originals]
     replica_of: dict[int, Any] = dict(zip(map(id, originals), replicas, strict=True))
     moved: dict[int, Tensor] = {}
@@ -146,11 +151,11 @@ def _copy(originals: Sequence[nn.Module], device: torch.device, *, is_master: bo
             held = {name: replica_of.get(id(value)) for name, value in values.items()}
             replica.__dict__.update((name, one) for name, one in held.items() if one is not None)
         for name, parameter in original._parameters.items():
-            # The parameter itself if possible: an alias would be one more node of the graph.
+            # Use the parameter itself if possible: an alias would add a node to the graph.
             replica._parameters[name] = parameter
             if parameter is not None and parameter.device != device:
-                # The __setattr__ of recurrent layers updates their list of weights. Assigning to
-                # _parameters afterwards lets `parameters()` find the tensor too.
+                # Set as an attribute first, because the __setattr__ of recurrent layers updates
+                # their list of weights. Then moved to _parameters, so that parameters() finds it.
                 del replica._parameters[name]
                 setattr(replica, name, move(parameter))
                 replica.__dict__.pop(name, None)
@@ -167,8 +172,9 @@ def refuse_compiled(module: nn.Module) -> None:
     path, part = next(one for one in module.named_modules() if _is_compiled(one[1]))
     kind = type(getattr(part, "_orig_mod", part)).__name__
     raise TypeError(
-        f"{path or 'the module'} ({kind}) is compiled, and compiled code runs on the original's "
-        "parameters, not on a copy's; leave it uncompiled, or use ddp, which takes compiled models"
+        f"{path or 'the module'} ({kind}) must not be compiled, because compiled code would use "
+        "the parameters of the original module instead of a copy's; do not compile it, or use ddp, "
+        "which accepts compiled models"
     )
 
 
@@ -185,7 +191,7 @@ def _attributes_of(module: nn.Module) -> nn.Module:
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         # Lazy and recurrent layers override this method.
         return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call,no-any-return]
-    # The same as the method, but without five calls of nn.Module's slow __setattr__.
+    # Does the same as the method, without five calls of nn.Module's slow __setattr__.
     replica = kind.__new__(kind)
     attributes = module.__dict__.copy()
     attributes["_parameters"] = {}
@@ -197,7 +203,7 @@ def _attributes_of(module: nn.Module) -> nn.Module:
 
 
 def _add_note(error: BaseException, text: str) -> None:
-    """Add a note to ``error``; before Python 3.11, append it to a message that is a string."""
+    """Add a note to ``error``; before Python 3.11, append it to the message if that is a string."""
     if sys.version_info >= (3, 11):
         error.add_note(text)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
@@ -233,7 +239,7 @@ def _submodules(module: nn.Module, master: nn.Module, copy_id: int) -> list[nn.M
 
 
 class _ThreadState:
-    """The settings of the calling thread that the threads of the copies take over."""
+    """The settings of the calling thread that the threads of the copies inherit."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         # Functions that create the contexts, in the order in which the contexts are entered.
@@ -248,7 +254,7 @@ class _ThreadState:
         default = torch.get_default_device()
         if default.type != "cpu":
             self._contexts.append(lambda: default)
-        # The pair (pack, unpack) of the innermost hooks; torch ignores the outer ones.
+        # The functions (pack, unpack) of the innermost hooks; torch ignores outer ones.
         saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if saving is not None:
             self._contexts.append(partial(torch.autograd.graph.saved_tensors_hooks, *saving))
@@ -261,8 +267,8 @@ class _ThreadState:
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
         """Apply the settings to a new thread, and make a CUDA ``device`` the current one."""
-        # The call applies `set_num_threads` to this thread; otherwise oneDNN and OpenMP would use
-        # all cores.
+        # This call applies the limit of `set_num_threads` to the new thread; without it, oneDNN and
+        # OpenMP would use all cores.
         torch.get_num_threads()
         with ExitStack() as stack:
             for make in self._contexts:
@@ -273,7 +279,10 @@ class _ThreadState:
             yield
 
     def on(self, device: torch.device) -> Any:
-        """Make ``device`` the current CUDA device; for the CPU, the calling thread's device."""
+        """Return a context in which ``device`` is the current CUDA device.
+
+        For the CPU, the calling thread's CUDA device is the current one.
+        """
         current = device if device.type == "cuda" else self._current
         return nullcontext() if current is None else torch.cuda.device(current)
 
@@ -286,11 +295,12 @@ def run_copies(
     devices: Sequence[torch.device],
     session: ReplicationSession,
 ) -> list[Any]:
-    """Call every copy with its arguments; returns their outputs, in order.
+    """Call every copy with its arguments; return their outputs, in order.
 
     Each copy runs in a new thread, which has ended when this returns or raises. Copy 0 runs in the
-    calling thread instead if the model is small, no backward follows, or all devices differ. A
-    copy that fails wakes the others; the error of the first one is raised, with the copy in a note.
+    calling thread instead if the model is small, gradients are disabled, or all devices differ. If
+    a copy fails, the others stop waiting for it. The first error is raised, with a note that names
+    the copy.
     """
     outputs: list[Any] = [None] * len(modules)
     failures: list[tuple[int, BaseException]] = []
@@ -300,7 +310,7 @@ def run_copies(
     def work(copy_id: int) -> None:
         device = devices[copy_id]
         try:
-            # The calling thread has the settings already, including those that cannot be copied.
+            # The calling thread already has all settings, including some that cannot be copied.
             is_new_thread = copy_id > 0 or first_in_thread
             with state.entered(device) if is_new_thread else state.on(device):
                 outputs[copy_id] = modules[copy_id](*inputs[copy_id], **kwargs[copy_id])
@@ -312,7 +322,7 @@ def run_copies(
 
     _run_in_threads(work, range(0 if first_in_thread else 1, len(modules)), session)
     if failures:
-        # The errors of the copies that were woken have the first error as their cause.
+        # Copies that waited for the failed one raise errors whose cause is the first error.
         errors = {id(error) for _, error in failures}
         failed, first = next(one for one in failures if id(one[1].__cause__) not in errors)
         failures.clear()
@@ -320,19 +330,19 @@ def run_copies(
         try:
             raise first
         finally:
-            # Its traceback refers to this frame, and so to the activations of the copies.
+            # The traceback refers to this frame, which would keep the activations in memory.
             del first
     return outputs
 
 
 def _is_first_in_thread(master: nn.Module, devices: Sequence[torch.device]) -> bool:
-    """Whether copy 0 gets a thread too, so that the copies take turns in the backward.
+    """Return whether copy 0 gets a thread too, so that the copies take turns in the backward.
 
-    Autograd has one thread per device, and runs the node with the highest number first. Each
-    thread numbers the nodes of its forward, and the calling thread has counted further than a new
-    one. A copy in the calling thread would run its whole backward first, and its gradients would
-    stay in memory until the others are added. Beyond the size of the caches, this costs more than a
-    thread.
+    Autograd has one thread per device, and runs the node with the highest number first. Each thread
+    numbers the nodes of its forward, and the calling thread has counted further than a new thread.
+    So the backward of a copy in the calling thread would run completely before the others, and its
+    gradients would stay in memory until the others' are added. If they are larger than the CPU's
+    caches, this costs more than a thread.
     """
     if not torch.is_grad_enabled() or len(set(devices)) == len(devices):
         return False
@@ -352,7 +362,8 @@ def _run_in_threads(
 
     Copy 0 runs in this thread if ``in_threads`` does not contain it.
     """
-    # Daemon threads do not keep the process alive if a copy hangs after a second interrupt.
+    # Daemon threads, so that a copy that hangs does not keep the process alive after a second
+    # interrupt.
     threads = [
         threading.Thread(
             target=contextvars.copy_context().run,

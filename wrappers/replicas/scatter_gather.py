@@ -23,10 +23,10 @@ def scatter_batch(
 ) -> Scattered:
     """Split every tensor along ``dim`` as ``torch.chunk`` does.
 
-    Tensors may be nested in dicts, lists, tuples and namedtuples. Every copy gets the tensors
-    without dimensions, and the same other objects. There may be fewer chunks than devices: for 3
-    devices, 5 samples give 2, 2, 1, and 4 samples give 2, 2. Without a tensor, every device
-    gets all arguments.
+    Tensors may be nested in dicts, lists, tuples and namedtuples. Tensors without dimensions and
+    other objects are passed to every copy. There may be fewer chunks than devices: with 3 devices,
+    5 samples are split into 2, 2 and 1, but 4 samples into 2 and 2. Without any tensor, every
+    device gets all arguments.
 
     Returns:
         The positional and the keyword arguments of every copy, in two lists of the same length;
@@ -52,9 +52,9 @@ def scatter_batch(
 def user_scattered(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> Scattered:
-    """Distribute a batch that the caller has split already: one list with an entry per device.
+    """Distribute a batch that the caller has split already, as a list with one entry per device.
 
-    A strategy for ``scatter=user_scattered``. Entry i is moved to device i and becomes the only
+    Use it as ``scatter=user_scattered``. Entry i is moved to device i and becomes the only
     positional argument of copy i. Entries may differ in size.
 
     Raises:
@@ -114,7 +114,7 @@ def join(
         ValueError: the copies returned different keys, lengths or types.
     """
     if not outputs:
-        raise ValueError("outputs must hold the output of at least one copy, got none")
+        raise ValueError("outputs must contain the output of at least one copy, got none")
     first = outputs[0]
     if all(isinstance(one, Tensor) for one in outputs):
         return leaf(list(outputs))
@@ -130,9 +130,9 @@ def join(
         items = {key: join([one[key] for one in outputs], leaf, other) for key in first}
         if not isinstance(first, dict):
             return items
-        # Copied, because not every dict class can be called with its items (defaultdict).
+        # A copy, because some dict classes, such as defaultdict, cannot be called with items.
         joined = copy.copy(first)
-        # Outputs of Hugging Face override `update` to raise; this one sets each item.
+        # Hugging Face's outputs override `update` to raise; this method sets each item.
         MutableMapping.update(joined, items)
         return joined
     if isinstance(first, (list, tuple)):
@@ -147,7 +147,11 @@ def join(
 def share_of_each(
     inputs: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]], dim: int
 ) -> list[float]:
-    """Return each copy's share of the batch, by the first tensor among its arguments."""
+    """Return each copy's share of the batch: its part of the samples, as a fraction of 1.
+
+    The samples are counted in the first tensor with dimensions among the arguments of a copy; if a
+    copy has none, all shares are equal.
+    """
     equal = [1 / len(inputs)] * len(inputs)
     sizes = []
     for arguments in zip(inputs, kwargs, strict=True):
@@ -174,8 +178,9 @@ def _count(tensors: Sequence[tuple[str, Tensor]], devices: int, dim: int) -> int
     if len(counts) > 1:
         found = ", ".join(f"{what} into {count} chunks" for count, what in counts.items())
         raise ValueError(
-            f"over {devices} devices along dim={dim}, tensors are split differently: {found}; "
-            "pass values that must not be split in another form than a tensor"
+            f"all tensors must be split into the same number of chunks, but over {devices} devices "
+            f"along dim={dim} the split is {found}; pass values that must not be split as another "
+            "type than a tensor"
         )
     return next(iter(counts), devices)
 

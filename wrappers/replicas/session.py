@@ -14,7 +14,7 @@ Combine = Callable[[list[Any]], Sequence[Any]]
 
 
 class ReplicationError(RuntimeError):
-    """Copies of a module could not meet: one finished, came too late or waits in another layer."""
+    """Raised if copies cannot meet: one has finished, is too late or waits in another layer."""
 
 
 @dataclass(eq=False)
@@ -33,17 +33,18 @@ class _Round:
 
 
 class ReplicationSession:
-    """The meetings of a fixed number of copies during one forward; created for each forward.
+    """Let the copies of a module exchange messages during one forward.
 
-    Every copy uses one thread at a time; the session starts no threads. A waiting copy wakes up
-    when the last copy arrives, when a copy that it waits for ends or fails, when all copies wait in
-    different layers, or at the timeout.
+    Each forward creates a new session. A *round* is one exchange, in which all copies take part
+    from the same layer. Every copy uses one thread at a time; the session starts no threads. A
+    waiting copy wakes up when the last copy arrives, when a copy that it waits for ends or fails,
+    when all copies wait in different layers, or at the timeout.
 
     A pickle or deep copy is a new session of the same size.
 
     Args:
-        num_copies: how many copies meet in every round.
-        timeout_s: how many seconds a round waits for its copies, from the first arrival.
+        num_copies: number of copies that take part in every round.
+        timeout_s: number of seconds that a round waits for all copies, from the first arrival.
 
     Raises:
         ValueError: ``num_copies`` is below 1, or ``timeout_s`` is not positive.
@@ -75,20 +76,21 @@ class ReplicationSession:
     def rendezvous(self, layer: str, copy_id: int, message: Any, combine: Combine) -> Any:
         """Send a message, wait for the messages of all copies, and return the reply.
 
-        Every copy must call this the same number of times for a layer; the k-th calls belong
-        together. The last copy to arrive runs ``combine`` for all of them.
+        Every copy must call this the same number of times for a layer: the k-th calls of all copies
+        form a round. The last copy to arrive runs ``combine`` for all of them.
 
         Args:
             layer: the path of the layer, which is ``ctx.layer``.
-            copy_id: the calling copy, from 0.
+            copy_id: the number of the calling copy, from 0.
             message: any object; tensors keep their autograd graph.
-            combine: takes the list of messages by copy id, and returns one reply for each.
+            combine: takes the list of messages in the order of the copies, and returns one reply
+                for each.
 
         Raises:
             ReplicationError: a copy finished without arriving, all copies wait in different
                 layers, or the timeout is over.
-            Exception: the error of another copy, of ``abort`` or of ``combine``. It has the same
-                type if possible, and the original as its cause.
+            Exception: the error of another copy or of ``combine``, or the error passed to
+                ``abort``. It has the same type if possible, and the original as its cause.
         """
         with self._changed:
             meeting = self._arrive(layer, copy_id, message)
@@ -100,7 +102,7 @@ class ReplicationSession:
             if len(replies) != self.num_copies:
                 raise ValueError(
                     f"{meeting.place}: combine must return one reply for each of the "
-                    f"{self.num_copies} copies, it returned {len(replies)}"
+                    f"{self.num_copies} copies, got {len(replies)}"
                 )
             with self._changed:
                 meeting.messages.clear()
@@ -126,7 +128,7 @@ class ReplicationSession:
             self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
-        """Make every copy that waits now or later raise ``error``; later calls have no effect."""
+        """Make every copy that waits, now or later, raise ``error``; a second call does nothing."""
         with self._changed:
             if self._aborted is None:
                 self._aborted = error
@@ -142,7 +144,8 @@ class ReplicationSession:
         if copy_id in self._finished and self.num_copies > 1:
             raise ReplicationError(
                 f"copy {copy_id} calls {_named(layer)} after its forward has ended; a layer that "
-                "meets other copies cannot be run again in the backward (checkpointing)"
+                "waits for other copies cannot be run again in the backward, so do not checkpoint "
+                "its activations"
             )
         self._calls[layer, copy_id] += 1
         call = self._calls[layer, copy_id]
@@ -172,7 +175,7 @@ class ReplicationSession:
                     raise ReplicationError(why)
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
         except BaseException as error:
-            # Also interrupts, and errors that a signal handler raises.
+            # Includes interrupts, and errors that a signal handler raises.
             self.abort(error)
             raise
         finally:
@@ -181,13 +184,13 @@ class ReplicationSession:
     def _reason_to_give_up(
         self, meeting: _Round, missing: list[int], copy_id: int, left_s: float
     ) -> str:
-        """Return why the ``missing`` copies will not arrive; empty if they may."""
+        """Return why the ``missing`` copies will not arrive; "" if they may still arrive."""
         if gone := self._finished.intersection(missing):
             return (
                 f"copy {min(gone)} finished without reaching {meeting.place}, where copy {copy_id} "
                 "waits; every copy must call the layer the same number of times"
             )
-        # If all copies wait for incomplete rounds, none is left that could complete one.
+        # If all copies wait in incomplete rounds, no copy is left to complete one.
         all_wait = len(self._waiting) == self.num_copies and all(
             len(one.messages) < self.num_copies and one.replies is None
             for one in self._waiting.values()
@@ -201,7 +204,7 @@ class ReplicationSession:
         waits = f"copy {copy_id} waits in {meeting.place}: {others}"
         if all_wait:
             return f"{waits} waits elsewhere; every copy must call the layers in the same order"
-        return f"{waits} did not come within timeout_s={self.timeout_s:g}"
+        return f"{waits} did not arrive within timeout_s={self.timeout_s:g}"
 
 
 def _named(layer: str) -> str:
@@ -217,7 +220,7 @@ def _copy_of(error: BaseException) -> BaseException:
         except Exception:
             continue
         if alike and made is not error:
-            # The notes are shown with the cause.
+            # Tracebacks show the notes of the cause.
             vars(made).pop("__notes__", None)
             return made
     return ReplicationError(f"another copy failed: {type(error).__name__}: {error}")

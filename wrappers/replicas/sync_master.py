@@ -1,4 +1,4 @@
-"""The master and slave protocol of earlier synchronised layers, implemented with sessions."""
+"""The protocol of masters and slaves that earlier synchronised layers use, built on sessions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LONGEST_S = threading.TIMEOUT_MAX / 2
 
 
 class FutureResult:
-    """A slot for one value, which may be None, that one thread puts and another gets."""
+    """Pass one value, which may be None, from one thread to another."""
 
     def __init__(self) -> None:
         self._slot: Queue[Any] = Queue(maxsize=1)
@@ -30,24 +30,24 @@ class FutureResult:
         return type(self), ()
 
     def put(self, value: Any) -> None:
-        """Fill the slot; AssertionError if the previous value has not been fetched."""
+        """Store a value; raise AssertionError if the previous one has not been fetched."""
         try:
             self._slot.put_nowait(value)
         except Full:
             raise AssertionError("the previous result has not been fetched") from None
 
     def get(self, timeout_s: float = 60.0) -> Any:
-        """Return the value and empty the slot; TimeoutError after ``timeout_s`` seconds."""
+        """Wait for the value, remove and return it; raise TimeoutError after ``timeout_s``."""
         try:
             return self._slot.get(timeout=min(timeout_s, _LONGEST_S))
         except Empty:
-            raise TimeoutError(f"no result came within timeout_s={timeout_s:g}") from None
+            raise TimeoutError(f"no result arrived within timeout_s={timeout_s:g}") from None
 
 
 class SlavePipe:
-    """A connection of a copy to the master, made by ``SyncMaster.register_slave``.
+    """Connect a copy to the master; created by ``SyncMaster.register_slave``.
 
-    A deep copy or a pickle of it has no master.
+    A deep copy or an unpickled pipe has no master.
     """
 
     def __init__(self, identifier: Any, meet: Callable[[Any], Any] | None = None) -> None:
@@ -61,33 +61,33 @@ class SlavePipe:
         """Send a message to the master and return its reply, which may be None.
 
         Raises:
-            ReplicationError: the master or another slave did not come in time, or no longer
-                exists; or this is a copy of a pipe.
+            ReplicationError: the master or another slave did not arrive in time, or no longer
+                exists; or this pipe is a copy and has no master.
             Exception: the error of the master's callback.
         """
         if self._meet is None:
             raise ReplicationError(
-                f"slave {self.identifier!r} belongs to no master; get one from register_slave"
+                f"slave {self.identifier!r} has no master; use a pipe from register_slave"
             )
         return self._meet(message)
 
 
 class SyncMaster:
-    """The master of a layer's copies, which collects their messages and replies to them.
+    """Collect the messages of a layer's copies in the master, which is copy 0, and reply to them.
 
-    For layers written for this protocol. In ``__data_parallel_replicate__`` the copies other
-    than the master call ``register_slave``. In the forward they call ``run_slave`` of the returned
-    pipe, and the master calls ``run_master``, all of them the same number of times. A slave takes
-    part as long as its copy exists, so a forward with fewer copies has fewer slaves. If a copy
-    fails, the others wait until the timeout: new layers should use ``ctx.session.rendezvous``,
-    which is notified immediately.
+    For existing layers that use this protocol. In ``__data_parallel_replicate__`` the copies other
+    than the master, the *slaves*, call ``register_slave``. In the forward they call ``run_slave``
+    of the returned pipe, and the master calls ``run_master``, all of them the same number of times.
+    A slave takes part as long as its copy exists, so a forward with fewer copies has fewer slaves.
+    If a copy fails, the others wait until the timeout. New layers should use
+    ``ctx.session.rendezvous`` instead, which raises at once in this case.
 
-    A deep copy or a pickle has the same callback and no slaves.
+    A deep copy or unpickled master has the same callback and no slaves.
 
     Args:
-        master_callback: takes a list of pairs (identifier, message), first the master's with
-            identifier 0, and returns pairs (identifier, reply) in which the master's is first.
-        timeout_s: how many seconds a copy waits for the others.
+        master_callback: takes a list of pairs (identifier, message), and returns pairs
+            (identifier, reply). In both, the first pair is the master's, with identifier 0.
+        timeout_s: number of seconds for which a copy waits for the others.
     """
 
     def __init__(self, master_callback: MasterCallback, *, timeout_s: float = 60.0) -> None:
@@ -115,17 +115,17 @@ class SyncMaster:
             ValueError: the identifier is 0, which belongs to the master.
         """
         if identifier == _MASTER:
-            raise ValueError("identifier 0 is the master's; slaves count from 1")
+            raise ValueError("identifier must not be 0, which is the master's: count from 1")
         if self._has_run and self._session.pending:
-            # AssertionError as in the documented interface of earlier implementations.
+            # Earlier implementations document an AssertionError.
             raise AssertionError("Queue is not clean before next initialization.")
-        # If the master has not run, slaves of an earlier replication in eval mode may be
-        # registered: their copies are gone, or their identifiers are registered again.
+        # If the master has not run, there may be slaves of an earlier replication in eval mode.
+        # Then their copies no longer exist, or their identifiers are registered again now.
         if self._has_run or not self._slaves or identifier in self._slaves:
             self._start_replication()
         meet = partial(self._session.rendezvous, _LAYER, len(self._order), combine=self._combine)
         pipe = self._slaves[identifier] = SlavePipe(identifier, meet)
-        # Slaves that are waiting now wait for this one as well: the master has not arrived.
+        # Slaves that wait already also wait for this one, because the master has not arrived yet.
         self._order.append(identifier)
         self._session.num_copies += 1
         return pipe
@@ -136,7 +136,7 @@ class SyncMaster:
         Raises:
             AssertionError: the first result of the callback is not the master's.
             ValueError: the callback does not return one reply for every copy.
-            ReplicationError: a slave did not come in time, or no longer exists.
+            ReplicationError: a slave did not arrive in time, or no longer exists.
             Exception: the error of the callback; the slaves raise it as well.
         """
         if not self._slaves:
@@ -153,13 +153,13 @@ class SyncMaster:
             raise
 
     def _start_replication(self) -> None:
-        """Start a replication without slaves; slaves of the previous one raise."""
+        """Start a replication without slaves; waiting slaves of the previous one raise."""
         self._session.abort(
             ReplicationError("the master has started another replication, or has failed")
         )
         self._session = ReplicationSession(1, self._timeout_s)
         self._order: list[Any] = [_MASTER]
-        # Weak references: a slave ends with its copy.
+        # Weak references, because a slave ends when its copy is discarded.
         self._slaves: weakref.WeakValueDictionary[Any, SlavePipe] = weakref.WeakValueDictionary()
         self._has_run = False
 
@@ -168,12 +168,12 @@ class SyncMaster:
         order = self._order
         results = list(self._callback(list(zip(order, messages, strict=True))))
         if not results or results[0][0] != _MASTER:
-            # AssertionError as in the documented interface of earlier implementations.
+            # Earlier implementations document an AssertionError.
             raise AssertionError("The first result should belongs to the master.")
         replies = dict(results)
         if replies.keys() != set(order) or len(results) != len(order):
             raise ValueError(
-                f"the master's callback must give one reply to each of {order}, it gave "
-                f"replies to {[identifier for identifier, _ in results]}"
+                f"the master's callback must return one reply for each of {order}, got "
+                f"replies for {[identifier for identifier, _ in results]}"
             )
         return [replies[identifier] for identifier in order]

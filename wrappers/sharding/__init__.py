@@ -1,3 +1,3 @@
-"""Sharded and split tensors: layouts, meshes of ranks, tensor parallelism, models built without
-memory. Imports nothing of the other rooms. Start with layout.py.
+"""Sharded and split tensors: layouts, meshes of ranks, tensor parallelism, and construction of
+models without memory. Imports no other room. Start with layout.py.
 """

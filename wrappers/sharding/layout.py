@@ -1,4 +1,4 @@
-"""The position of this process's part of a tensor in the whole tensor.
+"""Layouts: which part of a whole tensor this process holds.
 
 There are three kinds of tensors: torch's ``DTensor`` (FSDP2); *localised* parameters, which are
 ordinary parameters that hold one part of a tensor-parallel weight and have an attribute
@@ -34,10 +34,10 @@ class Layout:
         shape: the shape of the whole tensor.
         offsets: the start of the part, by dimension.
         sizes: the shape of the part; a size may be 0.
-        sharded_over: the groups over whose ranks the parts are spread; empty if each process has
-            the whole tensor.
-        mesh: the mesh of the ``DTensor`` (of a localised parameter: before it was localised);
-            None for plain tensors.
+        sharded_over: the groups whose ranks hold different parts; empty if each process has the
+            whole tensor.
+        mesh: the mesh of the ``DTensor``; for a localised parameter, the mesh that it had as a
+            ``DTensor``; None for plain tensors.
         placements: the placements of this ``DTensor``, by mesh dimension.
     """
 
@@ -50,12 +50,12 @@ class Layout:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices that select the part in the whole tensor."""
+        """The slices that select the part in the whole tensor."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
     def __deepcopy__(self, memo: Any) -> Layout:
-        """Return the same object, because a copy has the same position."""
+        """Return the same object, because copies of a tensor have the same layout."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -64,7 +64,7 @@ class Layout:
 
 
 def refusal(what: str) -> str:
-    """Return a message that ``what`` cannot be pickled, with alternatives."""
+    """Return the message that ``what`` cannot be pickled, with alternatives."""
     return (
         f"{what} cannot be pickled, because it is tied to this group of processes: pickle the bare "
         "model before it is split and wrapped, or save state_dict() and load it into a new one; "
@@ -73,14 +73,14 @@ def refusal(what: str) -> str:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a ``DTensor``."""
-    # Not imported here, because the import is slow. Without it, no DTensor exists.
+    """Return whether ``value`` is a ``DTensor``."""
+    # Not imported here, because the import is slow. No DTensor exists before it is imported.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Return the layout of ``tensor``; RuntimeError if its placements include partial sums."""
+    """Return the layout of ``tensor``; raise RuntimeError if its placements are partial sums."""
     if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return Layout(
@@ -96,44 +96,46 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def is_dtensor_or_localised(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a ``DTensor`` or localised, even if it is not spread over ranks."""
+    """Return whether ``tensor`` is a ``DTensor`` or localised, even if all of it is here."""
     return is_dtensor(tensor) or _localised(tensor) is not None
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is spread over several processes."""
+    """Return whether several processes hold different parts of ``tensor``."""
     return bool(_groups(tensor))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of ``tensor``, in the same memory; plain tensors unchanged."""
+    """Return this process's part of ``tensor``, in the same memory; a plain tensor is returned."""
     if not is_dtensor(tensor):
         return tensor
-    # With gradients enabled the part would be a new node of the graph.
+    # With gradients enabled, to_local() would add a node to the graph.
     with torch.no_grad():
         part: Tensor = tensor.to_local()
     return part
 
 
 def as_global(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the part ``tensor`` as a ``DTensor`` laid out like ``like``, unless ``like`` is plain.
+    """Return the part ``tensor`` as a ``DTensor`` with the layout of ``like``.
+
+    ``tensor`` is returned unchanged if it is a ``DTensor`` already, or if ``like`` is plain.
 
     Raises:
-        ValueError: the part of ``like`` has another shape.
+        ValueError: ``tensor`` does not have the shape of this process's part of ``like``.
     """
     if is_dtensor(tensor) or not is_dtensor_or_localised(like):
         return tensor
     layout = layout_of(like)
     if tuple(tensor.shape) != layout.sizes:
         raise ValueError(
-            f"a part of shape {layout.sizes} is needed for a tensor of shape {layout.shape}, "
+            f"the part of a tensor of shape {layout.shape} must have shape {layout.sizes}, "
             f"got {tuple(tensor.shape)}"
         )
     return as_dtensor(tensor, layout)
 
 
 def as_dtensor(part: Tensor, layout: Layout) -> Tensor:
-    """Return ``part`` as the ``DTensor`` that ``layout`` describes; unchanged without a mesh."""
+    """Return ``part`` as the ``DTensor`` that ``layout`` describes; without a mesh, unchanged."""
     if layout.mesh is None:
         return part
     # Imported here, because the import is slow.
@@ -156,13 +158,13 @@ def take_part(source: Any, like: Tensor) -> Tensor:
     """Return this process's part of ``source``, with the kind, dtype and device of ``like``.
 
     Args:
-        source: a whole tensor; an object with ``shape`` whose ``[slices]`` are tensors; or a
-            tensor with the layout of ``like``; the result may use its memory. A ``DTensor`` with
-            another layout is gathered, for which every rank must call this.
+        source: a whole tensor; or an object with ``shape`` whose ``[slices]`` are tensors; or a
+            tensor with the layout of ``like``, whose memory the result may use. A ``DTensor`` with
+            another layout is gathered; every rank must then call this.
         like: the result is a ``DTensor`` if ``like`` is one, otherwise a plain tensor.
 
     Raises:
-        ValueError: the whole tensors have different shapes.
+        ValueError: ``source`` and ``like`` have different shapes as whole tensors.
     """
     part = _cut(source, like).to(device=local_part(like).device, dtype=like.dtype)
     return as_global(part, like) if is_dtensor(like) else part
@@ -175,10 +177,10 @@ def copy_whole_(target: Tensor, source: Any) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 has gathered, so that only parts are left; not collective.
+    """Free the parameters that FSDP2 has gathered, so that only shards are left.
 
-    After a forward without a backward, the outermost module keeps its parameters gathered, and the
-    next forward would not use a change of the parts.
+    Not every rank must call this. After a forward without a backward, the outermost module keeps
+    its parameters gathered, and the next forward would ignore changes of the shards.
     """
     module: Any
     for module in model.modules():
@@ -190,14 +192,16 @@ def reshard(model: nn.Module) -> None:
 def total_norm(
     tensors: Iterable[Tensor], norm_type: float = 2.0, *, like: Iterable[Tensor] | None = None
 ) -> Tensor:
-    """Return the norm of all ``tensors`` as one vector: a plain 0-d tensor, equal on every rank.
+    """Return the norm of all ``tensors`` together, as if they were one vector.
 
-    If a tensor is sharded, every rank must call this with the same tensors in the same order.
+    The result is a plain 0-d tensor, the same on every rank. If a tensor is sharded, every rank
+    must call this with the same tensors in the same order.
 
     Args:
         tensors: plain tensors, DTensors or gradients of localised parameters.
         norm_type: the order of the norm; ``math.inf`` for the largest absolute value.
-        like: the parameters of the gradients ``tensors``; required if these are localised.
+        like: the parameters to which the gradients ``tensors`` belong; required if parameters are
+            localised, because their gradients do not have a layout.
 
     Raises:
         ValueError: ``norm_type`` is not positive and a tensor is sharded.
@@ -229,23 +233,24 @@ def total_norm(
 
 
 # Models with split layers -> (the tensor group, whether every rank of the run is in such a group).
-# Parameters that every rank of a group holds whole must get equal gradients on all of them.
+# A parameter that is not split must get the same gradient on all ranks of the group.
 split_models: WeakKeyDictionary[nn.Module, tuple[ProcessGroup, bool]] = WeakKeyDictionary()
 
 # The fsdp roots of this process. They hold gathered parameters and unreduced gradients, which the
 # optimizer does not have. Each root has these members:
 # - ``module``: the root module;
 # - ``may_call_children``: whether the model's step may call its children directly;
-# - ``no_sync()``: a context that keeps gradients on their ranks; not collective;
-# - ``drop_gradients(ids)``: drops the gradients of these parameters that are not reduced yet;
-# - ``gathered(parameters)``: returns the first parameter that is only gathered for a forward.
+# - ``no_sync()``: a context in which gradients are not reduced over the ranks;
+# - ``drop_gradients(ids)``: drops the unreduced gradients of the parameters with these ids;
+# - ``gathered(parameters)``: returns the first parameter that is a gathered one, not a shard.
 fsdp_roots: WeakSet[Any] = WeakSet()
 
 
 def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
-    """Drop gradients of ``parameters`` that fsdp has not reduced yet; not collective.
+    """Drop gradients of ``parameters`` that fsdp has not reduced over the ranks yet.
 
-    These come from forwards under ``no_sync``, and from a backward that raised.
+    Such gradients come from forwards under ``no_sync``, and from a backward that raised. Not every
+    rank must call this.
     """
     chosen = {id(one) for one in parameters} if fsdp_roots else ()
     for root in list(fsdp_roots):
@@ -254,7 +259,7 @@ def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep gradients of forwards inside on their ranks if ``model`` has its own step."""
+    """Do not reduce gradients of forwards in this context, if the model's own step runs in fsdp."""
     inside = {id(one) for one in model.modules()} if fsdp_roots else ()
     with ExitStack() as stack:
         for root in list(fsdp_roots):
@@ -268,12 +273,12 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
-# Optimizers -> (the sizes of their parameter groups, the answer of `has_placed_parameters`).
+# Optimizers -> (the sizes of their parameter groups, the result of `has_placed_parameters`).
 _placed: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], bool]] = WeakKeyDictionary()
 
 
 def has_placed_parameters(optimizer: Optimizer) -> bool:
-    """Whether a parameter of ``optimizer`` is a ``DTensor`` or localised."""
+    """Return whether a parameter of ``optimizer`` is a ``DTensor`` or localised."""
     # Cached until a group changes its size, because checking every parameter in each update takes
     # as long as clipping.
     sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
@@ -309,7 +314,7 @@ def _cut(source: Any, like: Tensor) -> Tensor:
         source = as_dtensor(local_part(source), own).full_tensor()  # type: ignore[attr-defined]
     if tuple(source.shape) != layout.shape:
         raise ValueError(
-            f"a tensor of shape {layout.shape} is needed, got one of shape {tuple(source.shape)}"
+            f"the whole tensor must have shape {layout.shape}, got shape {tuple(source.shape)}"
         )
     if isinstance(source, Tensor) and layout.sizes == layout.shape:
         return source.detach()
@@ -319,13 +324,19 @@ def _cut(source: Any, like: Tensor) -> Tensor:
 
 
 def _power(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of ``parts`` to the power ``norm_type``, which can be summed over ranks."""
-    # Empty parts are left out, because they have no largest element.
+    """Return the norm of ``parts`` to the power ``norm_type``; these powers can be summed.
+
+    For an infinite ``norm_type``, return the norm itself.
+    """
+    # Leaves out empty parts, which have no largest element.
     norm = get_total_norm([part for part in parts if part.numel()], norm_type).double()
     return norm if math.isinf(norm_type) else norm**norm_type
 
 
 def _comm_device(owner: Tensor) -> torch.device:
-    """Return the device of a sharded tensor's groups; its parts may be offloaded from there."""
+    """Return the device on which a sharded tensor's groups communicate.
+
+    The parts may be elsewhere: FSDP2 can offload them to the CPU.
+    """
     mesh, here = layout_of(owner).mesh, local_part(owner).device
     return here if mesh is None or mesh.device_type == here.type else torch.device(mesh.device_type)

@@ -31,21 +31,24 @@ _BUCKET_BYTES = 64 * 2**20
 # None stands for all ranks of the run.
 Ranks: TypeAlias = DeviceMesh | ProcessGroup | None
 
-# From the outermost to the innermost: the ranks of one tensor group are neighbours.
+# From the outermost to the innermost; so the ranks of a tensor group are consecutive.
 AXES = ("data", "replicate", "shard", "tensor")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run in a grid with named axes.
+    """The ranks of a run, arranged in a grid with named axes.
 
-    Ranks that differ only on the tensor axis see the same batches; all others see different ones.
+    Ranks that differ only in their position on the tensor axis form a *tensor group*: they see the
+    same batches and share the work of split layers. Ranks of different tensor groups see different
+    batches.
 
     Attributes:
         axes: the size of every axis, from the outermost to the innermost.
         device_mesh: torch's mesh with these axes; None without a process group.
-        data_group: the ranks with the same position in their tensor groups as this rank, one per
-            batch; None for all ranks (no tensor axis, or one of size 1).
+        data_group: the group that contains this rank and the ranks at the same position in the
+            other tensor groups; they all see different batches. None for all ranks, if the tensor
+            axis is missing or has size 1.
     """
 
     axes: dict[str, int]
@@ -54,17 +57,17 @@ class Mesh:
 
     @property
     def data_size(self) -> int:
-        """The number of different batches, one per rank or tensor group."""
+        """The number of different batches per step: one for each tensor group."""
         return math.prod(self.axes.values()) // self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        """The index of this rank's batch, from 0."""
+        """The index of this rank's batch, from 0 to ``data_size - 1``."""
         return 0 if self.device_mesh is None else self.device_mesh.get_rank() // self.tensor_size
 
     @property
     def tensor_size(self) -> int:
-        """The number of ranks that share one copy of a layer."""
+        """The number of ranks in a tensor group; 1 without a tensor axis."""
         return self.axes.get("tensor", 1)
 
     @property
@@ -74,7 +77,7 @@ class Mesh:
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """The mesh for ``fully_shard``: the data axis, or (replicate, shard)."""
+        """The mesh for ``fully_shard``: all axes except tensor; None without a process group."""
         return self._part(*(name for name in self.axes if name != "tensor"))
 
     def _part(self, *names: str) -> DeviceMesh | None:
@@ -83,14 +86,14 @@ class Mesh:
 
 
 def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Return the size of every axis, from the outermost to the innermost.
+    """Check axes; return the size of every axis, from the outermost to the innermost.
 
     Args:
         axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
             of ``tensor``. One size may be -1, for the remaining ranks.
 
     Raises:
-        ValueError: the axes exclude each other, or their product is not ``world_size``.
+        ValueError: the axes cannot be combined, or their product is not ``world_size``.
     """
     _check_names(axes)
     sizes = {name: axes[name] for name in AXES if name in axes}
@@ -98,9 +101,7 @@ def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
         sizes = {"data": 1, **sizes}
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(
-            f"only one axis can be -1 (the rest of the ranks), got {_axes_text(sizes)}"
-        )
+        raise ValueError(f"only one axis can be -1 (the remaining ranks), got {_axes_text(sizes)}")
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ValueError(f"the size of axis {name} must be at least 1, or -1, got {size!r}")
@@ -120,7 +121,7 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
     Args:
         axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
             of ``tensor``. One size may be -1, for the remaining ranks.
-        device_type: the type of device of the ranks' tensors.
+        device_type: the type of the device that holds the model, "cpu" or "cuda".
 
     Raises:
         ValueError: the axes do not fit the number of ranks, or differ between ranks.
@@ -129,7 +130,7 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
     sizes = check_axes(axes, get_world_size())
     if not distributed_available():
         return Mesh(sizes)
-    # Meshes of an earlier process group compare as equal, but their groups no longer exist.
+    # torch would reuse an equal mesh of an earlier process group, whose groups no longer exist.
     forget_meshes()
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     return Mesh(sizes, mesh, _data_group(mesh, sizes))
@@ -142,7 +143,7 @@ def _check_names(axes: Mapping[str, int]) -> None:
             raise ValueError(f"a mesh has no axis {name!r}; its axes are {', '.join(AXES)}{hint}")
     if "data" in axes and {"replicate", "shard"} & axes.keys():
         raise ValueError(
-            "a mesh has either a data axis, or shard with or without replicate, "
+            "a mesh must have either a data axis, or shard with or without replicate, "
             f"got {', '.join(axes)}"
         )
     if "replicate" in axes and "shard" not in axes:
@@ -161,7 +162,7 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
     if "replicate" not in sizes:
         return mesh.get_group("data" if "data" in sizes else "shard")
     data_group: ProcessGroup | None = None
-    # Every rank must create all groups, because torch names a group by the number of the call.
+    # Every rank must create all groups, because torch names groups by counting these calls.
     for ranks in mesh.mesh.flatten(0, 1).T.tolist():
         group = distributed.new_group(ranks)
         if distributed.get_rank() in ranks:
@@ -170,12 +171,14 @@ def _data_group(mesh: DeviceMesh, sizes: Mapping[str, int]) -> ProcessGroup | No
 
 
 def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = None) -> None:
-    """Raise on every rank if ``describe`` raises on one, or if its results differ.
+    """Raise on every rank if ``describe`` raises on one rank, or if its results differ.
 
-    Every rank of the mesh (default: of the run) must call this. It exchanges hashes.
+    Every rank of the mesh (default: of the run) must call this. The ranks exchange hashes of the
+    results.
 
     Args:
-        describe: returns values to compare, by names for the message; they must be picklable.
+        describe: returns the values to compare, with a name for each that is used in the message.
+            The values must be picklable.
 
     Raises:
         ValueError: the results differ between ranks.
@@ -185,7 +188,7 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
 
     def digest() -> bytes:
         described.update(describe())
-        # Hashed, because large descriptions of many ranks would take long to exchange.
+        # Hashed, because exchanging large descriptions between many ranks would take long.
         return hashlib.sha256(obj2tensor(described, "cpu").numpy().data).digest()
 
     digests, failures, error = run_together(digest, lambda report: _gather(report, mesh))
@@ -201,7 +204,7 @@ def agree(describe: Callable[[], Mapping[str, Any]], mesh: DeviceMesh | None = N
             here, there = first.get(name, "absent"), other.get(name, "absent")
             if here != there:
                 raise ValueError(
-                    "model and options must be the same on all ranks, but "
+                    "the model and all options must be the same on all ranks, but "
                     f"{name!r} is {here} on rank {first_rank} and {there} on rank {rank}"
                 )
 
@@ -234,7 +237,10 @@ def broadcast_from_first_rank(tensors: Iterable[Tensor], ranks: Ranks) -> None:
 
 
 def _routes(mesh: Ranks) -> Iterator[tuple[ProcessGroup | None, int]]:
-    """Yield a group for each axis, and the rank in it that has the first rank's tensors."""
+    """Yield a group for each axis, and the rank in it to broadcast from.
+
+    Used one after another, the groups bring the first rank's data to all ranks.
+    """
     if not isinstance(mesh, DeviceMesh):
         yield mesh, 0 if mesh is None else distributed.get_global_rank(mesh, 0)
         return

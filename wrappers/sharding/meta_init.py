@@ -1,4 +1,4 @@
-"""Construct models without memory, and initialise them shard by shard."""
+"""Construct models without allocating parameters, and initialise them shard by shard."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _Slot: TypeAlias = tuple[nn.Module, str]
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Put the parameters of modules that are constructed inside onto the meta device.
+    """Construct modules in this context with their parameters on the meta device.
 
     The parameters have shapes but no memory; buffers are real, because they cannot be computed
     again later. No random numbers are drawn, so a wrapper that is constructed next gives the model
-    the same weights as an ordinary construction with the same seed. The context affects all
-    threads. Weights that a constructor sets outside of ``reset_parameters`` are lost.
+    the same weights as a construction without this context and with the same seed. The context
+    affects all threads. Weights that a constructor sets outside of ``reset_parameters`` are lost.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:
@@ -42,33 +42,34 @@ def check_no_meta_buffers(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"the buffer {name} is on the meta device, and its values cannot be computed: "
-                "construct the model inside stepwrap.wrappers.meta_parameters(), which leaves "
-                'buffers real, instead of torch.device("meta")'
+                f"buffers must have values, but {name} is on the meta device: construct the model "
+                "inside stepwrap.wrappers.meta_parameters(), which keeps buffers real, instead of "
+                'torch.device("meta")'
             )
 
 
 def materialise(model: nn.Module, mesh: DeviceMesh, init: Initialiser | None = None) -> None:
     """Allocate and initialise parameters on the meta device; every rank must call this.
 
-    Must be called after ``fully_shard``. It needs memory for the shards and for the whole
-    parameters that one module's ``reset_parameters`` writes. Modules are initialised in the order
-    of an ordinary construction; a tied parameter is initialised by the first module that has it.
+    Call it after ``fully_shard``. It needs memory for the shards, and for the whole parameters that
+    one module's ``reset_parameters`` writes. Modules are initialised in the order in which
+    constructors usually do it, children first; a tied parameter is initialised by the first module
+    that has it.
 
-    All ranks use the random state of the mesh's first rank. A rank whose state differs gets its
-    own state back afterwards.
+    All ranks use the random state of the mesh's first rank. A rank whose state differed gets its
+    previous state back.
 
     Args:
         model: the sharded model.
         mesh: all ranks that hold parts of the model.
-        init: called with every module that has parameters on the meta device; default:
-            ``reset_parameters``, or ``_reset_parameters`` (``nn.MultiheadAttention``).
+        init: called with every module that has parameters on the meta device; default: call the
+            module's ``reset_parameters``, or ``_reset_parameters`` (``nn.MultiheadAttention``).
 
     Raises:
         ValueError: a parameter was not written by any initialiser.
     """
     jobs, device = _find_jobs(model, init), torch.device(mesh.device_type)
-    # `to_empty` would empty the buffers too.
+    # Not `to_empty`, which would replace the buffers too.
     model._apply(  # type: ignore[no-untyped-call]
         lambda one: torch.empty_like(one, device=device) if one.is_meta else one
     )
@@ -85,7 +86,7 @@ class _Job(NamedTuple):
 
 
 class _Builder:
-    """Initialises modules one by one, and keeps whole parameters only while they are needed."""
+    """Initialise modules one by one; keep whole parameters only while they are needed."""
 
     def __init__(self, model: nn.Module, jobs: Sequence[_Job], device: torch.device) -> None:
         self._names = {p: name for name, p in model.named_parameters()}
@@ -139,22 +140,22 @@ class _Builder:
                 self._written.add(shards[slot])
 
     def _is_tied_copy(self, job: _Job, slot: _Slot) -> bool:
-        """Whether an earlier module has initialised the parameter; new values are discarded."""
+        """Return whether another module initialises this tied parameter; then discard values."""
         return slot[0] is job.module is not self._owners.get(_parameter_in(slot), job.module)
 
     def _store(self, shard: nn.Parameter) -> None:
         whole = self._whole.pop(shard)
         if shard not in self._written:
             raise ValueError(
-                f"nothing initialises the parameter {self._names[shard]}, which is on the meta "
-                "device: initialise it in reset_parameters() of its module, or pass "
+                "every parameter on the meta device must be initialised, but nothing initialises "
+                f"{self._names[shard]}: initialise it in reset_parameters() of its module, or pass "
                 "param_init_fn(module) to the wrapper"
             )
         copy_whole_(shard, whole)
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the memory that operations write."""
+    """Record the memory that operations write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -172,7 +173,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def contains(self, tensor: Tensor) -> bool:
-        """Whether an operation has written the memory of ``tensor``."""
+        """Return whether an operation has written the memory of ``tensor``."""
         return tensor.untyped_storage()._cdata in self._seen
 
 
@@ -198,7 +199,8 @@ def _find_jobs(model: nn.Module, init: Initialiser | None) -> list[_Job]:
 
 
 def _call(init: Initialiser, module: nn.Module) -> None:
-    # Functions for FSDP1 start with `to_empty`, but the memory is allocated already.
+    # Functions for FSDP1 call `to_empty` first. It does nothing here, because the memory is
+    # allocated already.
     vars(module)["to_empty"] = lambda **_: module
     try:
         init(module)
@@ -220,7 +222,7 @@ def _meta_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
-    """Run ``init`` on the meta device, which is cheap, and return the parameters it writes."""
+    """Run ``init`` on the meta device, which is cheap; return the parameters that it writes."""
     slots = {(one, name): p for one in module.modules() for name, p in _meta_parameters(one)}
     if all(owner is module for owner, _ in slots):
         return []
@@ -241,7 +243,8 @@ def _dry_run(module: nn.Module, init: Callable[[], Any]) -> list[_Slot]:
             if _parameter_in(slot) is not stand_ins[p] or writes.contains(stand_ins[p])
         ]
     except (RuntimeError, NotImplementedError):
-        # It reads values, which do not exist on the meta device: assume that it writes all.
+        # ``init`` reads values, which do not exist on the meta device. Assume that it writes all
+        # parameters.
         return list(slots)
     finally:
         for (owner, name), p in slots.items():
@@ -257,7 +260,7 @@ def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn
     twin: nn.Parameter | None = parameter.__dict__.get("_on_meta")
     if twin is None:
         twin = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        # The same parameter may be registered again by another module.
+        # Kept for the case that another module registers the same parameter.
         parameter._on_meta = twin  # type: ignore[attr-defined]
     return twin
 

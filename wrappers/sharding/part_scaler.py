@@ -15,22 +15,23 @@ from .layout import local_part, parameters_of
 
 
 class PartScaler(ShardedGradScaler):
-    """A ``ShardedGradScaler`` that also supports parameters of several meshes.
+    """A ``ShardedGradScaler`` that also supports parameters on several meshes.
 
-    Every rank of ``process_group`` (default: all) must call ``unscale_``, which exchanges whether
-    a rank has infinite gradients.
+    Every rank of ``process_group`` (default: all ranks) must call ``unscale_``, in which the ranks
+    exchange whether any of them has infinite gradients.
     """
 
     def __init__(
         self, *args: Any, process_group: ProcessGroup | None = None, **options: Any
     ) -> None:
-        # Passed explicitly, because torch's default is the group at the time of its import.
+        # Always passed, because torch's default is the group that existed when it was imported.
         super().__init__(*args, process_group=process_group, **options)  # type: ignore[misc]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        # Local parts, because torch's kernel takes all gradients at once, from one mesh only.
+        # Passes local parts, because torch's kernel takes all gradients at once and needs them on
+        # one mesh.
         parts = [
             SimpleNamespace(grad=local_part(parameter.grad))
             for parameter in parameters_of(optimizer)
@@ -40,7 +41,7 @@ class PartScaler(ShardedGradScaler):
         return super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale the gradients, and find infinities in the gradients of all ranks."""
+        """Unscale the gradients; find infinite values in the gradients of all ranks."""
         super().unscale_(optimizer)
         if self.is_enabled():
             # Fused steps combine this tensor with DTensors, so it must have no dimensions.

@@ -1,4 +1,4 @@
-"""Split layers over a tensor group: each of its ranks holds a part of every split layer."""
+"""Split layers over a tensor group, in which each rank holds a part of every split layer."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .mesh import Mesh
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
-# "colwise": the layer is split by its outputs.
-# "rowwise": by its inputs.
-# "sequence": the layer is not split, but its inputs are, along the sequence.
-# "colwise_replicate_output": by its outputs, which are then gathered.
+# "colwise": split the layer by its output features.
+# "rowwise": split the layer by its input features.
+# "sequence": do not split the layer; split its inputs along the sequence.
+# "colwise_replicate_output": like "colwise", but gather the outputs afterwards.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
 # The id of a hook; torch counts from 0.
 _RESTORE_HOOK_ID = -1
 _DOUBLE = (
-    "loses the parts that go through layers split over a tensor axis, because torch's collectives "
-    "have a first derivative only; use ddp or a mesh without a tensor axis"
+    "would be wrong for layers that are split over a tensor axis, because torch's collectives "
+    "have only a first derivative; use ddp, or a mesh without a tensor axis"
 )
 # The dimension of the weight that is split, and the argument of the layer with its size.
 _SPLITS = {
@@ -53,28 +53,30 @@ def parallelize(
 ) -> nn.Module:
     """Split layers of ``model`` over the tensor axis of ``mesh``, in place.
 
-    Every rank must call this, with the same weights outside of the plan. The layers are split with
-    torch's ``parallelize_module``; losses, gradients and updates stay the same. Dropout
-    between split layers draws the same mask on all ranks. Only the ``forward`` of a split layer
-    may use its parameters. docs/wrappers.md has an example of attention.
+    Every rank must call this, with the same weights in the layers that are not in the plan. The
+    layers are split with torch's ``parallelize_module``; losses, gradients and updates stay the
+    same. Dropout between split layers draws the same mask on all ranks. Only the ``forward`` of a
+    split layer may use its parameters. docs/wrappers.md has an example of attention.
 
-    Before the first step of an ``OptimWrapper``, the ranks compare the gradients of parameters that
-    each of them holds whole, and raise if they differ (for example, of a norm that the plan lacks).
+    Before the first update of an ``OptimWrapper``, the ranks compare the gradients of parameters
+    that are not split, and raise if they differ. This happens, for example, if the plan lacks a
+    norm.
 
     Args:
         model: the model, which is changed in place and returned.
         mesh: a mesh with a tensor axis, or torch's mesh of this axis.
-        plan: styles by the path of a module or by an ``fnmatch`` pattern of paths. A style is one
-            of ``STYLES``, a mapping with such a ``type`` and its options (``input`` and
-            ``output``, each "replicate" or "shard(dimension)", and ``local_output``; for sequence
-            ``dim`` and ``local_output``), or a ``ParallelStyle`` of torch.
-        localise: keep this rank's part as an ordinary parameter with an attribute
+        plan: a style for each path of a module, or ``fnmatch`` pattern for paths. A style is
+            "colwise", "rowwise", "sequence", "colwise_replicate_output", a ``ParallelStyle`` of
+            torch, or a mapping whose ``type`` is one of these names. The mapping can have the
+            options ``input`` and ``output``, each "replicate" or "shard(dimension)", and
+            ``local_output``; for "sequence" it can have ``dim`` and ``local_output``.
+        localise: whether to keep this rank's part as an ordinary parameter with an attribute
             ``tensor_layout``, which ``DistributedDataParallel`` and all optimizers support. False
             keeps torch's DTensors, for ``fully_shard``.
 
     Raises:
-        ValueError: the plan does not fit the model or the mesh; the model is unchanged.
-        TypeError: a style or an option has a wrong type.
+        ValueError: the plan does not fit the model or the mesh; the model is then unchanged.
+        TypeError: a style or an option has the wrong type.
     """
     axis, size = _tensor_axis(mesh)
     styles = check_plan(model, plan, size)
@@ -99,14 +101,19 @@ def _split(
     present = {id(one) for one in model.parameters()}
     for _, _, old in before:
         if id(old) not in present:
-            # Marked, because an optimizer of this parameter would not train the model.
+            # Marked, so that an optimizer that was given the old parameter can raise an error.
             old.is_replaced = True  # type: ignore[attr-defined]
 
 
 def check_plan(
     model: nn.Module, plan: Mapping[str, Style], tensor_size: int
 ) -> dict[str, ParallelStyle]:
-    """Return the style of every split layer, by path; ValueError with all problems of the plan."""
+    """Return the style of every split layer, by path.
+
+    Raises:
+        ValueError: the plan does not fit the model; the message lists all problems.
+        TypeError: a style or an option has the wrong type.
+    """
     problems: list[str] = []
     styles = _planned(model, plan, problems)
     for path, style in styles.items():
@@ -132,7 +139,7 @@ def _tensor_axis(mesh: Mesh | DeviceMesh) -> tuple[DeviceMesh | None, int]:
         return mesh, mesh.size()
     if "tensor" not in mesh.axes:
         raise ValueError(
-            f"tensor parallelism needs a tensor axis in the mesh, which has {', '.join(mesh.axes)}"
+            f"tensor parallelism needs a mesh with a tensor axis, got {', '.join(mesh.axes)}"
         )
     return mesh.tensor, mesh.tensor_size
 
@@ -155,14 +162,14 @@ def _planned(
                 problems.append(f"{path!r} is matched by {chosen[path][0]!r} and by {name!r}")
             fixed = isinstance(spec, ParallelStyle) or "input" in spec
             if isinstance(modules[path], nn.Embedding) and not fixed:
-                # By default torch expects split inputs for rowwise layers, but ids are not split.
+                # torch's default for rowwise layers is split inputs, but token ids are not split.
                 style = read_style(name, {**_options(name, spec), "input": "replicate"})
             chosen[path] = name, style
     return {path: chosen[path][1] for path in modules if path in chosen}
 
 
 def read_style(name: str, spec: Any) -> ParallelStyle:
-    """Return torch's style for the entry ``name`` of a plan; raises as ``parallelize``."""
+    """Return torch's style for the entry ``name`` of a plan; errors as in ``parallelize``."""
     if isinstance(spec, ParallelStyle):
         return spec
     options = _options(name, spec)
@@ -207,18 +214,18 @@ def _layer_problems(path: str, module: nn.Module, style: ParallelStyle, size: in
         yield f"{path!r} is split already"
     elif isinstance(style, SequenceParallel):
         if any(True for child in module.children() for _ in child.parameters()):
-            yield f"{what} with layers inside; sequence takes a single layer"
+            yield f"{what} that contains layers; sequence needs a single layer"
     elif isinstance(style, (ColwiseParallel, RowwiseParallel)):
         named = "colwise" if isinstance(style, ColwiseParallel) else "rowwise"
         dim, argument = _split_of(module, style)
         if dim is None:
-            yield f"{what}; {named} splits Linear and Embedding"
+            yield f"{what}; {named} can split only Linear and Embedding"
         elif (length := module.weight.shape[dim]) % size:  # type: ignore[index]
             yield f"{what} with {argument}={length}, which {size} ranks cannot split evenly"
 
 
 def _split_of(module: nn.Module, style: ParallelStyle | None) -> tuple[int | None, str]:
-    """Return an entry of ``_SPLITS``; the dimension is None if there is no entry."""
+    """Return the entry of ``_SPLITS`` for a layer; (None, "") if there is none."""
     for (styles, kind), found in _SPLITS.items():
         if isinstance(style, styles) and isinstance(module, kind):
             return found
@@ -245,7 +252,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _keep_attributes(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Copy attributes of the old parameters to the new ones, and tie the new ones as before."""
+    """Copy attributes of old parameters to the new ones; tie new parameters like the old ones."""
     replaced: dict[int, nn.Parameter] = {}
     for module, name, old in before:
         new = module._parameters[name]
@@ -257,11 +264,11 @@ def _keep_attributes(before: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 
 class _DTensorsInForward:
-    """Hooks that replace the local parts of a layer by DTensors during its forward.
+    """Replace the local parts of a layer by DTensors during its forward, through two hooks.
 
     Args:
-        specs: mesh, placements, shape and stride of the whole tensor, by the name of a parameter
-            or buffer.
+        specs: for each name of a parameter or buffer, the mesh, placements, shape and stride of the
+            whole tensor.
         localised: the parts that have a ``tensor_layout``.
     """
 
@@ -274,7 +281,7 @@ class _DTensorsInForward:
         """Return hooks for a copy of the layer."""
         localised: list[Any] = deepcopy(self._localised, memo)
         for one, copied in zip(self._localised, localised, strict=True):
-            # Copies of parameters lose their attributes.
+            # deepcopy does not copy attributes of parameters.
             copied.tensor_layout = layout_of(one)
         return _DTensorsInForward(self._specs, localised)
 
@@ -299,7 +306,7 @@ class _DTensorsInForward:
 
 
 class _Waited(torch.autograd.Function):
-    """Waits for a tensor whose collective has not completed."""
+    """Wait for a tensor whose collective has not completed, as an autograd node."""
 
     @staticmethod
     def forward(ctx: Any, output: AsyncCollectiveTensor) -> Any:
@@ -311,8 +318,8 @@ class _Waited(torch.autograd.Function):
 
 
 def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    # Otherwise a compiled block after this layer would return a plain tensor as the gradient, and
-    # the backward of this layer would fail.
+    # Waits here, because a compiled block after this layer returns a plain tensor as the gradient,
+    # with which the backward of an unfinished tensor would fail.
     if type(output) is AsyncCollectiveTensor:
         output = _Waited.apply(output)  # type: ignore[no-untyped-call]
     refuse_double_backward(output, _DOUBLE)
@@ -324,7 +331,7 @@ def _store(layer: nn.Module, name: str) -> MutableMapping[str, Any]:
 
 
 def _localise_parts(model: nn.Module) -> None:
-    """Replace all DTensors by this rank's parts."""
+    """Replace all DTensors in the model by this rank's parts."""
     locals_: dict[int, Tensor] = {}
     for layer in list(model.modules()):
         specs: dict[str, tuple[Any, ...]] = {}
@@ -341,8 +348,8 @@ def _localise_parts(model: nn.Module) -> None:
             )
             layer.register_forward_pre_hook(hooks_of.replace, prepend=True)
             handle = layer.register_forward_hook(hooks_of.restore, always_call=True)
-            # torch.compile guards on the id of such a hook. With different ids it would compile
-            # each of several equal blocks again, up to its limit.
+            # All layers get the same hook id, because torch.compile guards on it: with different
+            # ids it would compile each of several equal blocks again, up to its limit.
             for hooks in (layer._forward_hooks, layer._forward_hooks_always_called):
                 hooks[_RESTORE_HOOK_ID] = hooks.pop(handle.id)  # type: ignore[assignment]
 

@@ -1,4 +1,3 @@
-"""The step contract: models that compute their losses, the transfer of batches to the device, the
-training, validation and test steps of all wrappers, and their checks. Imports sharding. Start with
-step.py.
+"""Models that compute their losses, preprocessing of batches, the training, validation and test
+steps of all wrappers, and the checks of these steps. Imports sharding. Start with step.py.
 """

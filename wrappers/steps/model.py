@@ -18,12 +18,12 @@ from .weight_init import BaseModule, InitSettings
 class BaseModel(BaseModule):
     """Base class of models that compute their own losses.
 
-    A subclass implements ``forward(*inputs, mode="tensor")``. Mode "loss" returns a dict of
-    losses: entries whose name contains "loss" are averaged and optimised, the others are logged.
-    Mode "predict" returns a list of predictions, mode "tensor" the raw output. A subclass may also
+    A subclass implements ``forward(*inputs, mode="tensor")``. Mode "loss" returns a dict of losses:
+    the sum of the entries whose name contains "loss" is optimised, the others are only logged. Mode
+    "predict" returns a list of predictions, mode "tensor" the raw output. A subclass may also
     override ``parse_losses(losses) -> (total, logs)``, ``val_step(data)`` and ``test_step(data)``.
-    A ``train_step`` of the model works under ``single``, ``separate`` and ``fsdp`` only. To support
-    ``ddp`` and ``dp`` as well, put the step into a subclass of the wrapper (docs/extending.md).
+    A model that overrides ``train_step`` works under ``single``, ``separate`` and ``fsdp`` only. To
+    support ``ddp`` and ``dp``, put the step into a subclass of the wrapper (docs/extending.md).
 
     Args:
         data_preprocessor: module called as ``data_preprocessor(data, training)``, or a dict
@@ -51,7 +51,7 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
-    # Static, so that wrappers recognise this function, whose logs are detached already.
+    # Static, so that wrappers can recognise this function. They do not detach its logs again.
     parse_losses = staticmethod(parse_losses)
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ class BaseModel(BaseModule):
     test_step = val_step
 
     def _run_forward(self, data: Any, mode: str) -> Any:
-        """Call the model with a preprocessed batch, in a custom ``train_step``."""
+        """Call the model with the entries of a preprocessed batch as arguments."""
         args, kwargs = as_call(data)
         return self(*args, **kwargs, mode=mode)
 
@@ -80,7 +80,7 @@ class BaseModel(BaseModule):
 class SupervisedModel(BaseModel):
     """A model made of any network and a loss function.
 
-    A batch is a sequence or mapping with an input and, if there is one, a target.
+    A batch is a sequence or mapping that contains an input and, except for predictions, a target.
 
     Args:
         net: called with the input.
@@ -113,12 +113,12 @@ class SupervisedModel(BaseModel):
         self.data_preprocessor.to(device_of(net))
 
     def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
-        """Return the output of the net, its losses or a list of predictions, by ``mode``.
+        """Return the net's output ("tensor"), its losses ("loss") or a list of predictions.
 
         Raises:
             KeyError: the batch has no entry ``input_key`` or ``target_key``.
             TypeError: mode "predict", and the net returns neither a tensor nor a list.
-            ValueError: another mode.
+            ValueError: ``mode`` is not "tensor", "loss" or "predict".
         """
         batch: Any = named or items
         key, target = self.input_key, None
@@ -133,7 +133,7 @@ class SupervisedModel(BaseModel):
             found = f"the keys {list(batch)}" if is_named else f"{len(batch)} entries"
             raise KeyError(
                 f"{setting}={key!r} is not in the batch, which has {found}; "
-                f"give SupervisedModel the right {setting}"
+                f"change {setting} of SupervisedModel"
             ) from None
         output = self.net(given)
         if mode == "loss":

@@ -13,7 +13,7 @@ from ...registry import MODELS
 
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
-    """Move tensors in nested ``data`` to ``device``, with the rules of ``cast_data`` below."""
+    """Move the tensors in nested ``data`` to ``device``, as ``DataPreprocessor.cast_data`` does."""
     if type(data) is list:
         return _move_all(data, device, non_blocking)
     if isinstance(data, Tensor):
@@ -21,13 +21,13 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
             return data
         is_async = data.is_pinned() if non_blocking is None else non_blocking
         return data.to(device, non_blocking=is_async)
-    # Before the check for mappings, which is slow for the many numbers and names of a batch.
+    # Checked before mappings: isinstance(..., Mapping) is slow, and a batch may have many numbers.
     if data is None or isinstance(data, (str, bytes, bytearray, int, float)):
         return data
     if isinstance(data, Mapping):
         return dict(zip(data, _move_all(data.values(), device, non_blocking), strict=True))
     if callable(getattr(data, "to", None)):
-        # Some of these methods take only the device.
+        # Some classes have a ``to`` that takes only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
     if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):
         return data
@@ -35,7 +35,7 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
 
 
 def _move_all(items: Iterable[Any], device: torch.device, non_blocking: bool | None) -> list[Any]:
-    # Tensors on the device, which is the common case, cost no call.
+    # Common case: the tensor is on the device already. Skipping the call saves time.
     return [
         one if isinstance(one, Tensor) and one.device == device else move(one, device, non_blocking)
         for one in items
@@ -43,12 +43,12 @@ def _move_all(items: Iterable[Any], device: torch.device, non_blocking: bool | N
 
 
 def _rebuilt(data: Any, items: list[Any]) -> Any:
-    """Return a sequence of the same type, or a namedtuple, with other items."""
+    """Return ``items`` as a sequence or namedtuple of the type of ``data``."""
     return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device of the first parameter, or of the first buffer, or torch's default."""
+    """Return the device of the first parameter or buffer; without any, torch's default device."""
     tensor: Tensor | None = next(chain(module.parameters(), module.buffers()), None)
     return torch.get_default_device() if tensor is None else tensor.device
 
@@ -68,11 +68,11 @@ class DataPreprocessor(nn.Module):
 
     Args:
         mean: subtracted from the input; one number, or one for each channel (dimension 1).
-        std: divides the input after that; one number, or one for each channel.
+        std: the divisor of the input after the subtraction; one number, or one for each channel.
         input_key: the entry to normalise; default: the first of a sequence, "inputs" of a
             mapping.
-        non_blocking: do not wait until tensors are copied; default: True for tensors in pinned
-            memory.
+        non_blocking: whether to copy tensors without waiting for the copy to end; default: True
+            for tensors in pinned memory, False for others.
 
     Raises:
         TypeError: ``mean`` or ``std`` is not a number or a list of numbers.
@@ -119,7 +119,7 @@ class DataPreprocessor(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Every move of a module calls this method.
+        # torch calls this method whenever a module is moved or converted.
         self._place(fn(torch.empty(0, dtype=self._dtype, device=self._device)))
         return self
 

@@ -40,14 +40,14 @@ class OptimizerWrapper(Protocol):
 def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum the losses; return the total and the detached values to log.
 
-    The value of an entry is the mean of a tensor, or the sum of the means of a list of tensors.
-    Entries whose name contains "loss" are optimised, the others only logged. The logs contain the
-    total as ``loss``, then every entry. If there are several losses, one named ``loss`` is logged
-    as ``loss_raw``.
+    The value of an entry is the mean of a tensor, or the sum of the means of a list of tensors. The
+    total is the sum of the entries whose name contains "loss"; the others are only logged. The logs
+    contain the total as ``loss``, then every entry. If one of several losses is named ``loss``, it
+    is logged as ``loss_raw``.
 
-    A mapping that is also a dataclass, such as the output of a Hugging Face model, may hold other
-    values: only its losses and 0-d tensors are used. Its field ``loss``, if there is one, is the
-    total, which already includes its other losses.
+    A mapping that is also a dataclass, such as the output of a Hugging Face model, may contain
+    further values, of which only 0-d tensors and losses are used. If it has a field ``loss``, this
+    is the total and is assumed to include the other losses.
 
     Raises:
         TypeError: an entry is neither a tensor nor a list of tensors.
@@ -80,7 +80,7 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
 
 
 def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Parse a typed output, whose field ``loss``, if it exists, is the total."""
+    """Parse a dataclass; its field ``loss`` is the total, if it exists."""
     tensors = {name: one for name, one in output.items() if isinstance(one, Tensor)}
     figures = {name: one for name, one in tensors.items() if one.ndim == 0 or "loss" in name}
     if not hasattr(output, "loss"):
@@ -88,14 +88,14 @@ def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     if "loss" not in figures:
         raise ValueError(
             f"{type(output).__name__} has no loss to optimise, only {sorted(output)}; the batch "
-            "must have the targets from which the model computes its loss, usually as `labels`"
+            "must contain the targets from which the model computes its loss, usually as `labels`"
         )
     total, logs = parse_losses({"loss": figures.pop("loss")})
     return total, logs | {name: one.detach().float().mean() for name, one in figures.items()}
 
 
 def _name_for_metrics(output: MutableMapping[str, Any], batch: Mapping[str, Any]) -> None:
-    """Add the entries that metrics read, with the names of ``SupervisedModel``, to an output."""
+    """Add ``preds``, ``target`` and ``num_samples``, which metrics read, to an output."""
     sizes = (len(one) for one in batch.values() if isinstance(one, Tensor) and one.ndim)
     found = {
         "preds": output.get("logits"),
@@ -112,7 +112,7 @@ def _mean(name: str, value: Any) -> Tensor | None:
     if isinstance(value, Tensor):
         if not (value.is_floating_point() or value.is_complex()):
             value = value.float()
-        # The mean of one number would only add a node to the graph.
+        # A 0-d tensor is its own mean; mean() would only add a node to the graph.
         mean: Tensor = value.mean() if value.ndim else value
         return mean
     if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
@@ -122,22 +122,23 @@ def _mean(name: str, value: Any) -> Tensor | None:
 
 
 class Steps(ModelFeatures):
-    """Training, validation and test step of ``self.module`` through ``self.forward``.
+    """Mixin that gives model wrappers their training, validation and test steps.
 
-    A mixin of the model wrappers, which are modules with the user's model as child ``module``. If
-    the model has no ``data_preprocessor``, ``parse_losses``, ``val_step`` or ``test_step``, the
-    steps use the defaults of ``BaseModel``.
+    A model wrapper is a module with the user's model as child ``module``. If the model has no
+    ``data_preprocessor``, ``parse_losses``, ``val_step`` or ``test_step``, the steps use the
+    defaults of ``BaseModel``.
 
     Attributes:
-        passed_on: parameters that ``**options`` accepts beyond the signatures of the bases.
+        passed_on: parameters that ``**options`` accepts although no base class declares them.
     """
 
     module: Any
     passed_on: Iterable[inspect.Parameter] = ()
     __call__: Callable[..., Any]
     _preprocessor: DataPreprocessor
-    # Whether to run the model's train_step, and whether forward only calls the model.
+    # Whether the training step is the model's own train_step.
     _uses_model_step: bool = False
+    # Whether the steps may skip self.forward, because it only calls the model.
     _calls_model_directly: bool = False
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
@@ -158,7 +159,7 @@ class Steps(ModelFeatures):
             total, logs = parse(losses)
             stage = "update"
             if self.detect_anomalous_params:
-                # `update_and_detect` explains errors of the update by itself.
+                # `update_and_detect` explains errors of the update itself.
                 stage = "detection"
                 self.update_and_detect(total, optim_wrapper)
             else:
@@ -185,18 +186,24 @@ class Steps(ModelFeatures):
             self.recheck_every(1)
 
     def val_step(self, data: Any) -> Any:
-        """Evaluate one batch by the model's ``val_step``; collective if ``collective_eval``."""
+        """Evaluate one batch by the model's ``val_step``.
+
+        Every rank must call this if ``collective_eval`` is true.
+        """
         return self._evaluate("val_step", data)
 
     def test_step(self, data: Any) -> Any:
-        """Evaluate one batch by the model's ``test_step``; collective if ``collective_eval``."""
+        """Evaluate one batch by the model's ``test_step``.
+
+        Every rank must call this if ``collective_eval`` is true.
+        """
         return self._evaluate("test_step", data)
 
     def sync_buffers(self) -> None:
-        """Copy the buffers (running statistics) of the first rank to all ranks, before evaluation.
+        """Copy the buffers (such as running statistics) of the first rank to all ranks.
 
-        Every rank must call this. torch copies them only before a forward, so they differ after the
-        last training step. With one rank nothing happens.
+        Every rank must call this before an evaluation. DDP copies buffers only before a training
+        forward, so they differ between ranks after the last step. With one rank nothing happens.
         """
         if self.averages_ranks and distributed.is_initialized():
             broadcast_from_first_rank(self.module.buffers(), self.data_group)
@@ -213,7 +220,7 @@ class Steps(ModelFeatures):
         return mean
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a wrapper of a copy of the model for the same ranks; every rank must call this."""
+        """Copy the model and wrap the copy for the same ranks; every rank must call this."""
         made: Any = type(self).__new__(type(self))
         memo[id(self)] = made
         if self.data_group is not None:
@@ -223,13 +230,13 @@ class Steps(ModelFeatures):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the wrapper; raise TypeError if it uses only some of the ranks."""
+        """Pickle the wrapper; raise TypeError if it has a ``data_group``."""
         if self.data_group is not None:
             raise TypeError(refusal(f"a {type(self).__name__} of a group of ranks"))
         return super().__reduce_ex__(protocol)
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """Update by ``optim_wrapper.update_params``; log parameters that got no gradient."""
+        """Call ``optim_wrapper.update_params``; log parameters that got no gradient."""
         model: Any = self
         with watch_gradients(model) as received:
             try:
@@ -253,7 +260,7 @@ class Steps(ModelFeatures):
         return batch
 
     def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
-        """Raise an error with an explanation of ``error``, if one is known."""
+        """Raise a clearer error from ``error`` if its cause is known; otherwise do nothing."""
         if stage == "forward":
             _explain_forward(self.module, error)
         else:
@@ -308,15 +315,15 @@ _W = TypeVar("_W", bound=Steps)
 
 @MODEL_WRAPPERS.register_module(name=["SingleDevice", "single"])
 class SingleDevice(Steps, nn.Module):
-    """Runs the steps of a model on the device of the model.
+    """Run the steps of a model on the device of the model.
 
-    If the model defines ``train_step``, that method is used. For another step override
+    If the model defines ``train_step``, that method is used. To change a step, override
     ``train_step``, ``val_step`` or ``test_step`` in a subclass; see docs/custom_steps.md.
 
     Args:
-        detect_anomalous_params: after every step look for parameters without a gradient, and log
-            each set of them once. It takes some microseconds per parameter and step, so use it for
-            debugging only.
+        detect_anomalous_params: after every step, search for parameters without a gradient, and
+            log each set of them once. It takes some microseconds per parameter and step, so use it
+            for debugging only.
 
     Raises:
         ValueError: ``detect_anomalous_params`` is set, and the model defines ``train_step``.
@@ -330,8 +337,8 @@ class SingleDevice(Steps, nn.Module):
         self._uses_model_step = overrides_train_step(module)
         if detect_anomalous_params and self._uses_model_step:
             raise ValueError(
-                "detect_anomalous_params needs the wrapper's own train_step, but "
-                f"{type(module).__name__}.train_step is used"
+                "detect_anomalous_params needs the default train_step of the wrapper, but "
+                f"{type(module).__name__} defines train_step; remove one of the two"
             )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -340,7 +347,7 @@ class SingleDevice(Steps, nn.Module):
 
 
 def only_moves(wrapper: Any) -> bool:
-    """Whether the preprocessor of a wrapper does nothing but move batches to the device."""
+    """Return whether a wrapper's preprocessor only moves batches to the device."""
     own = getattr(wrapper.module, "data_preprocessor", None)
     preprocess = wrapper._preprocessor if own is None else own
     return (
@@ -366,12 +373,12 @@ def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def overrides_train_step(model: nn.Module) -> bool:
-    """Whether ``model`` has a ``train_step`` other than the default one of a ``BaseModel``.
+    """Return whether ``model`` has a ``train_step`` other than the default of ``BaseModel``.
 
-    The default is the method of stepwrap's or mmengine's class.
+    This is stepwrap's class or mmengine's.
     """
     step = getattr(type(model), "train_step", None)
-    # By name, because mmengine is not a dependency and model.py imports this file.
+    # Compared by name: mmengine is not a dependency, and importing model.py here would be a cycle.
     if getattr(step, "__qualname__", "") == "BaseModel.train_step":
         return not f"{step.__module__}.".startswith(("stepwrap.wrappers.", "mmengine."))
     return step is not None
@@ -380,7 +387,12 @@ def overrides_train_step(model: nn.Module) -> bool:
 def reject_model_train_step(
     wrapper: type[Steps], model: nn.Module, why: str, remedy: str = ""
 ) -> None:
-    """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``."""
+    """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``.
+
+    Args:
+        why: the problem with "a model that calls itself", to complete the message.
+        remedy: a sentence with another solution.
+    """
     if wrapper.train_step is not Steps.train_step or not overrides_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
@@ -409,9 +421,9 @@ def _explain_forward(model: nn.Module, error: BaseException) -> None:
 def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     """Return a subclass of ``wrapper`` whose training step is ``function``.
 
-    Like an overridden ``train_step``, the function runs the forward by ``wrapper(...)`` and the
-    update by ``optim_wrapper``; docs/custom_steps.md has an example. It may also be the method of
-    another wrapper.
+    Like an overridden ``train_step``, the function calls ``wrapper(...)`` for the forward and
+    ``optim_wrapper`` for the update; docs/custom_steps.md has an example. It may also be the
+    ``train_step`` method of another wrapper class.
 
     Args:
         wrapper: the class of a model wrapper.
@@ -420,7 +432,7 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
 
     Raises:
         TypeError: ``wrapper`` is not the class of a wrapper, or ``function`` does not take three
-            arguments. A step raises it if the function returns anything else than such a dict.
+            arguments. The training step raises it if the function does not return such a dict.
     """
     if not (isinstance(wrapper, type) and issubclass(wrapper, Steps)):
         raise TypeError(f"with_train_step needs the class of a model wrapper, got {wrapper!r}")
@@ -432,7 +444,7 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
         if not isinstance(logs, Mapping):
             kind = type(logs).__name__
             raise TypeError(
-                f"the training step {name} must return a dict of what to log, got {kind}"
+                f"the training step {name} must return a dict of values to log, got {kind}"
             )
         return {key: _loggable(name, key, value) for key, value in logs.items()}
 
@@ -448,8 +460,8 @@ def check_step_function(function: Any) -> None:
     """Raise TypeError if ``function`` cannot be called as a training step."""
     if isinstance(function, type) or not callable(function):
         raise TypeError(
-            "a training step is a function(wrapper, data, optim_wrapper) that returns what to log, "
-            f"got {function!r}"
+            "a training step must be a function(wrapper, data, optim_wrapper) that returns a dict "
+            f"of values to log, got {function!r}"
         )
     try:
         inspect.signature(function).bind(None, None, None)
@@ -467,7 +479,7 @@ def _loggable(name: str, key: str, value: Any) -> Any:
         raise TypeError(
             f"the training step {name} must return numbers or tensors, got {key}={value!r}"
         )
-    # Otherwise the value would keep its graph in memory until it is logged.
+    # Detached, because the value would otherwise keep its graph in memory until it is logged.
     return value.detach() if isinstance(value, Tensor) else value
 
 

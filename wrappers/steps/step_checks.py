@@ -13,14 +13,14 @@ from torch.utils.checkpoint import CheckpointFunction
 
 logger = logging.getLogger(__name__)
 
-# Nodes of the graph that run another forward in the backward.
+# The autograd node of re-entrant activation checkpointing, which runs a forward in the backward.
 _REENTRANT: type = CheckpointFunction._backward_cls
-# Only the first backwards are checked: all steps are alike, and each hook costs 1 us.
+# Number of backwards to check. Later steps do the same, and each hook costs 1 us per step.
 _BACKWARDS = 64
 
 
 def has_custom_step(model: Any) -> bool:
-    """Whether the training step of a wrapper is custom: a subclass's method or the model's."""
+    """Return whether a wrapper runs a custom training step: a subclass's method or the model's."""
     if getattr(model, "_uses_model_step", False):
         return True
     owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
@@ -28,7 +28,7 @@ def has_custom_step(model: Any) -> bool:
 
 
 class AveragingWatch:
-    """Raises if a backward of ``DistributedDataParallel`` does not average the gradients.
+    """Raise if a backward of a ``DistributedDataParallel`` does not average the gradients.
 
     torch averages only in the first backward after a forward of the wrapper.
     """
@@ -68,9 +68,9 @@ class AveragingWatch:
 
 
 class ThawWatch:
-    """Raises if a parameter was frozen when torch wrapped the model and is trained now.
+    """Raise if a parameter is trained now that was frozen when torch's DDP wrapped the model.
 
-    torch never averages the gradients of such a parameter.
+    DDP does not average the gradients of such a parameter.
     """
 
     def __init__(self, kind: str, module: nn.Module, ignored: Iterable[str], group: Any) -> None:
@@ -92,10 +92,10 @@ class ThawWatch:
 
 @contextmanager
 def watch_gradients(model: nn.Module) -> Iterator[set[int]]:
-    """Collect the ids of the parameters that get gradients from a backward inside.
+    """Yield a set that collects the ids of the parameters that get gradients in this context.
 
-    The graph before the backward is not enough: re-entrant activation checkpointing builds parts of
-    it during the backward.
+    The graph that exists before the backward is not enough to find them: re-entrant activation
+    checkpointing builds parts of it during the backward.
     """
     received: set[int] = set()
     handles = [
@@ -120,9 +120,10 @@ def detect_anomalous_params(
     Call it after the backward. Each distinct set of names is logged once per model.
 
     Args:
-        received: the ids that ``watch_gradients`` collected in the backward. Without them, call
-            this before the gradients are cleared: with re-entrant activation checkpointing
-            (``use_reentrant=True``) every parameter that has a gradient counts as reached.
+        received: the ids that ``watch_gradients`` collected in the backward. If it is None, call
+            this function before the gradients are cleared: re-entrant activation checkpointing
+            (``use_reentrant=True``) hides parameters from the graph, so if the model uses it,
+            every parameter with a gradient counts as used.
     """
     reached, checkpointed = _leaves(loss)
     missing = {}
@@ -143,7 +144,7 @@ def detect_anomalous_params(
 def _leaves(loss: Tensor) -> tuple[set[int], bool]:
     """Return the ids of the leaves of ``loss``, and whether checkpointing hides some of them."""
     leaves, checkpointed = {id(loss)}, False
-    # Keeps the nodes themselves, as the id of a node that was freed could be reused.
+    # The set holds the nodes and not their ids, because a freed node's id can be reused.
     visited: set[Any] = {None}
     stack: list[Any] = [loss.grad_fn] if loss.grad_fn else []
     while stack:

@@ -41,12 +41,12 @@ class BaseModule(nn.Module):
         self.is_init = False
 
     def init_weights(self) -> None:
-        """Initialise by ``init_cfg``, then call ``init_weights`` of the modules inside.
+        """Initialise by ``init_cfg``, then call ``init_weights`` of the submodules.
 
         Pretrained weights are loaded last. A second call only logs a warning.
 
         Raises:
-            TypeError, ValueError, FileNotFoundError: as ``initialize``.
+            TypeError, ValueError, FileNotFoundError: see ``initialize``.
         """
         if self.is_init:
             logger.warning("init_weights of %s has been called more than once", type(self).__name__)
@@ -65,19 +65,28 @@ class BaseModule(nn.Module):
 def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
     """Initialise weights and biases inside ``module``.
 
+    Each mapping of ``init_cfg`` has these keys:
+
+    - ``type``, with its arguments: Constant (``val``), Normal (``mean``, ``std``), TruncNormal
+      (``mean``, ``std``, ``a``, ``b``), Uniform (``a``, ``b``), Xavier (``gain``,
+      ``distribution``), Kaiming (``a``, ``mode``, ``nonlinearity``, ``distribution``),
+      Caffe2Xavier or Pretrained.
+    - ``bias``, the value of every bias (default: 0), or ``bias_prob``, a probability whose logit is
+      that value.
+    - ``layer``: the class names of the layers to initialise. Subclasses are included.
+    - ``override``: a list of mappings with the ``name`` of a submodule, in which every layer is
+      initialised: by the other keys of this mapping or, without other keys, by the outer mapping.
+
+    Pretrained has none of the last three. It takes ``checkpoint``, a file that contains only
+    weights, and ``prefix``: only weights whose names begin with the prefix are loaded, under the
+    rest of the name.
+
     Args:
-        init_cfg: one mapping or several, applied in order. ``type`` is Constant (``val``), Normal
-            (``mean``, ``std``), TruncNormal (also ``a``, ``b``), Uniform (``a``, ``b``), Xavier
-            (``gain``, ``distribution``), Kaiming (``a``, ``mode``, ``nonlinearity``,
-            ``distribution``) or Caffe2Xavier, each with ``bias`` (0) or ``bias_prob``. ``layer``
-            lists the classes to initialise, or their bases, by name. ``override`` is a list of
-            mappings with the ``name`` of a submodule. Every layer in the submodule is initialised:
-            by the mapping's own ``type`` or, if it has only a name, by the outer settings.
-            Pretrained takes ``checkpoint``, a file with weights only, and ``prefix``, which selects
-            names.
+        init_cfg: one mapping, or several that are applied in order.
 
     Raises:
-        TypeError: it is not a mapping, or has an argument that the type does not take.
+        TypeError: ``init_cfg`` is not a mapping or a list of mappings, or has an argument that the
+            type does not take.
         ValueError: the type or a submodule is unknown, or the file has no weights of the module.
         FileNotFoundError: the file does not exist.
     """
@@ -130,7 +139,8 @@ def _load(
         loaded = torch.load(checkpoint, map_location=map_location, weights_only=True)
     except UnpicklingError as error:
         raise ValueError(
-            f"{checkpoint} holds more than weights and is not read: if you trust the file, save "
+            f"{checkpoint} must contain only weights, but it contains other objects, and loading "
+            "them could run any code. If you trust the file, save "
             'torch.load(path, weights_only=False)["state_dict"] to another file and load that'
         ) from error
     weights: Any = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else {}
@@ -241,13 +251,13 @@ def _parse_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]
     if not given:
         return name, outer
     if "type" not in given:
-        # The text is mmengine's.
+        # mmengine raises the same message.
         raise ValueError(f'`override` need "type" key, but got {given}')
     return name, _parse_one(given)
 
 
 def _pop_bias(options: dict[str, Any]) -> float:
-    """Remove ``bias`` and ``bias_prob`` (the mean of a sigmoid) from ``options``; return a bias."""
+    """Remove ``bias`` and ``bias_prob`` from ``options``; return the value of the biases."""
     bias, probability = options.pop("bias", 0.0), options.pop("bias_prob", None)
     if not isinstance(bias, (int, float)):
         raise TypeError(f"bias must be a number, but got {bias!r}")
@@ -259,7 +269,7 @@ def _pop_bias(options: dict[str, Any]) -> float:
 
 
 def _initialise_inside(module: nn.Module) -> None:
-    """Call ``init_weights`` of the outermost modules inside that have one."""
+    """Call ``init_weights`` of the outermost submodules that define it."""
     for child in module.children():
         init_weights: Any = getattr(child, "init_weights", None)
         if callable(init_weights):
