@@ -57,7 +57,14 @@ METRICS = Registry(
     kind="torchmetrics.Metric",
 )
 LOOPS = Registry("LOOPS", locations=_LOOPS)
-HOOKS = Registry("HOOKS", locations=(*_LOOPS, "stepwrap.diagnostics.ledger_hook"))
+HOOKS = Registry(
+    "HOOKS",
+    locations=(
+        *_LOOPS,
+        "stepwrap.diagnostics.ledger_hook",
+        "stepwrap.diagnostics.reports.run_info",
+    ),
+)
 DIST_BACKENDS = Registry(
     "DIST_BACKENDS",
     namespaces=(
