@@ -51,10 +51,10 @@ def run_serve(options: Options) -> int:
             raise fail(f"{where} is in use; choose another one with {hint}") from error
         raise fail(f"cannot listen on {where}: {error.strerror}") from error
     with server, raising_stops():
-        print(f"serving {root} at {server.url} (stop with Ctrl-C)", flush=True)
-        if not server.is_local:
-            print("every host that reaches this address can read the runs", flush=True)
         try:
+            print(f"serving {root} at {server.url} (stop with Ctrl-C)", flush=True)
+            if not server.is_local:
+                print("every host that reaches this address can read the runs", flush=True)
             server.serve_forever(poll_interval=0.2)
         except (KeyboardInterrupt, Terminated):
             print("stopped")
