@@ -57,14 +57,7 @@ METRICS = Registry(
     kind="torchmetrics.Metric",
 )
 LOOPS = Registry("LOOPS", locations=_LOOPS)
-HOOKS = Registry(
-    "HOOKS",
-    locations=(
-        *_LOOPS,
-        "stepwrap.diagnostics.ledger_hook",
-        "stepwrap.diagnostics.reports.run_info",
-    ),
-)
+HOOKS = Registry("HOOKS", locations=(*_LOOPS, "stepwrap.diagnostics.ledger_hook"))
 DIST_BACKENDS = Registry(
     "DIST_BACKENDS",
     namespaces=(

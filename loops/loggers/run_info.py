@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from ...collectives import all_gather_object, get_rank, get_world_size
-from ...loops.checkpoints.weights import device_of, num_data_ranks, plain_name, user_model
-from ...loops.hook import Hook
-from ...loops.state import LoopState
 from ...registry import HOOKS
 from ...wrappers.sharding.layout import layout_of, local_part
 from ...wrappers.sharding.mesh import check_axes
+from ..checkpoints.weights import device_of, num_data_ranks, plain_name, user_model
+from ..hook import Hook
+from ..state import LoopState
 
 # More warnings of a rank are not recorded, and longer texts are cut off.
 _MAX_WARNINGS, _MAX_LENGTH = 200, 2000

@@ -16,7 +16,6 @@ from ranks import run_ranks
 from runner_parts import points_config, run_command, write_run
 
 from stepwrap.collectives import get_rank
-from stepwrap.diagnostics.reports.run_info import RunInfoHook
 from stepwrap.loops import (
     CheckpointHook,
     EpochTrainLoop,
@@ -24,6 +23,7 @@ from stepwrap.loops import (
     HookList,
     LogHook,
     LoopState,
+    RunInfoHook,
     ThroughputHook,
     ValLoop,
 )
@@ -80,8 +80,7 @@ CODE = """
 import logging, warnings
 from pathlib import Path
 from torch import nn
-from stepwrap.diagnostics.reports.run_info import RunInfoHook
-from stepwrap.loops import LoopState
+from stepwrap.loops import LoopState, RunInfoHook
 
 before = warnings.showwarning
 hook = RunInfoHook()
