@@ -158,7 +158,9 @@ class Run:
         """Return a text that changes when the files change."""
         names = (*_MARKS, "phases.json", "environment.json", "checkpoints", "run.lock")
         found = (_status(self.folder / name, self._root) for name in names)
-        return " ".join("-" if one is None else f"{one.st_mtime_ns}/{one.st_size}" for one in found)
+        times = ("-" if one is None else f"{one.st_mtime_ns}/{one.st_size}" for one in found)
+        # A killed process leaves the file of its lock behind.
+        return f"{' '.join(times)} {_is_locked(self.folder / 'run.lock', self._root)}"
 
     def glance(self) -> Json:
         """Return the entry of a list of runs, for which only the end of the records is read."""
@@ -336,7 +338,7 @@ def _flat(value: Any, prefix: str, number: Iterator[int]) -> Iterator[tuple[str,
 
 
 def _number(value: Any) -> float:
-    """Return a finite number of a record as a float, NaN for anything else."""
+    """Return a finite number as a float, and NaN for all other values."""
     with suppress(OverflowError):
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
@@ -349,7 +351,7 @@ def _finite(text: str) -> float | None:
 
 
 def _parsed(text: str | bytes) -> Json:
-    """Return the object in a JSON text, with None for NaN; empty if it is something else."""
+    """Return the object in a JSON text, with None for NaN; empty for all other texts."""
     with suppress(ValueError, RecursionError):
         value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
         if isinstance(value, dict):
@@ -363,14 +365,15 @@ def _short(origin: str) -> str:
 
 
 def _status(path: Path, root: Path) -> os.stat_result | None:
-    """Return the status of a file or folder inside ``root``; None if it is not there."""
+    """Return the status of a readable file or folder inside ``root``; None for anything else."""
     try:
         real = path.resolve(strict=True)
         about = real.stat()
     except (OSError, RuntimeError, ValueError):
         return None
     is_usual = stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)
-    return about if is_usual and real.is_relative_to(root) else None
+    may_read = is_usual and real.is_relative_to(root) and os.access(real, os.R_OK)
+    return about if may_read else None
 
 
 def _text(path: Path, root: Path) -> str:

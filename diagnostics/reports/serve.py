@@ -20,7 +20,7 @@ from .page import as_json, page, plotly_source
 from .run_files import Json, Run, find_runs
 
 _RESCAN_S = 3.0
-# The records of so many runs are kept in memory; the others are read again when they are shown.
+# Number of runs whose records stay in memory; others are read again when they are shown.
 _KEPT_RUNS = 24
 _PLOTLY = '<script src="plotly.js"></script>'
 _HEADERS = {
@@ -85,7 +85,7 @@ class Folder:
         """Return a run with the state of its files; None if that is still ``stamp``.
 
         Raises:
-            KeyError: There is no such run. Names are only looked up, never used as paths.
+            KeyError: The run does not exist. Names are only looked up, never used as paths.
         """
         with self._lock:
             run = self._runs.pop(name, None) or Run(self._places[name], name, self._root)

@@ -198,7 +198,10 @@ def _axes(state: LoopState) -> dict[str, int]:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): one for name, one in user_model(model).named_parameters()}
+    named = user_model(model).named_parameters()
+    # A lazy parameter has no shape before the first batch.
+    known = ((name, one) for name, one in named if not isinstance(one, nn.UninitializedParameter))
+    return {plain_name(name): one for name, one in known}
 
 
 def _grouped(sizes: dict[str, int]) -> dict[str, int]:
