@@ -95,3 +95,44 @@ verify_resume = Command(
     usage=f"{RUN} [options]",
     section="train",
 )
+report = Command(
+    "report",
+    f"{__package__}.reports.page:run_report",
+    "write an HTML file with curves, settings and facts of runs, which needs no network",
+    (
+        click.Option(
+            ["--out"], type=path_name, metavar="FILE", help="the file; default: report.html"
+        ),
+    ),
+    usage="RUN_DIR ... [--out FILE]",
+)
+serve = Command(
+    "serve",
+    f"{__package__}.reports.serve:run_serve",
+    "show the runs in a folder live in a browser",
+    (
+        click.Option(
+            ["--port"],
+            type=from_zero,
+            default="8765",
+            metavar="N",
+            help="the port; 0 for any free one; default: 8765",
+        ),
+        click.Option(
+            ["--host"],
+            type=path_name,
+            default="127.0.0.1",
+            metavar="ADDRESS",
+            help="the address to listen on; default: 127.0.0.1, which only this machine reaches",
+        ),
+    ),
+    usage="RUNS_DIR [options]",
+    most=1,
+)
+compare = Command(
+    "compare",
+    f"{__package__}.reports.compare:run_compare",
+    "print the settings that differ between runs, their metrics and speed",
+    usage="RUN_A RUN_B ...",
+    least=2,
+)

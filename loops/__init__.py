@@ -27,6 +27,7 @@ from .hooks.time_limit import TimeLimitHook
 from .loggers.files import LogHook
 from .loggers.logger import LoggerHook
 from .loggers.mlflow import MLflowHook
+from .loggers.run_info import RunInfoHook
 from .loggers.tensorboard import TensorBoardHook
 from .loggers.wandb import WandbHook
 from .metrics.evaluation import ProcessMetric
@@ -70,6 +71,7 @@ __all__ = [
     "ProfileHook",
     "ProgressHook",
     "ScheduleWindow",
+    "RunInfoHook",
     "SWAHook",
     "SchedulerHook",
     "ShardedBatchSampler",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -331,6 +332,9 @@ class LoopState:
         logs: The logs of this rank's training steps since the record at ``recorded_at``.
         clock_s: Seconds of training, including the time before a resume. Updated when the ranks
             exchange it, so that it is equal on all of them.
+        phase_s: Seconds that this rank has spent in each phase since the start, for reports:
+            "training", and of these "data" (waiting for batches), "hooks" (after a step) and
+            "checkpoint" (a part of "hooks"); and "evaluation".
         stop_reason: Why the loop should stop; empty if it should not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: Whether a batch is being read or trained on. The counters do not include it yet,
@@ -373,6 +377,7 @@ class LoopState:
     recorded_at: int = 0
     logs: LogBuffer = field(default_factory=LogBuffer)
     clock_s: float = 0.0
+    phase_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     stop_reason: str = ""
     signal: int = 0
     in_step: bool = False

@@ -195,6 +195,7 @@ def _run_here(job: Job) -> Outcome:
         if job.steps:
             hooks["note_step"] = NoteStepHook(Path(job.steps, str(get_rank())))
         runner = Runner(**{**parts, "hooks": hooks})
+        runner.state.settings = job.config.to_dict()
         with _locating_inputs(job.config):
             if job.command == "train":
                 with runner.hold_run_dir():

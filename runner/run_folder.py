@@ -16,11 +16,15 @@ from typing import IO
 
 from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, Hook, LoopState, find_checkpoint
+from ..loops.loggers.logger import flat_settings
 from ..registry import Config, did_you_mean, dump_config, source_folders
 
 logger = logging.getLogger(__name__)
 
-_RECORDS = ("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml")
+_RECORDS = (
+    *("metrics.jsonl", "metrics.csv", "curves.png", "config.yaml", "origins.json"),
+    *("environment.json", "events.jsonl", "phases.json"),
+)
 _LOCK = "run.lock"
 # A process that checks the lock takes it for a moment, so a new run retries.
 _TRIES, _PAUSE_S = 5, 0.05
@@ -108,7 +112,7 @@ def _owner(path: Path) -> str:
 
 
 class ConfigWriter(Hook):
-    """Writes the run's settings to ``config.yaml`` when training starts.
+    """Writes the run's settings to ``config.yaml``, and their origins, when training starts.
 
     A resume that fails earlier leaves the existing file unchanged.
     """
@@ -125,6 +129,20 @@ class ConfigWriter(Hook):
             draft = state.run_dir / "config.yaml.tmp"
             dump_config({**self._config.to_dict(), **settings}, draft)
             draft.replace(state.run_dir / "config.yaml")
+            self._write_origins(state.run_dir / "origins.json")
+
+    def _write_origins(self, path: Path) -> None:
+        """Write the file and line, or the override, of each setting, as JSON by key path."""
+        config, before = self._config, {}
+        origins = {key: config.origin(key) for key, _ in flat_settings(config.to_dict())}
+        if config.path == (path.parent / "config.yaml").absolute():
+            # The run continues from its own config, whose values keep their earlier origins.
+            with suppress(OSError, ValueError):
+                before = json.loads(path.read_text(encoding="utf-8"))
+        for key in before.keys() & origins.keys():
+            if not origins[key].startswith("override "):
+                origins[key] = before[key]
+        path.write_text(json.dumps(origins, indent=1), encoding="utf-8")
 
 
 def in_use(run_dir: Path) -> str:

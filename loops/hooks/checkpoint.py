@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from ...collectives import all_gather_object, broadcast, get_rank
@@ -155,7 +156,9 @@ class CheckpointHook(Hook):
                 logger.warning("step %d is not saved, because %s", state.step, bad)
             return
         run_on_all_ranks(f"saving step {state.step}", partial(_require_run_dir, folder.parent))
+        started_s = perf_counter()
         path = save_checkpoint(folder, state, reason=reason, is_best=is_best)
+        state.phase_s["checkpoint"] += perf_counter() - started_s
         self._saved_at = _position(state)
         if get_rank() != 0:
             return

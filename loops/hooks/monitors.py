@@ -209,6 +209,7 @@ class ThroughputHook(Hook):
             scalars["mfu"] = done[unit] * seconds
         scalars["steps_per_s"] = steps / elapsed_s
         scalars["data_share"] = min(1.0, self._waited_s / elapsed_s)
+        self._add_phases(state)
         self._start_interval(state.step)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
@@ -222,7 +223,14 @@ class ThroughputHook(Hook):
         self._evaluating_s += self._mark_s - self._eval_start_s
 
     def on_save_point(self, state: LoopState) -> None:
-        self._mark_s = perf_counter()
+        now_s = perf_counter()
+        self._hooks_s += now_s - self._mark_s
+        self._mark_s = now_s
+
+    def on_train_end(self, state: LoopState) -> None:
+        # The last evaluation and the last save follow the last record.
+        self._hooks_s += perf_counter() - self._mark_s
+        self._add_phases(state)
 
     def _count(self, state: LoopState, name: str) -> float | None:
         """Return the setting ``name``, or the attribute of the model or its ``net``, or None."""
@@ -263,6 +271,13 @@ class ThroughputHook(Hook):
         self._tokens: float | Tensor = 0.0
         self._waited_s = 0.0
         self._evaluating_s = 0.0
+        self._hooks_s = 0.0
+
+    def _add_phases(self, state: LoopState) -> None:
+        state.phase_s["training"] += perf_counter() - self._since_s - self._evaluating_s
+        state.phase_s["evaluation"] += self._evaluating_s
+        state.phase_s["data"] += self._waited_s
+        state.phase_s["hooks"] += self._hooks_s
 
 
 def _devices(model: nn.Module) -> int:

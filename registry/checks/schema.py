@@ -26,8 +26,9 @@ HOOK_TYPES = {
     "wandb": "WandbHook",
     "mlflow": "MLflowHook",
     "ledger": "LedgerHook",
+    "run_info": "RunInfoHook",
 }
-DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard")
+DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard", "run_info")
 # Settings in a scheduler's section that stepwrap defines; the others are arguments of its class.
 SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 # The same for a metric's section.

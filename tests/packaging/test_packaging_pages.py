@@ -165,7 +165,7 @@ def test_the_page_on_predictions(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["profiling", "trying_out"])
+@pytest.mark.parametrize("name", ["profiling", "reports", "trying_out"])
 def test_the_first_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
     (commands, *_) = blocks(page(name), "")
     for command in found(r"^stepwrap (.*)$", commands):

@@ -163,3 +163,9 @@ def test_the_wheel_trains_from_another_folder(empty_environment: Path, tmp_path:
     )
     assert "accuracy" in out
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+    run(
+        *(str(empty_environment), "-m", "stepwrap.runner", "report", str(tmp_path / "run")),
+        cwd=tmp_path,
+        env=clean,
+    )
+    assert "</html>" in (tmp_path / "report.html").read_text()

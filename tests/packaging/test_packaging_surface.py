@@ -31,7 +31,7 @@ DOORS = {
         EpochTrainLoop EvalSets FreezeHook GradNormHook Hook HookList IterTrainLoop
         LogHook LoggerHook LoopState MLflowHook MeanLoss MetricInputs NanGuardHook
         NonFiniteError NoteStepHook Phase PolyLR PredictionHook ProfileHook ProcessMetric
-        ProgressHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
+        ProgressHook RunInfoHook ScheduleWindow SchedulerHook ShardedBatchSampler SpikeError
         SWAHook SpikeGuardHook Stateful SystemHook
         TensorBoardHook TestLoop ThroughputHook TimeLimitHook ValLoop WandbHook build_loader
         find_checkpoint

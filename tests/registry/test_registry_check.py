@@ -80,6 +80,7 @@ def test_a_good_config_gives_typed_sections(good: str) -> None:
         "checkpoint": {"type": "CheckpointHook", "keep_last": 3},
         "throughput": {"type": "ThroughputHook"},
         "nan_guard": {"type": "NanGuardHook"},
+        "run_info": {"type": "RunInfoHook"},
         "mine": {"type": "EMAHook", "decay": 0.9},
     }
 
@@ -105,7 +106,8 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         "bad.yaml:8: optimizer.lrr: AdamW has no such argument; did you mean lr?",
         "bad.yaml:10: hooks.progres: needs a type; only progress, log, checkpoint, throughput, "
         "early_stop, ema, swa, grad_norm, nan_guard, spike_guard, profile, system, "
-        "time_limit, tensorboard, wandb, mlflow, ledger have a default; did you mean progress?",
+        "time_limit, tensorboard, wandb, mlflow, ledger, run_info have a default; "
+        "did you mean progress?",
         "override launch.nproc=0: launch.nproc: must be at least 1, got 0",
     ]
 

@@ -158,7 +158,10 @@ def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsy
     out = capsys.readouterr().out
     folder = run / "runs" / "points"
     names = {path.name for path in folder.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "metrics.csv", "checkpoints", "curves.png"}
+    assert names == {
+        *("config.yaml", "origins.json", "metrics.jsonl", "metrics.csv", "checkpoints"),
+        *("curves.png", "environment.json", "events.jsonl", "phases.json"),
+    }
     assert "test (best checkpoint)" in out
     assert "curves: runs/points/curves.png" in out
     assert "best checkpoint: runs/points/checkpoints/step_" in out

@@ -1,0 +1,73 @@
+"""Build the page of runs, and write it to a file: ``stepwrap report``."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ...runner.command.command import Options, mistake
+from .run_files import read_all
+
+
+def run_report(options: Options) -> int:
+    """Write a file that shows the runs without a network."""
+    fail = _mistake_of(options)
+    runs = read_all(options.words, fail)
+    out = Path(options.out or "report.html")
+    script = f"<script>{plotly_source(fail)}</script>"
+    data = {
+        "runs": [run.page_data() for run in runs],
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "version": metadata.version("stepwrap"),
+    }
+    try:
+        out.write_text(page(data, script), encoding="utf-8")
+    except OSError as error:
+        raise fail(f"--out: {out} cannot be written: {error.strerror}") from error
+    size_mib = out.stat().st_size / 2**20
+    print(f"report: {out} ({size_mib:.1f} MiB, {len(runs)} run(s)); open it in a browser")
+    return 0
+
+
+def page(data: Any, plotly: str) -> str:
+    """Return the page as HTML.
+
+    Args:
+        data: The content; None for a page that asks the server for it.
+        plotly: The element that loads Plotly.
+    """
+    text = _asset("page.html")
+    for mark, content in {
+        "/* style */": _asset("page.css"),
+        "/* script */": _asset("page.js"),
+        "<!-- plotly -->": plotly,
+        "<!-- data -->": as_json(data),
+    }.items():
+        before, _, after = text.partition(mark)
+        text = f"{before}{content}{after}"
+    return text
+
+
+def as_json(data: Any) -> str:
+    """Return JSON that can stand inside an element of HTML: no text in it can end the element."""
+    return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+
+
+def plotly_source(fail: Any) -> str:
+    """Return the code of Plotly; raise ``fail(text)`` if it is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise fail("the page needs plotly: pip install 'stepwrap[report]'") from error
+    return str(get_plotlyjs())
+
+
+def _mistake_of(options: Options) -> Any:
+    return lambda text: mistake(f"stepwrap {options.command}: {text}")
+
+
+def _asset(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

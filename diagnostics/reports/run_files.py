@@ -1,0 +1,413 @@
+"""Find run folders, and read them while they grow; files are only parsed as JSON and YAML."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import re
+import stat
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ...registry import did_you_mean
+
+_FIXED = {"step", "epoch", "phase", "time"}
+_SKIPPED = {"checkpoints", "ledger", "media", "profile", "tensorboard", "wandb"}
+_MARKS = ("metrics.jsonl", "config.yaml", "events.jsonl")
+# A page shows at most twice as many points of a curve: the lowest and highest of each interval.
+_INTERVALS = 750
+_LARGEST_FILE, _TAIL_BYTES = 4 << 20, 1 << 14
+_MAX_SETTINGS, _MAX_DEPTH, _MAX_TEXT, _MAX_RUNS = 3000, 50, 300, 2000
+_LOWER_IS_BETTER = re.compile(r"loss|error|err|perplexity|ppl|mse|mae|rmse", re.IGNORECASE)
+
+Json = dict[str, Any]
+
+
+class Extreme(NamedTuple):
+    """The best and the last value of a curve, with their steps."""
+
+    best: float
+    best_step: int
+    last: float
+    last_step: int
+
+
+class Curve(NamedTuple):
+    """The records of one value in one phase, by step; a value may be NaN."""
+
+    name: str
+    phase: str
+    steps: list[int]
+    times: list[float]
+    values: list[float]
+
+
+class RunError(ValueError):
+    """A path is not a run folder; the text names the nearest one."""
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Return the run folders in ``root``, nested ones too, by their paths relative to it.
+
+    Symbolic links are not followed.
+    """
+    found: dict[str, Path] = {}
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(one for one in names if one not in _SKIPPED and one[0] != ".")
+        if not set(_MARKS).isdisjoint(files):
+            found[os.path.relpath(folder, root)] = Path(folder)
+        if len(found) >= _MAX_RUNS:
+            break
+    return found
+
+
+def open_run(path: Path) -> Run:
+    """Return the run in a folder.
+
+    Raises:
+        RunError: The path is not a run folder.
+    """
+    if any((path / name).is_file() for name in _MARKS):
+        return Run(path, path.name or path.resolve().name)
+    what = "does not exist" if not path.exists() else "is not a run folder"
+    parent = path if path.is_dir() else path.parent
+    others = [str(one) for one in find_runs(parent).values()] if parent.is_dir() else []
+    hint = did_you_mean(str(path), others) or (f"; there is {others[0]}" if others else "")
+    raise RunError(f"{path} {what}: it has none of {', '.join(_MARKS)}{hint}")
+
+
+class _Lines:
+    """The JSON objects in a file that grows; each call returns the new ones."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self._path, self._root = path, root
+        self._inode, self._offset = 0, 0
+
+    def read(self) -> tuple[bool, list[Json]]:
+        """Return whether the file was replaced since the last call, and its new objects.
+
+        An incomplete last line is left for the next call.
+        """
+        about = _status(self._path, self._root)
+        if about is None:
+            return False, []
+        is_replaced = about.st_ino != self._inode or about.st_size < self._offset
+        self._inode, self._offset = about.st_ino, 0 if is_replaced else self._offset
+        if about.st_size == self._offset:
+            return is_replaced, []
+        found: list[Json] = []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                value = _parsed(line)
+                found += [value] if value else []
+        return is_replaced, found
+
+    def tail(self, size: int) -> list[Json]:
+        """Return the objects in the last ``size`` bytes of the file."""
+        about = _status(self._path, self._root)
+        if about is None:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(max(0, about.st_size - size))
+            return [one for one in map(_parsed, file.read().splitlines()) if one]
+
+
+class Run:
+    """The content of a run folder; ``update`` reads the new records.
+
+    Args:
+        folder: The run folder.
+        name: Its name on pages.
+        root: The folder outside of which no file is read; default: the run folder.
+    """
+
+    def __init__(self, folder: Path, name: str, root: Path | None = None) -> None:
+        self.folder, self.name = folder, name
+        self._root = (root or folder).resolve()
+        self._records = _Lines(folder / "metrics.jsonl", self._root)
+        self._events = _Lines(folder / "events.jsonl", self._root)
+        self.events: list[Json] = []
+        # Steps, times and values by (value, phase). A step that is recorded again counts once.
+        self._curves: dict[tuple[str, str], tuple[array[int], array[float], array[float]]] = {}
+        self._since_s = 0.0
+
+    def update(self) -> Run:
+        """Read the new records and events."""
+        is_replaced, records = self._records.read()
+        if is_replaced:
+            self._curves.clear()
+        for record in records:
+            self._add(record)
+        events_replaced, events = self._events.read()
+        self.events = events if events_replaced else self.events + events
+        return self
+
+    def stamp(self) -> str:
+        """Return a text that changes when the files change."""
+        names = (*_MARKS, "phases.json", "environment.json", "checkpoints", "run.lock")
+        found = (_status(self.folder / name, self._root) for name in names)
+        times = ("-" if one is None else f"{one.st_mtime_ns}/{one.st_size}" for one in found)
+        # A killed process leaves the file of its lock behind.
+        return f"{' '.join(times)} {_is_locked(self.folder / 'run.lock', self._root)}"
+
+    def glance(self) -> Json:
+        """Return the entry of a list of runs, for which only the end of the records is read."""
+        _, self.events = self._events.read()
+        records = self._records.tail(_TAIL_BYTES)
+        last: Json = records[-1] if records else {}
+        return {
+            "id": self.name,
+            "status": self.status()[0],
+            "step": max(
+                (one["step"] for one in records if type(one.get("step")) is int), default=0
+            ),
+            "time": _number(last.get("time", 0.0)),
+            "max_steps": self.read("environment.json").get("max_steps"),
+        }
+
+    def curves(self) -> Iterator[Curve]:
+        """Yield the curves, sorted by step.
+
+        ``validate`` and ``test`` add records of earlier checkpoints.
+        """
+        for (name, phase), (steps, times, values) in self._curves.items():
+            last = {step: at for at, step in enumerate(steps)}
+            order = [last[step] for step in sorted(last)]
+            found = [times[at] for at in order], [values[at] for at in order]
+            yield Curve(name, phase, sorted(last), *found)
+
+    def extremes(self) -> dict[str, Extreme]:
+        """Return the best and last values of metrics and losses, under names like "val/loss"."""
+        known = self.read("environment.json").get("higher_is_better")
+        directions = known if isinstance(known, dict) else {}
+        found: dict[str, Extreme] = {}
+        for name, phase, steps, _, values in self.curves():
+            finite = [at for at, value in enumerate(values) if math.isfinite(value)]
+            if finite and (phase != "train" or "loss" in name):
+                higher = directions.get(name)
+                higher = not _LOWER_IS_BETTER.search(name) if higher is None else higher
+                best = (max if higher else min)(finite, key=values.__getitem__)
+                last = finite[-1]
+                found[f"{phase}/{name}"] = Extreme(
+                    values[best], steps[best], values[last], steps[last]
+                )
+        return found
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings in ``config.yaml`` by key path, as JSON texts."""
+        text = _text(self.folder / "config.yaml", self._root)
+        try:
+            content = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (yaml.YAMLError, RecursionError, ValueError):
+            return {}
+        return dict(_flat(content, "", count())) if isinstance(content, dict) else {}
+
+    def read(self, name: str) -> Json:
+        """Return the object in a JSON file of the folder; empty if there is none."""
+        return _parsed(_text(self.folder / name, self._root))
+
+    def status(self) -> tuple[str, str]:
+        """Return "training", "ended", "stopped", "failed" or "unknown", with an explanation."""
+        if _is_locked(self.folder / "run.lock", self._root):
+            return "training", ""
+        turns = [one for one in self.events if one.get("event") in ("start", "end", "error")]
+        last = turns[-1] if turns else {}
+        text = str(last.get("text", ""))
+        if last.get("event") == "error":
+            return "failed", f"step {last.get('step')}, rank {last.get('rank')}: {text}"
+        if last.get("event") == "end":
+            return ("stopped", text) if text else ("ended", "")
+        return "unknown", "the run has recorded no end: it was killed, or is of an older version"
+
+    def checkpoints(self) -> list[Json]:
+        """Return the descriptions of the checkpoints, oldest first."""
+        found = []
+        for folder in (self.folder / "checkpoints").glob("step_*"):
+            about = self.read(f"checkpoints/{folder.name}/checkpoint.json")
+            files = about.get("files")
+            if about and isinstance(files, dict):
+                sizes = (one.get("size", 0) for one in files.values() if isinstance(one, dict))
+                kept = {key: about.get(key) for key in ("step", "epoch", "best", "reason")}
+                size = sum(one for one in sizes if isinstance(one, int))
+                found.append({"name": folder.name, **kept, "bytes": size})
+        return sorted(found, key=lambda one: str(one["name"]))
+
+    def has_ledger(self) -> bool:
+        """Return whether the run has recorded hashes of its steps."""
+        return (self.folder / "ledger" / "rank_0.bin").is_file()
+
+    def speed(self) -> dict[str, float]:
+        """Return the medians of the recorded speeds, which are named ``*_per_s``."""
+        found: dict[str, float] = {}
+        for name, _, _, _, values in self.curves():
+            finite = sorted(filter(math.isfinite, values))
+            if name.endswith("_per_s") and finite:
+                found[name] = finite[len(finite) // 2]
+        return found
+
+    def page_data(self) -> Json:
+        """Return everything that a page shows about the run, as JSON without NaN."""
+        status, reason = self.status()
+        curves = [
+            {"name": one.name, "phase": one.phase, **_thinned(one, self._since_s)}
+            for one in self.curves()
+        ]
+        origins = {key: _short(str(one)) for key, one in self.read("origins.json").items()}
+        return {
+            "id": self.name,
+            "status": status,
+            "reason": reason,
+            "curves": curves,
+            "metrics": {name: one._asdict() for name, one in self.extremes().items()},
+            "settings": self.settings(),
+            "origins": origins,
+            "environment": self.read("environment.json"),
+            "phases": self.read("phases.json"),
+            "warnings": [one for one in self.events if one.get("event") in ("warning", "error")],
+            "checkpoints": self.checkpoints(),
+            "ledger": self.has_ledger(),
+        }
+
+    def _add(self, record: Json) -> None:
+        step, time = record.get("step"), _number(record.get("time"))
+        if not isinstance(step, int) or not 0 <= step < 1 << 62:
+            return
+        time = time if math.isfinite(time) else 0.0
+        self._since_s = time if not self._curves else self._since_s
+        phase = str(record.get("phase", "train"))
+        for name, value in record.items():
+            if name in _FIXED or not isinstance(value, int | float | None):
+                continue
+            if (name, phase) not in self._curves:
+                self._curves[name, phase] = array("q"), array("d"), array("d")
+            steps, times, values = self._curves[name, phase]
+            steps.append(step)
+            times.append(time)
+            values.append(_number(value))
+
+
+def _thinned(curve: Curve, since_s: float) -> Json:
+    """Return the points that a page shows, with the seconds since the first record.
+
+    Of each interval these are the lowest and the highest value, and the first that is not finite.
+    """
+    _, _, steps, times, values = curve
+    total = len(steps)
+    chosen: set[int] = {0, total - 1}
+    for interval in range(_INTERVALS):
+        places = range(interval * total // _INTERVALS, (interval + 1) * total // _INTERVALS)
+        finite = [at for at in places if math.isfinite(values[at])]
+        chosen.update(finite and (min(finite, key=values.__getitem__),))
+        chosen.update(finite and (max(finite, key=values.__getitem__),))
+        chosen.update([at for at in places if not math.isfinite(values[at])][:1])
+    kept = sorted(chosen)
+    return {
+        "step": [steps[at] for at in kept],
+        "seconds": [round(max(0.0, times[at] - since_s), 3) for at in kept],
+        "value": [values[at] if math.isfinite(values[at]) else None for at in kept],
+        "points": total,
+        "not_finite": [steps[at] for at in range(total) if not math.isfinite(values[at])][:3],
+    }
+
+
+def _flat(value: Any, prefix: str, number: Iterator[int]) -> Iterator[tuple[str, str]]:
+    """Yield the values of nested containers; anchors in YAML can make them arbitrarily large."""
+    items: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
+        items = enumerate(value)
+    if items and prefix.count(".") < _MAX_DEPTH:
+        for key, one in items:
+            if next(number) > _MAX_SETTINGS:
+                return
+            yield from _flat(one, f"{prefix}.{key}" if prefix else str(key), number)
+    else:
+        text = json.dumps(value, ensure_ascii=False, default=str) if not items else "..."
+        yield prefix, text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def _number(value: Any) -> float:
+    """Return a finite number as a float, and NaN for all other values."""
+    with suppress(OverflowError):
+        if isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    return math.nan
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+def _parsed(text: str | bytes) -> Json:
+    """Return the object in a JSON text, with None for NaN; empty for all other texts."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _short(origin: str) -> str:
+    """Return an origin with the last two parts of an absolute path."""
+    return re.sub(r"^/.*/([^/]+/[^/]+)$", r"\1", origin)
+
+
+def _status(path: Path, root: Path) -> os.stat_result | None:
+    """Return the status of a readable file or folder inside ``root``; None for anything else."""
+    try:
+        real = path.resolve(strict=True)
+        about = real.stat()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    is_usual = stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)
+    may_read = is_usual and real.is_relative_to(root) and os.access(real, os.R_OK)
+    return about if may_read else None
+
+
+def _text(path: Path, root: Path) -> str:
+    about = _status(path, root)
+    if about is None or not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST_FILE:
+        return ""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _is_locked(path: Path, root: Path) -> bool:
+    """Whether a training holds the lock of its folder."""
+    if _status(path, root) is None:
+        return False
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def read_all(paths: list[str], fail: Callable[[str], Exception]) -> list[Run]:
+    """Return the runs in folders, each with a distinct name; raise ``fail(text)`` for mistakes."""
+    runs = []
+    for path in dict.fromkeys(map(os.path.normpath, paths)):
+        try:
+            runs.append(open_run(Path(path)).update())
+        except RunError as error:
+            raise fail(str(error)) from error
+    names = [run.name for run in runs]
+    for run in runs:
+        run.name = run.name if names.count(run.name) == 1 else str(run.folder)
+    return runs
