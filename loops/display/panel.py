@@ -28,7 +28,7 @@ class Progress:
         metric: The last and the best value of the main metric.
         evaluation: The position in the running evaluation.
         speed: Speed and memory.
-        limits: What limits the speed, one sentence for each cause.
+        limits: Causes that limit the speed, one sentence each.
     """
 
     title: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from listeners import failing, on
 from ranks import run_ranks
 
 from stepwrap.loops import CheckpointHook, EarlyStopHook, ProgressHook, ThroughputHook
+from stepwrap.loops.display.notebook import DISPLAY_DIR
 from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import HookList, Scalars
 from stepwrap.loops.state import LoopState
@@ -352,6 +355,20 @@ def test_what_limits_the_speed_is_shown_once(
     shares = iter([0.3, 0.2])
     train(new_state(), [on(collect_logs=limit), ProgressHook()], epochs=1)
     assert capsys.readouterr().out.count(slow.format(30)) == 1
+
+
+def test_a_notebook_shows_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DISPLAY_DIR, str(tmp_path))
+    seen: list[str] = []
+
+    def look(state: LoopState) -> None:
+        (path,) = tmp_path.glob("*.display")
+        seen.append(json.loads(path.read_text())["data"]["text/plain"])
+
+    train(new_state(), [ProgressHook(refresh_s=1e-6), on(90, on_update=look)], epochs=1)
+    assert re.match(r"epoch 1/1 [━╸╺]+ step 3/4 75% eta", panel_of(["", *seen[2].splitlines()])[0])
+    look(new_state())
+    assert seen[-1].splitlines()[-1].startswith("done: step 4/4 in 0:00:")
 
 
 def _printed_by_rank() -> str:
