@@ -18,7 +18,7 @@ from stepwrap.collectives import get_rank
 from stepwrap.loops import Hook, LoopState, ThroughputHook
 
 PAUSE_S = 0.03
-STEPS = 40
+STEPS = 30
 
 
 class Pause(Hook):
