@@ -34,7 +34,10 @@ _LOST = 2
 _HOOKS = verify_hooks.__name__
 _LEDGER = "hooks.ledger={every_steps: 1, full: true, max_mib: 4096}"
 # Fields of a log record that depend on the time.
-_TIMES = ("time", "samples_per_s", "steps_per_s", "tokens_per_s", "mfu", "data_share")
+_TIMES = (
+    *("time", "samples_per_s", "steps_per_s", "tokens_per_s", "mfu", "data_share"),
+    *("hooks_share", "slowest_rank", "rank_wait_share"),
+)
 _MAX_CAUSES = 4
 # The allowed difference of weights after a resume on another number of ranks.
 _TOLERANCES, _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2

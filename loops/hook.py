@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from ..registry import did_you_mean
 from .state import LoopState
 
 Scalars = dict[str, "Tensor | float"]
+Listener: TypeAlias = Callable[..., None]
 
 
 class Hook:
@@ -47,6 +48,14 @@ class Hook:
     def ignores(self) -> Collection[str]:
         """Return overridden events that need no call; read whenever a ``HookList`` is built."""
         return ()
+
+    def around(self, event: str, hook: Any, listener: Listener) -> Listener:
+        """Return a function to call instead of ``listener`` of another ``hook`` at ``event``.
+
+        Called for all listeners of other hooks whenever a ``HookList`` is built. The function must
+        call ``listener`` with its arguments. Its ``__self__``, if it has one, must be ``hook``.
+        """
+        return listener
 
     def on_run_start(self, state: LoopState) -> None:
         """All parts are built; no checkpoint has been restored yet."""
@@ -148,7 +157,7 @@ class HookList:
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]: ...
+        def __getattr__(self, event: str) -> tuple[Listener, ...]: ...
 
     def __init__(self, hooks: Iterable[Any] = ()) -> None:
         self._hooks: list[Any] = sorted(
@@ -158,9 +167,19 @@ class HookList:
         for event in EVENTS:
             silent = getattr(Hook, event)
             pairs = zip(self._hooks, ignored, strict=True)
-            methods = [getattr(hook, event, silent) for hook, no in pairs if event not in no]
-            listeners = tuple(m for m in methods if getattr(m, "__func__", m) is not silent)
-            setattr(self, event, listeners)
+            methods = [(one, getattr(one, event, silent)) for one, no in pairs if event not in no]
+            listeners = [
+                self._surrounded(event, hook, method)
+                for hook, method in methods
+                if getattr(method, "__func__", method) is not silent
+            ]
+            setattr(self, event, tuple(listeners))
+
+    def _surrounded(self, event: str, hook: Any, listener: Listener) -> Listener:
+        for other in self._hooks:
+            if isinstance(other, Hook) and other is not hook:
+                listener = other.around(event, hook, listener)
+        return listener
 
     def emit(self, event: str, *args: Any) -> None:
         """Call the listeners of an event, in order."""

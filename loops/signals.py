@@ -108,7 +108,9 @@ class StopSignals:
             # Written now, since the step may take long, and by `os.write`, since buffered output is
             # not safe in a signal handler.
             again = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            os.write(2, f"\nstopping after this step, to save{again}\n".encode())
+            # On a terminal, erase a panel below the cursor.
+            erase = "\x1b[J" if os.isatty(2) else ""
+            os.write(2, f"\n{erase}stopping after this step, to save{again}\n".encode())
         self._received = self._pending = number
         self.due_s = 0.0
 

@@ -333,7 +333,7 @@ class LoopState:
         clock_s: Seconds of training, including the time before a resume. Updated when the ranks
             exchange it, so that it is equal on all of them.
         phase_s: Seconds that this rank has spent in each phase since the start, for reports:
-            "training", and of these "data" (waiting for batches), "hooks" (after a step) and
+            "training", and of these "data" (waiting for batches), "hooks" and
             "checkpoint" (a part of "hooks"); and "evaluation".
         stop_reason: Why the loop should stop; empty if it should not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
@@ -347,6 +347,9 @@ class LoopState:
             window begins; None if unknown.
         skip_steps: Numbers of the steps without an update; their batches are read and discarded.
             None if no step is skipped.
+        limits: Causes that limit the speed of training, with their shares of the time, 0 to 1:
+            "loading data", "hook <class>", or "rank <rank>" if the other ranks wait for it. Set by
+            ``ThroughputHook``; equal on every rank.
         skipped: Whether the last step was skipped, before it began or by a guard: the weights did
             not change.
         restored_from: Folder and serial number of the checkpoint that was restored, until the run
@@ -386,6 +389,7 @@ class LoopState:
     updated_at: tuple[int, int, int] | None = None
     skip_steps: set[int] | None = None
     skipped: bool = False
+    limits: dict[str, float] = field(default_factory=dict)
     restored_from: tuple[Path, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     media_loggers: list[Callable[[LoopState, str, str, Any], None]] = field(default_factory=list)

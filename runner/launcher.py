@@ -37,7 +37,7 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
-from ..loops.hooks.progress import DISPLAY_DIR, in_notebook, show_displays
+from ..loops.display.notebook import DISPLAY_DIR, in_notebook, show_displays
 from ..parallel import free_memory
 from .failure import Failure, LaunchError, OversubscribedError, Terminated
 from .guard import (

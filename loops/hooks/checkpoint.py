@@ -74,15 +74,15 @@ class CheckpointHook(Hook):
             raise ValueError(f"keep_last must be at least 1, or null for all, got {keep_last!r}")
         self._cadence = Cadence(every_steps, every_epochs, every_secs)
         self._keep_last = keep_last
-        self._watched = WatchedMetric(keep_best or "", mode, setting="CheckpointHook: keep_best")
+        self.watched = WatchedMetric(keep_best or "", mode, setting="CheckpointHook: keep_best")
         self._save_on_exception = save_on_exception
-        self._best: float | None = None
+        self.best: float | None = None
         self._judged_at = -1
         self._saved_at = (-1, -1, -1)
         self._training = False
 
     def on_train_start(self, state: LoopState) -> None:
-        self._watched.start(state)
+        self.watched.start(state)
         self._training = True
         folder = _folder(state)
         if folder is not None:
@@ -123,27 +123,27 @@ class CheckpointHook(Hook):
 
     def best_by(self, state: LoopState) -> str:
         """Describe the best checkpoint, such as "lowest loss"; empty if there is none yet."""
-        if self._best is None:
+        if self.best is None:
             return ""
-        return f"{self._watched.extreme(state)} {self._watched.name}"
+        return f"{self.watched.extreme(state)} {self.watched.name}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "judged_at": self._judged_at}
+        return {"best": self.best, "judged_at": self._judged_at}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        self._best = state["best"]
+        self.best = state["best"]
         self._judged_at = state["judged_at"]
 
     def _is_best(self, state: LoopState) -> bool:
         """Return whether a validation has just ended with the best value so far."""
         new = state.evaluated_at == state.step and self._judged_at != state.step
-        if not self._watched.name or not new:
+        if not self.watched.name or not new:
             return False
         self._judged_at = state.step
-        value = self._watched.value_in(state.metrics)
-        better = self._watched.improves(value, self._best, state)
+        value = self.watched.value_in(state.metrics)
+        better = self.watched.improves(value, self.best, state)
         if better:
-            self._best = value
+            self.best = value
         return better
 
     def _save(self, state: LoopState, reason: str, *, is_best: bool) -> None:

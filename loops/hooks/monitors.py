@@ -16,11 +16,18 @@ from torch.utils.hooks import RemovableHandle
 
 from ...registry import HOOKS
 from ...wrappers import total_norm
-from ...wrappers.features import optim_features
+from ...wrappers.features import model_features, optim_features
 from ..checkpoints.files import world_size
 from ..checkpoints.weights import num_data_ranks, user_model
-from ..hook import Hook, Scalars
+from ..display.limits import RankTimes, SpeedLimits
+from ..hook import Hook, Listener, Scalars
 from ..state import LoopState
+
+# Time in hooks at these events counts; evaluations are not part of an interval.
+_TIMED = frozenset(
+    ["on_epoch_start", "on_batch_start", "on_batch_end", "on_update"]
+    + ["collect_logs", "on_log", "on_save_point", "on_epoch_end", "on_train_end"]
+)
 
 
 @HOOKS.register_module()
@@ -113,10 +120,11 @@ def gradient_norm(optimizer: Optimizer) -> Tensor:
 class ThroughputHook(Hook):
     """Add the training speed to the log records.
 
-    docs/hooks.md describes ``samples_per_s``, ``steps_per_s``, ``data_share``, ``tokens_per_s`` and
-    ``mfu``. Tensor-parallel ranks that process the same samples count them once. The hook does not
-    synchronize with an accelerator. Its values are correct for whole log intervals, because every
-    log record waits for the device.
+    docs/hooks.md describes ``samples_per_s``, ``steps_per_s``, ``data_share``, ``tokens_per_s``,
+    ``mfu``, ``hooks_share``, ``slowest_rank`` and ``rank_wait_share``. The hook also sets
+    ``state.limits``. Tensor-parallel ranks that process the same samples count them once. The hook
+    does not synchronize with an accelerator. Its values are correct for whole log intervals,
+    because every log record waits for the device.
 
     Args:
         tokens_per_sample: Tokens in a sample. By default, the tokens are counted if ``loss_weight``
@@ -161,7 +169,13 @@ class ThroughputHook(Hook):
         self._tokens_per_sample: float | None = None
         self._counts_tokens = False
         self._seconds_per_unit: tuple[str, float] | None = None
-        self._start_interval(0)
+        self._limits, self._times = SpeedLimits(), RankTimes()
+        self._forward = _ForwardTimer(self._times)
+        self._start_interval(0, perf_counter())
+
+    def around(self, event: str, hook: Any, listener: Listener) -> Listener:
+        """Measure the time in the other hooks."""
+        return _Timed(hook, listener, self._times.hooks) if event in _TIMED else listener
 
     def on_train_start(self, state: LoopState) -> None:
         self._optim = optim_features(state.optim_wrapper)
@@ -169,13 +183,16 @@ class ThroughputHook(Hook):
         self._counts_tokens = weight == "tokens" and self._given["tokens_per_sample"] is None
         self._tokens_per_sample = self._count(state, "tokens_per_sample")
         self._seconds_per_unit = self._find_seconds_per_unit(state)
-        self._start_interval(state.step)
+        self._limits, state.limits = SpeedLimits(), {}
+        self._forward.attach(state.model)
+        self._start_interval(state.step, perf_counter())
 
     def on_epoch_start(self, state: LoopState) -> None:
-        self._mark_s = perf_counter()
+        self._mark_s = perf_counter() - sum(self._times.hooks.values())
 
     def on_batch_start(self, state: LoopState, batch: Any) -> None:
-        self._waited_s += perf_counter() - self._mark_s
+        self._forward.start_s = now_s = perf_counter()
+        self._times.loading_s += now_s - sum(self._times.hooks.values()) - self._mark_s
         # Batches that only pad an uneven pass do not count, nor do skipped steps.
         counts = self._optim.batch_counts
         if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
@@ -190,10 +207,12 @@ class ThroughputHook(Hook):
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         if self._counts_tokens:
             self._tokens += state.optim_wrapper.last_weight
-        self._mark_s = perf_counter()
+        # Time in hooks until the next batch does not count as waiting for it.
+        self._mark_s = perf_counter() - sum(self._times.hooks.values())
 
     def collect_logs(self, state: LoopState, scalars: Scalars) -> None:
-        elapsed_s = perf_counter() - self._since_s - self._evaluating_s
+        now_s = perf_counter()
+        elapsed_s = now_s - self._since_s - self._evaluating_s
         steps = state.step - self._first_step
         # Records average scalars over the ranks, but this is a total: multiply by the number of
         # ranks that see different samples (ranks that share a model's layers see the same ones).
@@ -208,29 +227,32 @@ class ThroughputHook(Hook):
             unit, seconds = self._seconds_per_unit
             scalars["mfu"] = done[unit] * seconds
         scalars["steps_per_s"] = steps / elapsed_s
-        scalars["data_share"] = min(1.0, self._waited_s / elapsed_s)
-        self._add_phases(state)
-        self._start_interval(state.step)
+        self._times.elapsed_s = elapsed_s
+        scalars["data_share"] = min(1.0, self._times.loading_s / elapsed_s)
+        _add_phases(state, self._times, self._evaluating_s)
+        scalars.update(self._limits.update(state, self._times))
+        # The exchange of times belongs to the next interval.
+        self._start_interval(state.step, now_s)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        self._mark_s = perf_counter()
+        self._mark_s = perf_counter() - sum(self._times.hooks.values())
 
     def on_eval_start(self, state: LoopState) -> None:
         self._eval_start_s = perf_counter()
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
-        self._mark_s = perf_counter()
-        self._evaluating_s += self._mark_s - self._eval_start_s
-
-    def on_save_point(self, state: LoopState) -> None:
         now_s = perf_counter()
-        self._hooks_s += now_s - self._mark_s
-        self._mark_s = now_s
+        self._mark_s = now_s - sum(self._times.hooks.values())
+        self._evaluating_s += now_s - self._eval_start_s
 
     def on_train_end(self, state: LoopState) -> None:
+        self._forward.detach()
         # The last evaluation and the last save follow the last record.
-        self._hooks_s += perf_counter() - self._mark_s
-        self._add_phases(state)
+        self._times.elapsed_s = perf_counter() - self._since_s - self._evaluating_s
+        _add_phases(state, self._times, self._evaluating_s)
+
+    def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._forward.detach()
 
     def _count(self, state: LoopState, name: str) -> float | None:
         """Return the setting ``name``, or the attribute of the model or its ``net``, or None."""
@@ -264,20 +286,63 @@ class ThroughputHook(Hook):
             "peak_flops, as a setting or as an attribute of the model"
         )
 
-    def _start_interval(self, step: int) -> None:
-        self._since_s = self._mark_s = self._eval_start_s = perf_counter()
+    def _start_interval(self, step: int, now_s: float) -> None:
+        self._since_s = self._mark_s = self._eval_start_s = now_s
         self._first_step = step
         self._samples = 0
         self._tokens: float | Tensor = 0.0
-        self._waited_s = 0.0
         self._evaluating_s = 0.0
-        self._hooks_s = 0.0
+        self._times.clear()
 
-    def _add_phases(self, state: LoopState) -> None:
-        state.phase_s["training"] += perf_counter() - self._since_s - self._evaluating_s
-        state.phase_s["evaluation"] += self._evaluating_s
-        state.phase_s["data"] += self._waited_s
-        state.phase_s["hooks"] += self._hooks_s
+
+def _add_phases(state: LoopState, times: RankTimes, evaluating_s: float) -> None:
+    state.phase_s["training"] += times.elapsed_s
+    state.phase_s["evaluation"] += evaluating_s
+    state.phase_s["data"] += times.loading_s
+    state.phase_s["hooks"] += sum(times.hooks.values())
+
+
+class _ForwardTimer:
+    """Adds the time from the start of a step to the end of its first forward to ``times``."""
+
+    def __init__(self, times: RankTimes) -> None:
+        self._times = times
+        self._handle: RemovableHandle | None = None
+        # The start of the step; None after its forward.
+        self.start_s: float | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        self.detach()
+        if world_size() == 1 or model_features(model).recheck_every(1):
+            # A hook on the module would change a compiled step.
+            return
+
+        # A function is not copied with the module, but a method would be, with this object.
+        def count(*_: object) -> None:
+            if self.start_s is not None:
+                self._times.forward_s += perf_counter() - self.start_s
+                self.start_s = None
+
+        self._handle = model.register_forward_hook(count)
+
+    def detach(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+class _Timed:
+    """A listener whose time is added to ``seconds`` under the class of its hook."""
+
+    def __init__(self, hook: Any, listener: Listener, seconds: dict[str, float]) -> None:
+        self.__self__ = hook
+        self._listener, self._seconds, self._name = listener, seconds, type(hook).__name__
+
+    def __call__(self, *args: Any) -> None:
+        start_s = perf_counter()
+        self._listener(*args)
+        spent_s = perf_counter() - start_s
+        self._seconds[self._name] = self._seconds.get(self._name, 0.0) + spent_s
 
 
 def _devices(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...collectives import get_rank
 from ...registry import HOOKS
-from ..hooks.progress import eval_line, train_line
+from ..display.lines import eval_line, train_line
 from ..state import LoopState, Phase
 from .logger import LoggerHook, is_new_run
 

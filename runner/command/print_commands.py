@@ -28,8 +28,8 @@ from .command import Options
 
 # The exit code of `convert` if some settings could not be converted.
 INCOMPLETE = 3
-# The curve of `steps_per_s` would look like the curve of `samples_per_s`.
-_NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s"}
+# The curve of `steps_per_s` would look like the curve of `samples_per_s`; `slowest_rank` is a name.
+_NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s", "slowest_rank"}
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
 # A longer legend would hide the curves.
 _MAX_LABELS = 10

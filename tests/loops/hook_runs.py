@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import struct
 import termios
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import pyte
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -102,24 +104,31 @@ def weights(state: LoopState) -> list[Tensor]:
 
 
 class Terminal:
-    """A pseudo-terminal that is the standard output while it is entered."""
+    """A pseudo-terminal that is the standard output and error while it is entered."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int = 80, rows: int = 24) -> None:
+        self._size = rows, columns
         self._reading, writing = pty.openpty()
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         self.stream: TextIO = os.fdopen(writing, "w", encoding="utf-8")
+        self._set_size(rows, columns)
         self._parts: list[bytes] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def __enter__(self) -> Terminal:
-        self._redirect = contextlib.redirect_stdout(self.stream)
-        self._redirect.__enter__()
+        self._redirects = contextlib.ExitStack()
+        self._redirects.enter_context(contextlib.redirect_stdout(self.stream))
+        self._redirects.enter_context(contextlib.redirect_stderr(self.stream))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._redirect.__exit__(*error)
+        self._redirects.close()
         self.text()
+
+    def resize(self, columns: int, rows: int = 24) -> None:
+        """Change the size, also of the screens that ``screens`` returns."""
+        self._set_size(rows, columns)
+        os.write(self.stream.fileno(), f"\x1b]resize;{rows};{columns}\x07".encode())
 
     def text(self) -> str:
         """Close the terminal and return all that was written to it."""
@@ -127,6 +136,28 @@ class Terminal:
             self.stream.close()
         self._reader.join()
         return b"".join(self._parts).decode()
+
+    def screens(self) -> list[list[str]]:
+        """Close the terminal; return the screen before each erasure and at the end, as rows.
+
+        The last one also has the rows that were scrolled away.
+        """
+        screen = pyte.HistoryScreen(self._size[1], self._size[0], history=1000, ratio=1.0)
+        stream = pyte.Stream(screen)
+        found: list[list[str]] = []
+        for part in re.split(r"(\x1b\]resize;\d+;\d+\x07|\r\x1b\[J)", self.text()):
+            if part == "\r\x1b[J":
+                found.append([row.rstrip() for row in screen.display])
+            if part.startswith("\x1b]resize"):
+                screen.resize(*map(int, part[:-1].split(";")[1:]))
+            else:
+                stream.feed(part)
+        above = ["".join(row[x].data for x in range(screen.columns)) for row in screen.history.top]
+        return [*found, [row.rstrip() for row in [*above, *screen.display]]]
+
+    def _set_size(self, rows: int, columns: int) -> None:
+        size = struct.pack("HHHH", rows, columns, 0, 0)
+        fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, size)
 
     def _read(self) -> None:
         # Reading from a pseudo-terminal that nobody writes to any more is an OSError on Linux.

@@ -4,50 +4,100 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import logging
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hook_runs import Terminal, loader, metrics, new_state, train
+from hook_runs import Terminal, loader, metrics, new_state, scripted, train
 from listeners import failing, on
 from ranks import run_ranks
 
-from stepwrap.loops import EarlyStopHook, ProgressHook, ThroughputHook
+from stepwrap.loops import CheckpointHook, EarlyStopHook, ProgressHook, ThroughputHook
+from stepwrap.loops.display.notebook import DISPLAY_DIR
 from stepwrap.loops.evaluate import TestLoop, ValLoop
 from stepwrap.loops.hook import HookList, Scalars
 from stepwrap.loops.state import LoopState
 from stepwrap.loops.train import EpochTrainLoop, IterTrainLoop
 
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+BORDERS = "╭╮╰╯│"
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal(columns=140)
+    terminal = Terminal()
     yield terminal
     terminal.text()
 
 
-def test_bar_shows_epoch_step_values_and_speed(terminal: Terminal) -> None:
+def panel_of(rows: list[str]) -> list[str]:
+    """Return the rows of the only panel on a screen, without the border; empty without a panel."""
+    tops = [index for index, row in enumerate(rows) if "╭" in row]
+    ends = [index for index, row in enumerate(rows) if "╰" in row]
+    assert len(tops) == len(ends) <= 1, rows
+    if not tops:
+        assert not any(set(row) & set(BORDERS) for row in rows), rows
+        return []
+    box = rows[tops[0] : ends[0] + 1]
+    assert len({len(row) for row in box}) == 1, rows
+    assert not any(rows[ends[0] + 1 :]), rows
+    return [row.strip("│ ") for row in box[1:-1]]
+
+
+def panels(screens: list[list[str]]) -> list[list[str]]:
+    return [panel for screen in screens if (panel := panel_of(screen))]
+
+
+def log_of(screens: list[list[str]]) -> list[str]:
+    """Return the rows that remain at the end, which have no parts of a panel."""
+    assert not panel_of(screens[-1])
+    return [row for row in screens[-1] if row]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(80, 24), (100, 30)])
+def test_panel_shows_the_run(terminal: Terminal, columns: int, rows: int) -> None:
+    terminal.resize(columns, rows)
     with terminal:
         train(new_state(), [ProgressHook(refresh_s=1e-6), ThroughputHook()])
-    text = terminal.text()
-    assert "epoch 1/2" in text
-    assert "epoch 2/2" in text
-    assert "step 8/8" in text
-    assert re.search(r"loss \d+\.\d+", text)
-    assert re.search(r"\d samples/s", text)
-    assert "validating" in text
-    assert re.search(r"val epoch 1/2 step 4/8 error \d", text)
+    screens = terminal.screens()
+    seen = panels(screens)
+    # The last column is empty.
+    assert {len(row) for one in screens for row in one if "╭" in row} == {columns - 1}
+    assert re.fullmatch(r"epoch 2/2 ━+ step 8/8 100% eta 0:00:00", seen[-1][0])
+    assert any(re.fullmatch(r"epoch 1/2 [━╸╺]+ step 3/8 38% eta 0:00:\d\d", one[0]) for one in seen)
+    assert any(one[2] == "validating batch 2" for one in seen)
+    assert re.fullmatch(r"loss [\d.]+", seen[-1][1])
+    assert re.fullmatch(r"error [\d.]+ \(best [\d.]+ at step 8\)", seen[-1][2])
+    assert re.fullmatch(
+        r"[\d.]+ samples/s  data wait \d+%  memory \d+\.\d\d GiB( .*)?", seen[-1][3]
+    )
+    log = log_of(screens)
+    assert [row.split(" step ")[0] for row in log[:-1]] == [
+        *["epoch 1/2", "epoch 1/2", "val epoch 1/2"],
+        *["epoch 2/2", "epoch 2/2", "val epoch 2/2"],
+    ]
+    assert re.fullmatch(
+        r"done: step 8/8 in 0:00:\d\d error [\d.]+ \(best [\d.]+ at step 8\)", log[-1]
+    )
 
 
-def _drawn(terminal: Terminal) -> list[str]:
-    """Return what was written to the terminal, line by line and frame by frame."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.text())
-    return [frame.rstrip() for frame in re.split(r"\r|\n", plain)]
+@pytest.mark.parametrize(("columns", "rows"), [(50, 10), (50, 30), (100, 8)])
+def test_panel_is_one_row_on_a_small_terminal(terminal: Terminal, columns: int, rows: int) -> None:
+    terminal.resize(columns, rows)
+    with terminal:
+        train(new_state(), [on(collect_logs=many_values), ProgressHook(refresh_s=1e-6)], epochs=1)
+    for screen in terminal.screens()[2:-1]:
+        shown = [row for row in screen if row]
+        assert re.match(r"(validating batch \d )?epoch 1/1 step \d/4 \d+%", shown[-1])
+        assert len(shown[-1]) < columns
 
 
 def many_values(state: LoopState, scalars: Scalars) -> None:
@@ -55,47 +105,52 @@ def many_values(state: LoopState, scalars: Scalars) -> None:
     scalars |= {f"part_{part}": 1.0 for part in range(20)}
 
 
-def test_many_values_leave_the_place_of_the_run_on_the_bar(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "72")
-    with terminal:
-        train(new_state(), [on(collect_logs=many_values), ProgressHook(refresh_s=1e-6)])
-    bars = [frame for frame in _drawn(terminal) if re.search("[━╸╺]", frame)]
-    assert any("validating" in frame for frame in bars)
-    for frame in (frame for frame in bars if "validating" not in frame):
-        assert re.fullmatch(r"epoch [12]/2 +[━╸╺]{20,} step \d/8( eta 0:\d\d:\d\d)?", frame), frame
-        assert len(frame) <= 72
-
-
-@pytest.mark.parametrize("columns", [80, 200])
-def test_training_lines_stay_above_the_bar_and_are_whole(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    hooks = [on(collect_logs=many_values), ThroughputHook(), ProgressHook(refresh_s=1000)]
+def test_many_values_are_cut_in_the_panel_and_whole_in_the_log(terminal: Terminal) -> None:
+    hooks = [on(collect_logs=many_values), ThroughputHook(), ProgressHook(refresh_s=1e-6)]
     with terminal:
         train(new_state(), hooks)
-    text = " ".join(frame for frame in _drawn(terminal) if not re.search("[━╸╺]", frame))
-    told = re.sub(" +", " ", text)
+    screens = terminal.screens()
+    values = [one[1] for one in panels(screens) if one[1]]
+    assert values
+    assert all(re.fullmatch(r"loss [\d.]+  lr 0.003  (part_\d+ 1 +)+.*…", one) for one in values)
     lines = re.findall(
         r"((?:val )?epoch) \d/2 step (\d)/8 (?:loss [\d.]+ lr 0.003 (?:part_\d+ 1 ){20}"
         r"[\d.]+ samples/s (?:\(.*?\) )?eta 0:00:00|error [\d.]+)",
-        told,
+        # The terminal breaks long lines after any character.
+        "".join(row.ljust(80) if len(row) > 78 else f"{row} " for row in log_of(screens)),
     )
     steps = [("epoch", "2"), ("epoch", "4"), ("val epoch", "4")]
     assert lines == [*steps, ("epoch", "6"), ("epoch", "8"), ("val epoch", "8")]
-    assert "…" not in told
 
 
 def test_the_time_left_is_known_after_the_first_step(terminal: Terminal) -> None:
     with terminal:
         train(new_state(), [ProgressHook(refresh_s=1e-6)], epochs=1)
-    bars = [frame for frame in _drawn(terminal) if re.search("[━╸╺]", frame)]
-    first = [frame for frame in bars if "step 1/4" in frame]
+    first = [one[0] for one in panels(terminal.screens()) if "step 1/4" in one[0]]
     assert first
-    assert all(re.search(r"eta 0:00:\d\d$", frame) for frame in first)
-    assert not any("-:--:--" in frame for frame in bars)
+    assert all(re.search(r"eta 0:00:\d\d$", row) for row in first)
+
+
+def test_the_time_left_includes_later_evaluations(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+
+    def wait(seconds: float) -> Any:
+        def listener(*_: object) -> None:
+            now_s[0] += seconds
+
+        return listener
+
+    for module in ("hooks.progress", "display.lines"):
+        monkeypatch.setattr(f"stepwrap.loops.{module}.perf_counter", lambda: now_s[0])
+    clock = on(on_batch_end=wait(1.0), on_eval_batch_end=wait(10.0))
+    with terminal:
+        train(new_state(), [clock, ProgressHook(refresh_s=1e-6)], epochs=4)
+    heads = [one[0] for one in panels(terminal.screens())]
+    # Each epoch has 4 steps of 1 s and 2 validation batches of 10 s.
+    assert any(re.search(r"step 1/16 6% eta 0:00:15", head) for head in heads)
+    assert any(re.search(r"step 5/16 31% eta 0:01:11", head) for head in heads)
 
 
 @pytest.mark.parametrize(
@@ -115,29 +170,64 @@ def test_the_last_record_comes_before_the_validation_of_its_step(
     assert told == [*passes, (None, "step 6"), (None, "step 8"), ("val ", "step 8")]
 
 
-def test_bar_gives_the_cursor_and_stdout_back(terminal: Terminal) -> None:
+@pytest.mark.parametrize(
+    ("keep_best", "shown"),
+    [("error", "error 3 (best 2 at step 8)"), ("score", "score 1 (best 6 at step 8)")],
+)
+def test_the_metric_of_the_checkpoints_is_shown(
+    terminal: Terminal, keep_best: str, shown: str
+) -> None:
+    state = new_state()
+    state.stateful["hooks.checkpoint"] = CheckpointHook(keep_best=keep_best)
+    measured = {
+        "error": scripted(4.0, 2.0, 3.0),
+        "score": scripted(5.0, 6.0, 1.0, higher_is_better=True),
+    }
     with terminal:
-        train(new_state(), [ProgressHook()])
-        assert sys.stdout is terminal.stream
-    text = terminal.text()
-    assert HIDE in text
-    assert text.rindex(SHOW) > text.rindex(HIDE)
+        train(
+            state,
+            [ProgressHook()],
+            epochs=3,
+            sanity_val=False,
+            val_loop=ValLoop(loader(8), measured),
+        )
+    screens = terminal.screens()
+    assert panels(screens)[-1][2] == shown
+    assert log_of(screens)[-1].endswith(shown)
 
 
 @pytest.mark.parametrize("event", ["on_update", "on_eval_batch_end", "on_log"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no")], ids=repr)
-def test_bar_gives_the_cursor_back_after_an_error(
+def test_an_error_leaves_a_log_and_the_streams(
     terminal: Terminal, error: BaseException, event: str
 ) -> None:
     with terminal:
+        streams = sys.stdout, sys.stderr
         with pytest.raises(type(error)):
             train(new_state(), [ProgressHook(), failing(error, event)])
-        assert sys.stdout is terminal.stream
-    text = terminal.text()
-    assert text.rindex(SHOW) > text.rindex(HIDE)
+        assert (sys.stdout, sys.stderr) == streams
+    assert re.fullmatch(
+        rf"ended at step \d/8: {type(error).__name__}", log_of(terminal.screens())[-1]
+    )
+    assert "\x1b[?25l" not in terminal.text()
 
 
-def test_bar_is_not_redrawn_at_each_update(terminal: Terminal) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_log_and_the_streams(terminal: Terminal, number: signal.Signals) -> None:
+    def stop(state: LoopState) -> None:
+        if state.step == 3:
+            os.kill(os.getpid(), number)
+
+    with terminal:
+        streams = sys.stdout, sys.stderr
+        train(new_state(), [ProgressHook(refresh_s=1e-6), on(on_update=stop)])
+        assert (sys.stdout, sys.stderr) == streams
+    screens = terminal.screens()
+    assert panels(screens)
+    assert log_of(screens)[-1] == f"stopped at step 3: received {number.name}"
+
+
+def test_panel_is_not_redrawn_at_each_update(terminal: Terminal) -> None:
     with terminal:
         train(
             new_state(),
@@ -149,11 +239,62 @@ def test_bar_is_not_redrawn_at_each_update(terminal: Terminal) -> None:
     assert terminal.text().count("step ") < 10
 
 
-def test_what_others_print_stays_above_the_bar(terminal: Terminal) -> None:
-    printing = on(on_update=lambda state: print(f"said at {state.step}"))
+def test_other_output_stays_above_the_panel(terminal: Terminal) -> None:
+    logger = logging.getLogger("stepwrap.test_progress")
+
+    def speak(state: LoopState) -> None:
+        if state.step == 1:
+            print("printed\nin two lines")
+        elif state.step == 2:
+            print("\r 10%\r 50%", end="", file=sys.stderr, flush=True)
+            print("\r100%", file=sys.stderr)
+        elif state.step == 3:
+            # As another rank writes.
+            os.write(terminal.stream.fileno(), b"from another process\n")
+            logger.warning("logged")
+        else:
+            print("without an end", end="")
+
     with terminal:
-        train(new_state(), [ProgressHook(), printing], epochs=1)
-    assert re.search(r"(\r|\x1b\[2K)said at 3\r?\n", terminal.text())
+        handler = logging.StreamHandler()
+        logger.addHandler(handler)
+        train(new_state(), [ProgressHook(refresh_s=1e-6), on(on_update=speak)], epochs=1)
+        logger.removeHandler(handler)
+        assert handler.stream is sys.stderr
+    screens = terminal.screens()
+    assert max(map(len, panels(screens))) == 4
+    log = "\n".join(log_of(screens))
+    assert re.fullmatch(
+        r"printed\nin two lines\n100%\nepoch 1/1 step 2.*\n"
+        r"from another process\nlogged\nepoch 1/1 step 4.*\nval .*\ndone: .*\nwithout an end",
+        log,
+    ), log
+
+
+def test_resizing_leaves_no_part_of_a_panel(terminal: Terminal) -> None:
+    sizes = {2: (100, 30), 4: (50, 30), 6: (70, 30), 8: (60, 30), 10: (100, 30)}
+
+    def resize(state: LoopState) -> None:
+        if state.step in sizes:
+            terminal.resize(*sizes[state.step])
+            print(f"resized to {sizes[state.step]}")
+
+    with terminal:
+        hooks = [ProgressHook(refresh_s=1e-6), on(on_update=resize)]
+        train(new_state(), hooks, epochs=3, log_every_steps=100)
+    screens = terminal.screens()
+    # The last screen before the line still has the old panel, cut off.
+    calm = [before for before, after in pairwise(screens) if sizes_of(before) == sizes_of(after)]
+    widths = {len(row) for screen in calm for row in screen if "╭" in row}
+    assert widths == {79, 99, 69, 59}
+    assert len(panels(calm)) > 10
+    told = [row for row in log_of(screens) if row.startswith("resized")]
+    assert told == [f"resized to {size}" for size in sizes.values()]
+
+
+def sizes_of(screen: list[str]) -> str:
+    """Return the last size that a screen names."""
+    return next((row for row in reversed(screen) if row.startswith("resized")), "")
 
 
 def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +326,49 @@ def test_the_reason_for_stopping_is_shown(capsys: pytest.CaptureFixture[str]) ->
 def test_an_evaluation_alone_is_shown(terminal: Terminal) -> None:
     with terminal:
         TestLoop(loader(8), metrics()).run(new_state(), HookList([ProgressHook(refresh_s=1e-6)]))
-    text = terminal.text()
-    assert "testing" in text
-    assert "test epoch 1 step 0 error" in text
-    assert text.rindex(SHOW) > text.rindex(HIDE)
+    screens = terminal.screens()
+    assert any("testing batch 2" in panel for panel in panels(screens))
+    assert re.fullmatch(r"test epoch 1 step 0 error [\d.]+", log_of(screens)[-1])
+
+
+def test_what_limits_the_speed_is_shown_once(
+    terminal: Terminal, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = iter([0.3, 0.4, 0.6, 0.2])
+
+    def limit(state: LoopState, scalars: Scalars) -> None:
+        state.limits = {"rank 2": next(shares), "loading data": 0.5}
+
+    with terminal:
+        train(new_state(), [on(collect_logs=limit), ProgressHook(refresh_s=1e-6)])
+    screens = terminal.screens()
+    slow = "rank 2 limits the speed: the others wait for it {}% of the time"
+    assert panels(screens)[-1][-2:] == [
+        slow.format(20),
+        "on rank 2, loading data takes 50% of the time",
+    ]
+    assert [row for row in log_of(screens) if "rank 2" in row] == [
+        slow.format(30),
+        "on rank 2, loading data takes 50% of the time",
+        slow.format(60),
+    ]
+    shares = iter([0.3, 0.2])
+    train(new_state(), [on(collect_logs=limit), ProgressHook()], epochs=1)
+    assert capsys.readouterr().out.count(slow.format(30)) == 1
+
+
+def test_a_notebook_shows_the_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DISPLAY_DIR, str(tmp_path))
+    seen: list[str] = []
+
+    def look(state: LoopState) -> None:
+        (path,) = tmp_path.glob("*.display")
+        seen.append(json.loads(path.read_text())["data"]["text/plain"])
+
+    train(new_state(), [ProgressHook(refresh_s=1e-6), on(90, on_update=look)], epochs=1)
+    assert re.match(r"epoch 1/1 [━╸╺]+ step 3/4 75% eta", panel_of(["", *seen[2].splitlines()])[0])
+    look(new_state())
+    assert seen[-1].splitlines()[-1].startswith("done: step 4/4 in 0:00:")
 
 
 def _printed_by_rank() -> str:

@@ -1,0 +1,115 @@
+"""What limits the speed of training: loading data, a hook, or a slow rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...collectives import all_gather_object
+from ..state import LoopState
+
+# A cause counts if it takes at least this share of the time.
+_NOTICEABLE = 0.1
+# Short intervals are combined until they are at least this long.
+_WINDOW_S = 1.0
+
+
+@dataclass
+class RankTimes:
+    """Seconds of one rank in an interval without evaluations, measured by its host.
+
+    Attributes:
+        elapsed_s: The length of the interval.
+        loading_s: Waiting for the next batch.
+        forward_s: From the start of each step to the end of its forward.
+        hooks: In hooks, by class.
+    """
+
+    elapsed_s: float = 0.0
+    loading_s: float = 0.0
+    forward_s: float = 0.0
+    hooks: dict[str, float] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.elapsed_s = self.loading_s = self.forward_s = 0.0
+        self.hooks.clear()
+
+    def add(self, other: RankTimes) -> None:
+        self.elapsed_s += other.elapsed_s
+        self.loading_s += other.loading_s
+        self.forward_s += other.forward_s
+        for name, seconds in other.hooks.items():
+            self.hooks[name] = self.hooks.get(name, 0.0) + seconds
+
+
+class SpeedLimits:
+    """Find what limits the speed, from the times of all ranks.
+
+    The first interval does not count, because the first steps of a training are not typical.
+    """
+
+    def __init__(self) -> None:
+        self._window: list[RankTimes] | None = None
+
+    def update(self, state: LoopState, own: RankTimes) -> dict[str, float]:
+        """Set ``state.limits``; return shares for the log record; every rank must call this."""
+        times = all_gather_object(own)
+        shares = {"hooks_share": sum(own.hooks.values()) / own.elapsed_s}
+        if len(times) > 1:
+            rank, share = slowest_rank(times)
+            shares |= {"slowest_rank": float(rank), "rank_wait_share": share}
+        if self._window is None:
+            self._window = [RankTimes() for _ in times]
+            return shares
+        for total, new in zip(self._window, times, strict=True):
+            total.add(new)
+        if self._window[0].elapsed_s >= _WINDOW_S:
+            state.limits = limits_of(self._window)
+            self._window = [RankTimes() for _ in times]
+        return shares
+
+
+def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
+    """Return the slowest rank, and the share of the time that the others wait for it on average.
+
+    The share is a lower bound: it uses only the time before the backward, in which a rank does not
+    wait for others. A forward may wait (FSDP, SyncBatchNorm), and then hides differences, so it is
+    only used if it increases the share.
+    """
+    before = [one.loading_s + sum(one.hooks.values()) for one in times]
+    with_forward = [s + one.forward_s for s, one in zip(before, times, strict=True)]
+    found = (0, 0.0)
+    for seconds in (before, with_forward):
+        rank = max(range(len(times)), key=seconds.__getitem__)
+        others_s = (sum(seconds) - seconds[rank]) / (len(times) - 1)
+        share = (seconds[rank] - others_s) / times[rank].elapsed_s
+        found = (rank, share) if share > found[1] else found
+    return found
+
+
+def limits_of(times: Sequence[RankTimes]) -> dict[str, float]:
+    """Return the entries of ``LoopState.limits``, the slow rank first, then by share."""
+    rank, waiting = slowest_rank(times) if len(times) > 1 else (0, 0.0)
+    one = times[rank]
+    seconds = {"loading data": one.loading_s} | {f"hook {n}": s for n, s in one.hooks.items()}
+    shares = {name: spent_s / one.elapsed_s for name, spent_s in seconds.items()}
+    found = {name: share for name, share in shares.items() if share >= _NOTICEABLE}
+    slow = {f"rank {rank}": waiting} if waiting >= _NOTICEABLE else {}
+    return slow | dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def limit_texts(limits: Mapping[str, float]) -> dict[str, str]:
+    """Return a sentence for each entry of ``LoopState.limits``.
+
+    If a rank is slow, the other entries describe the time of that rank.
+    """
+    texts: dict[str, str] = {}
+    rank = next((name for name in limits if name.startswith("rank ")), None)
+    for name, share in limits.items():
+        if name == rank:
+            texts[name] = f"{name} limits the speed: the others wait for it {share:.0%} of the time"
+        elif rank is not None:
+            texts[name] = f"on {rank}, {name} takes {share:.0%} of the time"
+        else:
+            texts[name] = f"{name} limits the speed: {share:.0%} of the time"
+    return texts
