@@ -72,7 +72,7 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     if tensor_size < 1:
         tensor_size = 1 if mesh is None else mesh.tensor_size
     if run.load_from is not None and not is_meta:
-        load_pretrained(model, run.load_from)
+        load_pretrained(model, run.load_from, adapted=run.adapter is not None)
     adapter = add_configured(model, run.adapter, run.load_from, run.seed)
     _check_model(run, model, preparation, tensor_size)
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
@@ -89,7 +89,7 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     if run.load_from is not None and is_meta:
         # Only now each rank has memory for its parts of the parameters.
         with nullcontext() if adapter is None else adapter.base_weights():
-            load_pretrained(wrapped, run.load_from)
+            load_pretrained(wrapped, run.load_from, adapted=adapter is not None)
     return wrapped, mesh
 
 

@@ -63,9 +63,11 @@ class Adapter:
         self._own, self._of_base, self._saved = _own_names(before, model)
         is_meta = any(one.is_meta for one in model.parameters())
         self._sha256 = "" if is_meta else _fingerprint(self._frozen())
+        module: Any = model
         self._hooks = [
-            model.register_state_dict_post_hook(partial(self._on_save)),
-            model.register_load_state_dict_pre_hook(partial(self._on_load)),
+            # torch sets an attribute on the first hook, which a bound method does not allow.
+            module.register_state_dict_post_hook(partial(self._on_save)),
+            module.register_load_state_dict_pre_hook(self._on_load),
         ]
 
     @property
@@ -179,12 +181,12 @@ class Adapter:
                 )
         if base["sha256"] == own["base"]["sha256"]:
             return
-        source = f"load_from: {base['load_from']}" if base["load_from"] else "no load_from"
+        before, now = base["load_from"] or "none", own["base"]["load_from"] or "none"
+        changed = "whose weights have changed since" if before == now else f"and it is {now} now"
         raise CheckpointError(
             "the base weights differ from those that the adapter was trained on, and the "
-            f"checkpoint has only the adapter. It was trained with {source}; this run has "
-            f"{own['base']['load_from'] or 'none'}. Restore those weights, or set load_from to a "
-            "copy of them"
+            f"checkpoint has only the adapter. Its load_from was {before}, {changed}. Restore "
+            "those weights, or set load_from to a copy or a checkpoint of them"
         )
 
 
@@ -264,7 +266,7 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
         whole = tensors[name].detach() if gather is None else gather().detach()
         if get_rank() == 0:
             digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(broadcast(digest.hexdigest()))
 
 
@@ -327,8 +329,9 @@ def _named_by(  # noqa: PLR0913
         else:
             found = [inside] if any(_ends(path, [inside]) for path in paths) else []
         if not found:
-            known = [*(prefix + path for path in paths), *(p.rpartition(".")[2] for p in paths)]
-            some = ", ".join(prefix + path for path in list(_adaptable(root))[:4])
+            layers = paths if key == "modules_to_save" else list(_adaptable(root))
+            known = [*(prefix + path for path in layers), *(p.rpartition(".")[2] for p in layers)]
+            some = ", ".join(prefix + path for path in layers[:4])
             hint = did_you_mean(one, known) or f"; it has {some}, ..."
             with under_key(key):
                 raise ValueError(f"no layer of the model has the name {one!r}{hint}")

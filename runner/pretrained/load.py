@@ -34,6 +34,8 @@ from .fit import Fit, fit_weights, remedies
 
 logger = logging.getLogger(__name__)
 
+_WHY = "; checkpoints of an adapter do not have the weights that it adapts"
+
 
 def load_weights(
     model: nn.Module,
@@ -68,15 +70,22 @@ def load_weights(
     return list(_load(model, settings).loaded)
 
 
-def load_pretrained(model: nn.Module, settings: LoadFromSection | str) -> None:
+def load_pretrained(
+    model: nn.Module, settings: LoadFromSection | str, *, adapted: bool = False
+) -> None:
     """Load the weights that the section ``load_from`` names; every rank must call this.
+
+    Args:
+        model: the model, wrapped or not.
+        settings: the section.
+        adapted: whether an adapter needs them even if a checkpoint is loaded afterwards.
 
     Raises:
         BuildError: the weights cannot be read, or do not fit; the error names the key.
     """
     if isinstance(settings, str):
         settings = LoadFromSection(path=settings)
-    with _naming_the_key():
+    with _naming_the_key(_WHY if adapted else ""):
         _load(model, settings)
 
 
@@ -104,11 +113,13 @@ def add_configured(
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     total = sum(one.numel() for one in model.parameters())
     if get_rank() == 0:
-        kind = type(config).__name__.removesuffix("Config")
+        kind = type(config).__name__
         logger.info(
             "adapter: %s, %s of %s parameters are trained (%.3g%%)%s",
             *(kind, f"{trained:,}", f"{total:,}", 100 * trained / total),
-            "" if path else "; without load_from, its base are the model's initial weights",
+            ""
+            if path
+            else "; there is no load_from, so they adapt the weights that the model is built with",
         )
     return adapter
 
@@ -156,7 +167,7 @@ def build_base(sections: Mapping[str, Any]) -> nn.Module:
         seed_rng(sections.get("seed", 0))
         model = build_user_model(sections["model"])
     if (load_from := _load_from(sections)) is not None:
-        load_pretrained(model, load_from)
+        load_pretrained(model, load_from, adapted=True)
     return model
 
 
@@ -178,13 +189,13 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _naming_the_key() -> Iterator[None]:
+def _naming_the_key(remark: str) -> Iterator[None]:
     try:
         yield
     except (CheckpointError, FileNotFoundError) as error:
         key = key_noted_on(error)
         problem = BuildError(f"load_from.{key}" if key else "load_from", error)
-        problem.what = str(error)
+        problem.what = f"{error}{remark}"
         raise problem from error
 
 

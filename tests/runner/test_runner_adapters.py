@@ -235,6 +235,34 @@ def _train(config: dict[str, Any]) -> None:
     Runner.from_config(config).train()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_of_transformers_needs_no_target_modules(ranks: int) -> None:
+    pytest.importorskip("transformers")
+    kind = {"type": "transformers.GPT2Config", "vocab_size": 12, "n_positions": 8, "n_embd": 8}
+    model = {"type": "transformers.GPT2LMHeadModel",
+             "config": {**kind, "n_layer": 1, "n_head": 2}}  # fmt: skip
+    config = settings(
+        ranks, model=model, run_dir="runs/gpt", adapter={"r": 2, "fan_in_fan_out": True}
+    )
+    config["data"] = {"train": {"dataset": {"type": Words}, "batch_size": 4}}
+    config["wrapper"] = {"type": "fsdp", "shard": ["GPT2Block"]} if ranks == 2 else None
+    config["hooks"] = {**config["hooks"], "checkpoint": True}
+    _train(config) if ranks == 1 else run_ranks(_train, ranks, config, timeout_s=200)
+    names = [name for name in load_checkpoint(latest("runs/gpt")).read_model() if "lora" in name]
+    path = "transformer.h.0.attn.c_attn"
+    assert names == [f"{path}.lora_A.weight", f"{path}.lora_B.weight"]
+    tied = load_model("runs/gpt").state_dict()
+    assert torch.equal(tied["lm_head.weight"], tied["transformer.wte.weight"])
+
+
+class Words(Sentences):
+    """Samples as the models of transformers take them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.words[index], "labels": self.words[index]}
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "argument": ({"adapter": {"rank": 4}}, ["adapter.rank: LoraConfig has no such argument"]),
     "value": ({"adapter": {"r": "four"}}, ["adapter.r: must be a whole number"]),
@@ -311,7 +339,7 @@ def test_another_adapter_or_base_is_refused() -> None:
     torch.save(other, "base.pt")
     with pytest.raises(CheckpointError, match="the base weights differ") as error:
         load_model("runs/tuned")
-    assert "It was trained with load_from: base.pt" in str(error.value)
+    assert "Its load_from was base.pt, whose weights have changed since" in str(error.value)
     # The original of a module that is trained as a whole has no effect.
     other = {name: one * (name != "net.head.weight") for name, one in base("float64").items()}
     torch.save(other, "base.pt")
