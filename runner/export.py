@@ -146,7 +146,7 @@ def export_adapter(
         batch: as for ``export_model``.
 
     Raises:
-        ExportError: plain peft computes something else.
+        ExportError: the outputs of plain peft differ.
         FileExistsError: ``path`` exists.
     """
     from peft import PeftModel

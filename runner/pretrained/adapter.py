@@ -164,7 +164,7 @@ class Adapter:
                 state[prefix + raw] = tensor
 
     def describe(self) -> dict[str, Any]:
-        """Return peft's settings, the fingerprint of the base weights and where they are."""
+        """Return the settings of peft, and the path and fingerprint of the base weights."""
         settings = json.loads(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True))
         kept = {k: v for k, v in settings.items() if v not in (None, {}, [])}
         return {**kept, "base": {"load_from": self._base, "sha256": self._sha256}}

@@ -117,9 +117,7 @@ def add_configured(
         logger.info(
             "adapter: %s, %s of %s parameters are trained (%.3g%%)%s",
             *(kind, f"{trained:,}", f"{total:,}", 100 * trained / total),
-            ""
-            if path
-            else "; there is no load_from, so they adapt the weights that the model is built with",
+            "" if path else "; without load_from they adapt the initial weights of the model",
         )
     return adapter
 
