@@ -6,7 +6,6 @@ import json
 import logging
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ..loops import list_checkpoints
@@ -125,7 +124,7 @@ def _train(job: Job, start: Path | None) -> None:
     logging.disable(logging.WARNING)
     try:
         with prepared(job):
-            run = job.run if start is None else replace(job.run, load_from=None)
+            run = job.run if start is None else job.run.without_loaded()
             Runner(**build_parts(run, ("train", "val"))).train(resume=start or False)
     finally:
         logging.disable(logging.NOTSET)

@@ -131,7 +131,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
         path = find_checkpoint(folder, before=watch.step)
         latest = find_checkpoint(folder)
         with as_mistakes_in(job.config):
-            run = job.run if path is None else replace(job.run, load_from=None)
+            run = job.run if path is None else job.run.without_loaded()
             parts = build_parts(run, ("train", "val"))
         hook = ReplayHook(watch)
         hooks = {**parts["hooks"], "replay": hook}

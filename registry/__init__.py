@@ -1,6 +1,7 @@
 """Registries, which map names to classes, and configs: read, checked and built into objects."""
 
 from .catalog import (
+    ADAPTERS,
     COMM_HOOKS,
     DATALOADERS,
     DATASETS,
@@ -64,6 +65,7 @@ from .text.config import Config, config_from_dict, dump_config, format_config, l
 from .tree import build_tree, find_train_step, find_transform, supply_where_taken
 
 __all__ = [
+    "ADAPTERS",
     "COMM_HOOKS",
     "DATALOADERS",
     "DATASETS",

@@ -4,6 +4,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from .errors import did_you_mean, meant_by, nearest
@@ -95,7 +96,9 @@ def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
     parameters = parameters_of(target).values()
     found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
     try:
-        return {**found, **get_type_hints(constructor(target))}
+        # The fields of a dataclass may come from several modules, with different names in each.
+        source = target if is_dataclass(target) else constructor(target)
+        return {**found, **get_type_hints(source)}
     except (NameError, TypeError, AttributeError):
         return found
 

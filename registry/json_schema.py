@@ -40,6 +40,7 @@ _REGISTRIES = {
     "train": "LOOPS",
     "val": "LOOPS",
     "test": "LOOPS",
+    "adapter": "ADAPTERS",
     "optimizer": "OPTIMIZERS",
     "optim_wrapper": "OPTIM_WRAPPERS",
 }

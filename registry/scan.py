@@ -168,13 +168,19 @@ def read_table() -> _Table:
 
 
 def make_classes() -> dict[str, dict[str, str]]:
-    """Import torch and torchmetrics, and return the content of ``_Table.classes``."""
-    return {
+    """Import torch, torchmetrics and peft, and return the content of ``_Table.classes``."""
+    classes = {
         namespace: registry.sources.summaries(namespace)
         for registry in REGISTRIES.values()
         for namespace in registry.sources.namespaces
-        if not namespace.startswith("stepwrap.")
+        if not namespace.startswith(("stepwrap.", "peft"))
     }
+    if find_spec("peft") is None:
+        return {**classes, "peft": read_table().classes["peft"]}
+    # peft also has classes of models, which are not adapters.
+    registry = REGISTRIES["ADAPTERS"]
+    found = registry.sources.summaries("peft")
+    return {**classes, "peft": {name: found[name] for name in registry.sources.names()}}
 
 
 def _installed() -> dict[str, str]:

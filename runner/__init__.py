@@ -10,17 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .export import Export, ExportError, export_model
+    from .export import Export, ExportError, export_adapter, export_model
     from .failure import LaunchError
     from .launcher import launch
+    from .pretrained.adapter import Adapter, add_adapter
     from .pretrained.load import load_weights
     from .runner import Runner, load_model
 
 __all__ = [
+    "Adapter",
     "Export",
     "ExportError",
     "LaunchError",
     "Runner",
+    "add_adapter",
+    "export_adapter",
     "export_model",
     "launch",
     "load_model",
@@ -28,10 +32,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Adapter": "pretrained.adapter",
     "Export": "export",
     "ExportError": "export",
     "LaunchError": "failure",
     "Runner": "runner",
+    "add_adapter": "pretrained.adapter",
+    "export_adapter": "export",
     "export_model": "export",
     "launch": "launcher",
     "load_model": "runner",

@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 from ..loops.evaluate import evaluation_mode
 from ..wrappers.steps.step import as_call
 
-FORMATS = ("safetensors", "pt2", "onnx")
+FORMATS = ("safetensors", "pt2", "onnx", "peft")
 # Packages that a format needs, by the extra that installs them.
 _PACKAGES = {
     "safetensors": ("safetensors", ["safetensors.torch"]),
     "onnx": ("onnx", ["onnx", "onnxscript", "onnxruntime"]),
+    "peft": ("peft", ["peft"]),
 }
 _RTOL, _ATOL = 1e-3, 1e-4
 
@@ -133,17 +134,53 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
     return Export(path, inputs, difference)
 
 
-def check_export(path: Path) -> None:
-    """Check that the suffix of ``path`` is known, its packages are installed and the file is new.
+def export_adapter(
+    adapter: Any, base: nn.Module, path: str | os.PathLike[str], batch: Any
+) -> Export:
+    """Write a folder for ``peft.PeftModel.from_pretrained``, after comparing the outputs.
+
+    Args:
+        adapter: the ``Adapter`` in a model on the CPU.
+        base: another model with the weights that it adapts; the written adapter is added to it.
+        path: the new folder.
+        batch: as for ``export_model``.
+
+    Raises:
+        ExportError: the outputs of plain peft differ.
+        FileExistsError: ``path`` exists.
+    """
+    from peft import PeftModel
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        draft = Path(folder, path.name)
+        adapter.save(draft)
+        # peft changes the module that it is given.
+        PeftModel.from_pretrained(base.get_submodule(adapter.net), str(draft))
+        outputs = _TensorForward(adapter.model, batch)
+        with evaluation_mode(adapter.model), evaluation_mode(base), torch.no_grad():
+            difference = _compare(outputs, _TensorForward(base, batch))
+        check_export(path, "peft")
+        os.replace(draft, path)
+    return Export(path, {}, difference)
+
+
+def check_export(path: Path, kind: str = "") -> None:
+    """Check that the format is known, its packages are installed and the file is new.
 
     Call this before loading the model.
+
+    Args:
+        path: the new file or folder.
+        kind: the format; default: the suffix.
 
     Raises:
         FileExistsError, ImportError, ValueError: as ``export_model``.
     """
-    kind = path.suffix.removeprefix(".")
+    kind = kind or path.suffix.removeprefix(".")
     if kind not in FORMATS:
-        known = ", ".join(f".{one}" for one in FORMATS)
+        known = ", ".join(f".{one}" for one in FORMATS if one != "peft")
         raise ValueError(f"a model is exported to a file that ends in {known}, got {path.name!r}")
     if path.exists():
         raise FileExistsError(
@@ -155,7 +192,7 @@ def check_export(path: Path) -> None:
             import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"an export to .{kind} needs {error.name}: pip install 'stepwrap[{extra}]'"
+            f"an export to {kind} needs {error.name}: pip install 'stepwrap[{extra}]'"
         ) from error
 
 

@@ -216,12 +216,12 @@ def _locating_inputs(config: Config) -> Iterator[None]:
 
 
 def _without_loaded(job: Job) -> RunSections:
-    """Return the settings, without ``load_from`` if the run is resumed; every rank must call."""
+    """Return the settings, as they are needed if the run is resumed; every rank must call."""
     resumes = bool(job.resume)
     if job.resume is True:
         # Without a checkpoint the run starts from the beginning.
         resumes = broadcast(bool(saved_checkpoints(Path(job.run.run_dir))))
-    return replace(job.run, load_from=None) if resumes else job.run
+    return job.run.without_loaded() if resumes else job.run
 
 
 def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
@@ -259,7 +259,7 @@ def _log_changes(job: Job, folder: Path) -> None:
         return
     now = _flat(job.config.to_dict())
     lines = [
-        f"  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}{_effect(key)}"
+        f"  {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}{_effect(key, job.run)}"
         for key in dict.fromkeys((*before, *now))
         if before.get(key) != now.get(key) and key.split(".")[0] not in _LAUNCH_SETTINGS
     ]
@@ -267,11 +267,11 @@ def _log_changes(job: Job, folder: Path) -> None:
         logger.warning("settings that differ from the resumed run:\n%s", "\n".join(lines))
 
 
-def _effect(key: str) -> str:
+def _effect(key: str, run: RunSections) -> str:
     parts = key.split(".")
     if parts[0] in ("optimizer", "schedulers") and parts[-1] not in _NOT_IN_STATE:
         return " (no effect: the state in the checkpoint is used)"
-    if parts[0] == "load_from":
+    if parts[0] == "load_from" and run.adapter is None:
         return " (no effect: a resumed run does not load it)"
     if key == "data.train.batch_size":
         return " (limits a rank's micro-batch only; each update keeps its number of samples)"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,17 +13,14 @@ from torch import nn
 from ..collectives import get_local_rank, get_world_size
 from ..registry import (
     MODEL_WRAPPERS,
-    MODELS,
     OPTIMIZERS,
     Problem,
     RunSections,
-    build_tree,
     check_component,
     find_train_step,
     supply_where_taken,
 )
 from ..wrappers import (
-    BaseModule,
     Mesh,
     Preparation,
     StepDistributedDataParallel,
@@ -38,7 +34,8 @@ from ..wrappers.prepare import check_preparation, freeze_parameters, model_check
 from ..wrappers.sharding.mesh import check_axes
 from ..wrappers.wrapping import needs_process_group, wrapper_problems
 from .failure import Attempts, building
-from .pretrained.load import load_pretrained
+from .pretrained.build import build_user_model
+from .pretrained.load import add_configured, load_pretrained
 
 AUTO_TABLES = ("single", "ddp", "fsdp")
 
@@ -53,7 +50,8 @@ def device_of_rank(run: RunSections) -> torch.device:
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
     """Return the wrapped model on this rank's device, and the mesh of ranks, if any.
 
-    Every rank must call this. If ``run.load_from`` is set, its weights are loaded.
+    Every rank must call this. If ``run.load_from`` is set, its weights are loaded; then the adapter
+    is added.
     """
     device = device_of_rank(run)
     if device.type == "cuda":
@@ -68,17 +66,15 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
     preparation = _preparation(run)
     is_meta = run.init_device == "meta"
     device_context: AbstractContextManager[None] = meta_parameters() if is_meta else nullcontext()
-    with building("model"), device_context:
-        model = build_tree(run.model, MODELS)
-        if not is_meta:
-            with _quiet_mmengine():
-                _init_weights(model)
+    with device_context:
+        model = build_user_model(run.model, is_meta=is_meta)
     tensor_size = run.mesh.get("tensor", 1)
     if tensor_size < 1:
         tensor_size = 1 if mesh is None else mesh.tensor_size
-    _check_model(run, model, preparation, tensor_size)
     if run.load_from is not None and not is_meta:
-        load_pretrained(model, run.load_from)
+        load_pretrained(model, run.load_from, adapted=run.adapter is not None)
+    adapter = add_configured(model, run.adapter, run.load_from, run.seed)
+    _check_model(run, model, preparation, tensor_size)
     options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
     with building("wrapper", options):
         wrapped = wrap_model(
@@ -92,43 +88,9 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
         )
     if run.load_from is not None and is_meta:
         # Only now each rank has memory for its parts of the parameters.
-        load_pretrained(wrapped, run.load_from)
+        with nullcontext() if adapter is None else adapter.base_weights():
+            load_pretrained(wrapped, run.load_from, adapted=adapter is not None)
     return wrapped, mesh
-
-
-def _init_weights(model: nn.Module) -> None:
-    """Call ``init_weights`` of modules with an ``init_cfg``, which do not call it themselves."""
-    init_weights: Any = getattr(model, "init_weights", None)
-    if (
-        isinstance(model, BaseModule)
-        and model.init_cfg is None
-        and type(model).init_weights is BaseModule.init_weights
-    ):
-        # Our default does nothing without `init_cfg`, except call the children's `init_weights`.
-        # Children from other libraries may reset pretrained weights in it, so it is not called.
-        init_weights = None
-    if hasattr(model, "init_cfg") and init_weights is not None:
-        # It initialises the children, too.
-        init_weights()
-        return
-    for child in model.children():
-        _init_weights(child)
-
-
-@contextmanager
-def _quiet_mmengine() -> Iterator[None]:
-    """Keep mmengine's modules from logging a line about each of their parameters."""
-    module = sys.modules.get("mmengine.logging")
-    if module is None:
-        yield
-        return
-    logger = module.MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel("WARNING")
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def needs_group(run: RunSections) -> bool:

@@ -93,7 +93,7 @@ def build_parts(
     attempts = Attempts()
     if "train" not in only:
         # An evaluation restores a checkpoint.
-        run = replace(run, load_from=None)
+        run = run.without_loaded()
     model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
     load = partial(_build_loader, run, shard, one_batch)

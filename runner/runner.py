@@ -33,17 +33,13 @@ from ..loops import (
     seed_rng,
 )
 from ..registry import (
-    MODELS,
     Config,
-    ConfigError,
-    build_tree,
     config_from_dict,
     load_config,
-    model_problems,
 )
 from ..wrappers import LossWeight, wrap_model
-from .failure import as_mistakes_in, building
 from .parts import build_parts, default_hooks
+from .pretrained.load import load_run_model
 from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
 from .sections import read_sections
 
@@ -335,7 +331,8 @@ def load_model(
     """Return the model of a run with its evaluated weights, without a wrapper and in eval mode.
 
     The model is built from ``config.yaml`` in the run folder, on a single device. Its weights are
-    those that were evaluated at the checkpoint, for instance the averages of an ``EMAHook``. Files
+    those that were evaluated at the checkpoint, for instance the averages of an ``EMAHook``. An
+    adapter is merged into the weights that it adapts, which are loaded as for the training. Files
     are read with ``weights_only=True``. Inside a process group every rank must call this.
 
     Args:
@@ -350,23 +347,9 @@ def load_model(
             was built from objects; the text shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.
     """
-    folder = Path(run_dir)
-    path = resolve_checkpoint(folder, str(which))
-    settings = folder / "config.yaml"
-    if not settings.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no config.yaml to build the model from, because the Runner was built "
-            "from objects. Build the model as for that Runner, and load its weights:\n"
-            "  from stepwrap.loops import load_checkpoint\n"
-            "  model = ...  # the model that the Runner was given\n"
-            f"  load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
-        )
-    config = load_config(settings)
-    if problems := model_problems(config):
-        raise ConfigError(problems)
-    with as_mistakes_in(config), building("model"):
-        model: nn.Module = build_tree(config.to_dict()["model"], MODELS)
-    load_checkpoint(path).load_model(model, evaluated=True)
+    model, adapter = load_run_model(Path(run_dir), str(which))
+    if adapter is not None:
+        model = adapter.merge()
     return model.eval().to(device)
 
 

@@ -67,6 +67,10 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
     if not faulty & _LAYOUT:
         yield from layout_problems(run, ranks)
     yield from preparation_problems(run)
+    if run.adapter is not None and run.tensor_parallel is not None:
+        yield Problem("adapter", "cannot be combined with tensor_parallel; use fsdp")
+    if run.adapter is not None and run.init_device == "meta" and run.load_from is None:
+        yield Problem("init_device", "must be auto for an adapter without load_from")
     if not faulty & {"wrapper", "optimizer", "optim_wrapper", "train"}:
         yield from _uneven_problems(run)
     if not faulty & {"optimizer", "optim_wrapper"}:

@@ -173,7 +173,7 @@ class Checkpoint:
         target = weights.user_model(model)
         wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
-            problems = _mismatches(saved, wanted)
+            problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -345,6 +345,17 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
     if problems and which == "latest":
         raise CheckpointError("none of the checkpoints can be read: " + "; ".join(problems))
     return None
+
+
+def _adapter_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    name = weights.ADAPTER
+    if isinstance(saved, Mapping) and (name in saved) != (name in wanted):
+        holds, has = ("only an adapter", "none") if name in saved else ("no adapter", "one")
+        return [
+            f"it holds {holds}, and the model has {has}: set `adapter` as in the config of the run "
+            "that saved it, or start a new run with its folder as load_from"
+        ]
+    return []
 
 
 def _mismatches(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -31,6 +31,8 @@ from .shards import overlap
 
 logger = logging.getLogger(__name__)
 
+# The entry of a state dict that has only the weights of an adapter, and describes it.
+ADAPTER = "adapter_config"
 # The child module in which torch.compile keeps the original module.
 _COMPILED = "_orig_mod"
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
@@ -88,6 +90,17 @@ def state_of(model: nn.Module) -> OrderedDict[str, Any]:
             state[name] = as_global(state[name], tensor)
     named: OrderedDict[str, Any] = state
     return named
+
+
+def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters in the state dict of ``model`` by the user's names; all names of each.
+
+    Hooks of a model can leave parameters out or rename them.
+    """
+    state = model.state_dict(keep_vars=True)
+    own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n in state}
+    found = {n: p for n, p in state.items() if isinstance(p, nn.Parameter)}
+    return {plain_name(name): one for name, one in {**own, **found}.items()}
 
 
 def weights_of(model: nn.Module) -> OrderedDict[str, Any]:

@@ -18,7 +18,13 @@ from ...wrappers.features import model_features, optim_features
 from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
 from ...wrappers.steps.step import as_call
 from ..checkpoints.shards import with_whole_tensors
-from ..checkpoints.weights import device_of, plain_name, state_of, user_model
+from ..checkpoints.weights import (
+    device_of,
+    plain_name,
+    saved_parameters,
+    state_of,
+    user_model,
+)
 from ..data.loaders import read_aside
 from ..error_notes import add_note
 from ..hook import Hook
@@ -103,11 +109,12 @@ class _AveragingHook(Hook):
         pairs = zip(self._params, self._average, strict=True)
         by_param = {id(param): as_global(mean, param) for param, mean in pairs}
         # Tied parameters have several names.
-        named = self._model.named_parameters(remove_duplicate=False)
-        average = {plain_name(n): by_param[id(p)] for n, p in named if id(p) in by_param}
+        named = saved_parameters(self._model).items()
+        average = {name: by_param[id(p)] for name, p in named if id(p) in by_param}
         average |= self._statistics
         own = {plain_name(name): value for name, value in state_of(self._model).items()}
-        return {"model": {name: average.get(name, value) for name, value in own.items()}}
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        return {"model": {name: average.get(name, value) for name, value in tensors.items()}}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Store the average of a checkpoint; the next training or evaluation restores it."""
@@ -121,14 +128,16 @@ class _AveragingHook(Hook):
     def _start(self, state: LoopState) -> None:
         self._model = user_model(state.model)
         reshard(self._model)
-        named = [(n, p) for n, p in self._model.named_parameters() if p.is_floating_point()]
-        self._params = [p for _, p in named]
+        # Of a shared parameter the last name counts.
+        found = {p: name for name, p in saved_parameters(self._model).items()}
+        named = {name: p for p, name in found.items() if p.is_floating_point()}
+        self._params = list(named.values())
         # bfloat16 has 8 significant bits: adding 0.001 of a difference often changes nothing.
         kinds = [p.dtype if p.dtype.itemsize >= 4 else torch.float32 for p in self._params]
         parts = zip(_parts(self._params), kinds, strict=True)
         self._average = [part.detach().to(kind, copy=True) for part, kind in parts]
         if self._restored is not None:
-            names = [plain_name(name) for name, _ in named]
+            names = list(named)
             missing = [name for name in names if name not in self._restored]
             if missing:
                 raise ValueError(

@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..catalog import HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
+from ..catalog import ADAPTERS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
 from ..errors import ConfigError, Problem, did_you_mean, meant_by, shown, shown_value
 from ..imports import (
     find_entry,
@@ -55,6 +56,7 @@ _PARTS: dict[str, tuple[Registry, tuple[str, ...]]] = {
     "test": (LOOPS, _LOOP_ARGS),
 }
 _IMPLIED_TYPES = {"val": "ValLoop", "test": "TestLoop"}
+_ADAPTER = "LoraConfig"
 _WATCHING = ("metric", "keep_best")
 # Keys whose values may be import paths.
 _PATH_KEYS = ("type", "_ref_", "collate", "train_step", "transform")
@@ -194,6 +196,8 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
         given = full.get(key, {} if wanted else None)
         if isinstance(given, dict):
             full[key] = with_type(given, kind)
+    if isinstance(full.get("adapter"), dict):
+        full["adapter"] = with_type(full["adapter"], _ADAPTER)
     optim_wrapper = full.get("optim_wrapper", {})
     if isinstance(optim_wrapper, dict):
         full["optim_wrapper"] = with_wrapper_type(optim_wrapper, full.get("optimizer"))
@@ -308,6 +312,10 @@ def _checks(
         if isinstance(values.get(key), dict):
             yield component_check(values[key], registry, key, runtime_args)
     yield from optimization_checks(values, schedulers)
+    if "adapter" in values and find_spec("peft") is None:
+        yield Problem("adapter", "adapters need peft: pip install 'stepwrap[peft]'")
+    elif "adapter" in values:
+        yield component_check(values["adapter"], ADAPTERS, "adapter")
     freeze = values.get("freeze")
     for name, one in freeze.items() if isinstance(freeze, dict) else ():
         problems: list[Problem] = []

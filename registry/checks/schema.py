@@ -1,6 +1,6 @@
 """The typed sections of a run config."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias
 
 Component: TypeAlias = dict[str, Any]
@@ -228,6 +228,7 @@ class RunSections:
         ledger: the section ``ledger``, an alternative to ``hooks.ledger``.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
         load_from: the weights that a new training starts from, or only their path.
+        adapter: peft's settings of an adapter that is trained instead of the weights.
         freeze: names of parameters, or paths of modules, that are not trained; or a mapping of
             these to the settings of ``FreezeSection``.
         activation_checkpointing: blocks whose forward is repeated in the backward pass.
@@ -249,6 +250,7 @@ class RunSections:
     run_dir: str = ""
     init_device: Literal["auto", "meta"] = "auto"
     load_from: LoadFromSection | str | None = None
+    adapter: Component | None = None
     freeze: list[str] | dict[str, Any] = field(default_factory=list)
     activation_checkpointing: Options | list[str] | str | None = None
     compile: bool | Literal["step"] | Options = False
@@ -270,6 +272,13 @@ class RunSections:
     ledger: LedgerSection | bool = False
     launch: LaunchSection = field(default_factory=LaunchSection)
     resume: bool | str = False
+
+    def without_loaded(self) -> "RunSections":
+        """Return the settings for a model that is restored from a checkpoint.
+
+        Its weights are not loaded first, unless the checkpoint has an adapter only.
+        """
+        return self if self.adapter is not None else replace(self, load_from=None)
 
     @property
     def frozen(self) -> list[str]:

@@ -151,14 +151,14 @@ export = Command(
     (
         click.Option(
             ["--to"],
-            type=click.Choice(["safetensors", "pt2", "onnx"]),
-            help="the format: weights, torch.export or ONNX; default: by the suffix of --out",
+            type=click.Choice(["safetensors", "pt2", "onnx", "peft"]),
+            help="the format: weights, torch.export, ONNX, an adapter alone; default: the suffix",
         ),
         click.Option(
             ["--out"],
             type=path_name,
             metavar="FILE",
-            help="the new file; default: model.FORMAT in the run's folder",
+            help="the new file; default: model.FORMAT, or peft, in the run's folder",
         ),
         RUN_DIR,
         CHECKPOINT,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..export import FORMATS, ExportError, check_export, export_model
+from ...registry import RunSections
+from ..export import FORMATS, Export, ExportError, check_export, export_adapter, export_model
 from ..failure import as_mistakes_in
 from ..parts import example_batch
+from ..pretrained.load import build_base, load_run_model
 from ..runner import load_model
 from ..sections import read_sections
 from .command import Options, mistake
@@ -14,27 +16,43 @@ from .command import Options, mistake
 
 def run_export(options: Options) -> int:
     """Export the model of a run, and print how much its outputs for a batch differ afterwards."""
-    config = options.examined.config
     run = read_sections(options.examined)
     if options.to is None and options.out is None:
         raise mistake(f"stepwrap export: --to ({', '.join(FORMATS)}) or --out is required")
-    path = Path(options.out or Path(run.run_dir, f"model.{options.to}"))
+    name = "peft" if options.to == "peft" else f"model.{options.to}"
+    path = Path(options.out or Path(run.run_dir, name))
     try:
-        if options.to not in (None, path.suffix.removeprefix(".")):
+        if options.to not in (None, "peft", path.suffix.removeprefix(".")):
             raise ValueError(f"--to {options.to} and the suffix of {path.name} differ")
-        check_export(path)
+        if options.to == "peft" and run.adapter is None:
+            raise ValueError("--to peft writes an adapter, and this run has none; use safetensors")
+        check_export(path, "peft" if options.to == "peft" else "")
     except (ValueError, FileExistsError, ImportError) as error:
         raise mistake(f"stepwrap export: {error}") from error
-    which = options.checkpoint if isinstance(options.checkpoint, str) else ""
-    model = load_model(run.run_dir, which)
-    with as_mistakes_in(config):
-        batch = example_batch(run)
     try:
-        export = export_model(model, path, batch)
+        export = _export(options, run, path)
     except ExportError as error:
         raise mistake(f"stepwrap export: {error}") from error
-    print(f"exported: {path} ({path.stat().st_size / 1e6:.2f} MB)")
+    files = [path] if path.is_file() else [*path.iterdir()]
+    print(f"exported: {path} ({sum(one.stat().st_size for one in files) / 1e6:.2f} MB)")
     for name, shape in export.inputs.items():
         print(f"input: {name} ({', '.join(map(str, shape))})")
     print(f"largest difference from the model: {export.difference:.2g}")
     return 0
+
+
+def _export(options: Options, run: RunSections, path: Path) -> Export:
+    config = options.examined.config
+    which = options.checkpoint if isinstance(options.checkpoint, str) else ""
+    if options.to != "peft":
+        model = load_model(run.run_dir, which)
+        with as_mistakes_in(config):
+            batch = example_batch(run)
+        return export_model(model, path, batch)
+    _, adapter = load_run_model(Path(run.run_dir), which)
+    assert adapter is not None
+    with as_mistakes_in(config):
+        batch, base = example_batch(run), build_base(config.to_dict())
+    export = export_adapter(adapter, base, path, batch)
+    print(f"load it with: peft.PeftModel.from_pretrained({adapter.net or 'model'}, {str(path)!r})")
+    return export

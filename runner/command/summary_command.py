@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...registry import MODELS, RunSections, build_tree
+from ...registry import RunSections
+from ...wrappers.prepare import freeze_parameters
 from ..failure import as_mistakes_in, building
 from ..finders.summary import Summary, summarize, with_unit
 from ..parts import example_batch
+from ..pretrained.build import build_user_model
+from ..pretrained.load import add_configured
 from ..sections import read_sections
 from .command import Options
 
@@ -55,8 +58,11 @@ def summary_of(options: Options) -> Summary:
 
 
 def _model(run: RunSections) -> nn.Module:
-    with building("model"):
-        model: nn.Module = build_tree(run.model, MODELS)
+    model = build_user_model(run.model)
+    add_configured(model, run.adapter, None, run.seed)
+    if run.train is not None:
+        with building("freeze"):
+            freeze_parameters(model, run.frozen)
     return model
 
 

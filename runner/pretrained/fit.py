@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...loops import CheckpointError
-from ...loops.checkpoints.weights import plain_name, state_of, user_model
+from ...loops.checkpoints.weights import plain_name, saved_parameters, state_of, user_model
 from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
 
@@ -169,7 +169,7 @@ def _shared_with(model: nn.Module, loaded: Collection[str]) -> set[str]:
 
     Files of Hugging Face contain a shared parameter under one name only.
     """
-    named = [(plain_name(n), id(p)) for n, p in model.named_parameters(remove_duplicate=False)]
+    named = [(name, id(one)) for name, one in saved_parameters(model).items()]
     there = {one for name, one in named if name in loaded}
     return {name for name, one in named if one in there}
 

@@ -7,19 +7,34 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from ...collectives import get_rank
-from ...loops import CheckpointError
+from ...loops import CheckpointError, load_checkpoint, seed_rng
+from ...loops.checkpoints.weights import ADAPTER, user_model, weights_of
 from ...loops.checkpoints.weights import load_weights as load_into
-from ...loops.checkpoints.weights import user_model
-from ...registry import LoadFromSection, key_noted_on
-from ..failure import BuildError
+from ...loops.rng import preserved_rng
+from ...registry import (
+    ADAPTERS,
+    ConfigError,
+    LoadFromSection,
+    build_tree,
+    key_noted_on,
+    load_config,
+    model_problems,
+)
+from ..failure import BuildError, as_mistakes_in, building
+from ..run_folder import resolve_checkpoint
+from .adapter import Adapter, add_adapter
+from .build import build_user_model
 from .files import read_weights, together
 from .fit import Fit, fit_weights, remedies
 
 logger = logging.getLogger(__name__)
+
+_WHY = "; checkpoints of an adapter do not have the weights that it adapts"
 
 
 def load_weights(
@@ -55,32 +70,136 @@ def load_weights(
     return list(_load(model, settings).loaded)
 
 
-def load_pretrained(model: nn.Module, settings: LoadFromSection | str) -> None:
+def load_pretrained(
+    model: nn.Module, settings: LoadFromSection | str, *, adapted: bool = False
+) -> None:
     """Load the weights that the section ``load_from`` names; every rank must call this.
+
+    Args:
+        model: the model, wrapped or not.
+        settings: the section.
+        adapted: whether an adapter needs them even if a checkpoint is loaded afterwards.
 
     Raises:
         BuildError: the weights cannot be read, or do not fit; the error names the key.
     """
     if isinstance(settings, str):
         settings = LoadFromSection(path=settings)
-    with _naming_the_key():
+    with _naming_the_key(_WHY if adapted else ""):
         _load(model, settings)
 
 
+def add_configured(
+    model: nn.Module,
+    settings: Mapping[str, Any] | None,
+    load_from: LoadFromSection | str | None,
+    seed: int,
+) -> Adapter | None:
+    """Add the adapter of the section ``adapter``, if any; every rank must call this.
+
+    Its initial weights depend on ``seed`` only.
+
+    Raises:
+        BuildError: it cannot be added; it names the key.
+    """
+    if settings is None:
+        return None
+    with building("adapter"):
+        config = build_tree({"type": "LoraConfig", **settings}, ADAPTERS)
+        path = load_from.path if isinstance(load_from, LoadFromSection) else load_from
+        with preserved_rng():
+            seed_rng(seed)
+            adapter = add_adapter(model, config, base=path or "")
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    total = sum(one.numel() for one in model.parameters())
+    if get_rank() == 0:
+        kind = type(config).__name__
+        logger.info(
+            "adapter: %s, %s of %s parameters are trained (%.3g%%)%s",
+            *(kind, f"{trained:,}", f"{total:,}", 100 * trained / total),
+            "" if path else "; without load_from they adapt the initial weights of the model",
+        )
+    return adapter
+
+
+def load_run_model(folder: Path, which: str = "") -> tuple[nn.Module, Adapter | None]:
+    """Build the model of a run, and load its evaluated weights; every rank must call this.
+
+    Args:
+        folder: the run's folder.
+        which: as for ``resolve_checkpoint``.
+
+    Raises:
+        CheckpointError, ConfigError, FileNotFoundError: as ``load_model``.
+    """
+    path = resolve_checkpoint(folder, which)
+    settings = folder / "config.yaml"
+    if not settings.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no config.yaml to build the model from, because the Runner was built "
+            "from objects. Build the model as for that Runner, and load its weights:\n"
+            "  from stepwrap.loops import load_checkpoint\n"
+            "  model = ...  # the model that the Runner was given\n"
+            f"  load_checkpoint({str(path)!r}).load_model(model, evaluated=True)"
+        )
+    config = load_config(settings)
+    if problems := model_problems(config):
+        raise ConfigError(problems)
+    sections = config.to_dict()
+    adapter = None
+    with as_mistakes_in(config):
+        if sections.get("adapter") is None:
+            model = build_user_model(sections["model"])
+        else:
+            model = build_base(sections)
+            load_from, seed = _load_from(sections), sections.get("seed", 0)
+            adapter = add_configured(model, sections["adapter"], load_from, seed)
+    load_checkpoint(path).load_model(model, evaluated=True)
+    return model, adapter
+
+
+def build_base(sections: Mapping[str, Any]) -> nn.Module:
+    """Build the model of a config with the weights that its adapter adapts; collective."""
+    with preserved_rng():
+        # A run without load_from adapts the initial weights.
+        seed_rng(sections.get("seed", 0))
+        model = build_user_model(sections["model"])
+    if (load_from := _load_from(sections)) is not None:
+        load_pretrained(model, load_from, adapted=True)
+    return model
+
+
+def _load_from(sections: Mapping[str, Any]) -> LoadFromSection | None:
+    given = sections.get("load_from")
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else LoadFromSection(**given)
+    return LoadFromSection(path=given)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """Return the weights at ``path``; of a run with an adapter, the merged weights."""
+    saved = read_weights(path)
+    if ADAPTER not in saved:
+        return saved
+    where = (path, "") if (path / "checkpoints").is_dir() else (path.parent.parent, str(path))
+    model, adapter = load_run_model(*where)
+    return weights_of(model if adapter is None else adapter.merge())
+
+
 @contextmanager
-def _naming_the_key() -> Iterator[None]:
+def _naming_the_key(remark: str) -> Iterator[None]:
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, FileNotFoundError) as error:
         key = key_noted_on(error)
         problem = BuildError(f"load_from.{key}" if key else "load_from", error)
-        problem.what = str(error)
+        problem.what = f"{error}{remark}"
         raise problem from error
 
 
 def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
     path = Path(settings.path)
-    saved = read_weights(path)
+    saved = _read(path)
     fit = fit_weights(saved, model, settings)
     kind = type(user_model(model)).__name__
     if (settings.strict and fit.misfits) or not fit.loaded:

@@ -147,6 +147,24 @@ def test_the_page_on_fine_tuning(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_example_of_an_adapter(tmp_path: Path) -> None:
+    text = section(page("finetuning"), "LoRA and other adapters")
+    (tmp_path / "lora.yaml").write_text(blocks(text, "yaml")[0])
+    commands, shown, *_ = blocks(text, "")
+    outputs = [
+        ended("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
+        for command in found(r"^stepwrap (.*)$", commands)
+    ]
+    assert not any(done.returncode for done in outputs)
+    assert shown.strip() in outputs[1].stderr
+    small, large = (
+        sum(one.stat().st_size for one in tmp_path.glob(f"runs/{run}/checkpoints/*/model.pt"))
+        for run in ("lora", "digits_single")
+    )
+    assert small < large / 2
+
+
+@pytest.mark.slow
 def test_the_page_on_export(tmp_path: Path) -> None:
     *loads, export = blocks(page("export"), "python")
     run("-c", export, cwd=tmp_path)

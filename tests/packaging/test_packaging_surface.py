@@ -49,7 +49,8 @@ DOORS = {
     """,
     "plugins": "",
     "registry": """
-        COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS DataSection
+        ADAPTERS COMM_HOOKS Config ConfigError DATALOADERS DATASETS DEFAULT_HOOKS DIST_BACKENDS
+        DataSection
         Examination HOOKS HOOK_TYPES LOOPS LaunchSection LoadFromSection LoaderSection METRICS
         MODELS
         MODEL_WRAPPERS OPTIMIZERS MetricSection OPTIM_WRAPPERS ParamwiseSection PARAM_SCHEDULERS
@@ -67,7 +68,10 @@ DOORS = {
         RpcException RpcGroup RpcReference World get_cur_name get_cur_rank get_world
         is_world_initialized
     """,
-    "runner": "Export ExportError LaunchError Runner export_model launch load_model load_weights",
+    "runner": """
+        Adapter Export ExportError LaunchError Runner add_adapter export_adapter export_model launch
+        load_model load_weights
+    """,
     "wrappers": """
         AmpOptimWrapper BaseModel BaseModule CallbackContext CommHook DataPreprocessor FutureResult
         LossWeight Mesh OptimWrapper OptimWrapperDict PostLocalSGD Preparation

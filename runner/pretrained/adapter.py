@@ -1,0 +1,356 @@
+"""LoRA and other adapters of peft inside a model, whose state dict then has only what trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...collectives import broadcast, get_rank
+from ...loops import CheckpointError
+from ...loops.checkpoints.weights import ADAPTER, plain_name
+from ...registry import did_you_mean
+from ...registry.errors import under_key
+from ...wrappers import SupervisedModel
+
+_NAME = "default"
+# Settings of peft that list modules.
+_LISTS = ("modules_to_save", "target_modules", "feedforward_modules", "exclude_modules")
+# Settings that do not change what the weights compute; also those whose names end in "dropout".
+_IRRELEVANT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights"}
+_IRRELEVANT |= {"init_weights", "peft_version", "revision", "runtime_config", "task_type"}
+
+
+class Adapter:
+    """An adapter in a model; see ``add_adapter``.
+
+    Attributes:
+        model: the model.
+        config: peft's config, with the modules that it adapts.
+    """
+
+    def __init__(self, model: nn.Module, config: Any, base: str = "") -> None:
+        from peft import PEFT_TYPE_TO_TUNER_MAPPING
+
+        kind = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+        if kind is None or config.is_prompt_learning or getattr(kind, "uses_shared_state", False):
+            raise ValueError(
+                f"{type(config).__name__} cannot be added to the modules of a model; use a config "
+                "that adapts layers, such as LoraConfig"
+            )
+        self.model = model
+        self.config = config
+        self._base = base
+        self._shows_base = False
+        # peft knows the layers of transformers' models, if it gets the model itself.
+        is_net = isinstance(model, SupervisedModel)
+        self._root: nn.Module = model.net if is_net else model  # type: ignore[assignment]
+        self._prefix = "net." if is_net else ""
+        _find_modules(config, self._root, self._prefix)
+        before = _tensors(model)
+        self._trained = [one for one in model.parameters() if one.requires_grad]
+        with _stand_ins(model):
+            self._tuner = kind(self._root, config, adapter_name=_NAME)
+        # Names in the model: all with the user's names, the user's weights, and the saved ones.
+        self._own, self._of_base, self._saved = _own_names(before, model)
+        is_meta = any(one.is_meta for one in model.parameters())
+        self._sha256 = "" if is_meta else _fingerprint(self._frozen())
+        module: Any = model
+        self._hooks = [
+            # torch sets an attribute on the first hook, which a bound method does not allow.
+            module.register_state_dict_post_hook(partial(self._on_save)),
+            module.register_load_state_dict_pre_hook(self._on_load),
+        ]
+
+    @property
+    def net(self) -> str:
+        """The path of the module to which peft adds the adapter; "" for the whole model."""
+        return self._prefix.removesuffix(".")
+
+    @contextmanager
+    def base_weights(self) -> Iterator[None]:
+        """Let the state dict have the weights without the adapter, to load them after wrapping.
+
+        Every rank must enter.
+        """
+        self._shows_base = True
+        try:
+            yield
+        finally:
+            self._shows_base = False
+        plain, own = self._plain_tensors(), self._own
+        originals = {own[name]: plain[name] for name in self._of_base}
+        with torch.no_grad():
+            for name in self._saved - self._of_base:
+                if own[name] in originals:
+                    plain[name].copy_(originals[own[name]])
+        self._sha256 = _fingerprint(self._frozen())
+
+    def merge(self) -> nn.Module:
+        """Add the adapter's weights to the weights of the model, remove it, and return the model.
+
+        Raises:
+            ValueError: the merged weights are not finite.
+        """
+        for handle in self._hooks:
+            handle.remove()
+        self._tuner.merge_and_unload(safe_merge=True)
+        for parameter in self._trained:
+            parameter.requires_grad_(True)
+        return self.model
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that ``peft.PeftModel.from_pretrained`` reads."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        raw = {
+            name.removeprefix(self._prefix): one.detach().contiguous()
+            for name, one in _tensors(self.model).items()
+            if name.startswith(self._prefix) and name in self._saved
+        }
+        weights = get_peft_model_state_dict(
+            self._root, state_dict=raw, adapter_name=_NAME, save_embedding_layers=False
+        )
+        # Buffers, such as running statistics, and biases that are trained.
+        new = {name for name in raw if self._own[self._prefix + name] != self._prefix + name}
+        weights |= {name: one for name, one in raw.items() if name not in new}
+        names = {f"base_model.model.{name}": one.clone() for name, one in weights.items()}
+        folder.mkdir(parents=True)
+        save_file(names, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
+        self.config.save_pretrained(str(folder))
+
+    def _plain_tensors(self) -> dict[str, Tensor]:
+        return {plain_name(name): one for name, one in _tensors(self.model).items()}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Return the weights of the base that checkpoints leave out, by the user's names."""
+        replaced = {self._own[name] for name in self._saved}
+        named = self._plain_tensors()
+        return {own: named[n] for n, own in self._own.items() if own not in replaced}
+
+    def _on_save(self, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+        found: dict[str, Any] = {}
+        for raw in [name for name in state if name.startswith(prefix)]:
+            name = plain_name(raw.removeprefix(prefix))
+            if name in self._own:
+                value = state.pop(raw)
+                if name in (self._of_base if self._shows_base else self._saved):
+                    found[prefix + self._own[name]] = value
+        state.update(found)
+        if not self._shows_base:
+            state[prefix + ADAPTER] = self.describe()
+
+    def _on_load(self, module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        saved = state.pop(prefix + ADAPTER, None)
+        if saved is not None:
+            self._check(saved)
+        wanted = self._of_base if self._shows_base else self._saved
+        given = {own: state.pop(prefix + own, None) for own in set(self._own.values())}
+        for raw, tensor in _tensors(module).items():
+            value = given[self._own[plain_name(raw)]]
+            if value is not None and plain_name(raw) in wanted:
+                state[prefix + raw] = value
+            elif self._shows_base or plain_name(raw) not in wanted:
+                # A tensor that is copied into itself keeps its values.
+                state[prefix + raw] = tensor
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings of peft, and the path and fingerprint of the base weights."""
+        settings = json.loads(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True))
+        kept = {k: v for k, v in settings.items() if v not in (None, {}, [])}
+        return {**kept, "base": {"load_from": self._base, "sha256": self._sha256}}
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        own = self.describe()
+        base = saved["base"]
+        for key in sorted({*saved, *own} - {"base"} - _IRRELEVANT):
+            if saved.get(key) != own.get(key) and not key.endswith("dropout"):
+                raise CheckpointError(
+                    f"the checkpoint is of another adapter: adapter.{key} was "
+                    f"{saved.get(key, 'not set')} and is {own.get(key, 'not set')} now; set it "
+                    "back, or start a new run"
+                )
+        if base["sha256"] == own["base"]["sha256"]:
+            return
+        before, now = base["load_from"] or "none", own["base"]["load_from"] or "none"
+        changed = "whose weights have changed since" if before == now else f"and it is {now} now"
+        raise CheckpointError(
+            "the base weights differ from those that the adapter was trained on, and the "
+            f"checkpoint has only the adapter. Its load_from was {before}, {changed}. Restore "
+            "those weights, or set load_from to a copy or a checkpoint of them"
+        )
+
+
+def add_adapter(model: nn.Module, config: Any, *, base: str = "") -> Adapter:
+    """Add an adapter of peft to a model and freeze its other weights; every rank must call this.
+
+    Call it after the weights of the model are loaded, and before it is wrapped. From then on its
+    state dict, and so its checkpoints, hold the weights that are trained, under the names of
+    the model and of peft's files; the buffers; and as ``adapter_config`` the settings of the
+    adapter, with a fingerprint of the frozen weights. Loading it checks both.
+
+    Args:
+        model: the model; the adapter of a ``SupervisedModel`` is added to its ``net``.
+        config: a config of peft that adapts layers, such as ``peft.LoraConfig``. Lists of modules
+            may have names of the model, ends of names as in peft, and patterns (fnmatch).
+        base: where the weights of the model are, for messages.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a name matches no module, or peft cannot adapt a module.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise ImportError("adapters need peft: pip install 'stepwrap[peft]'") from error
+    return Adapter(model, config, base)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a state dict under all of their names."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    skipped = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: tensor for name, tensor in named if name not in skipped}
+
+
+def _own_names(
+    before: dict[str, Tensor], model: nn.Module
+) -> tuple[dict[str, str], set[str], set[str]]:
+    """Return names without what peft adds, by the names in the model.
+
+    Also return which of these were in the model before, and which belong into a checkpoint.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in before.items():
+        names.setdefault(id(tensor), []).append(name)
+    own: dict[str, str] = {}
+    of_base: set[str] = set()
+    saved: set[str] = set()
+    for name, tensor in _tensors(model).items():
+        if id(tensor) in names:
+            # Shared tensors have several names, in the same order as before.
+            own[name] = names[id(tensor)].pop(0)
+            of_base.add(name)
+        else:
+            stem, dot, last = name.replace(f".modules_to_save.{_NAME}.", ".").rpartition(".")
+            own[name] = stem if last == _NAME else f"{stem.removesuffix(f'.{_NAME}')}{dot}{last}"
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if name not in of_base or not is_frozen:
+            saved.add(name)
+    # Of a module that is trained as a whole, the copy is saved.
+    copied = {own[name] for name in saved - of_base}
+    return own, of_base, {name for name in saved if name not in of_base or own[name] not in copied}
+
+
+def _fingerprint(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors; every rank must call this."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        gather = getattr(tensors[name], "full_tensor", None)
+        whole = tensors[name].detach() if gather is None else gather().detach()
+        if get_rank() == 0:
+            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+            digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return str(broadcast(digest.hexdigest()))
+
+
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[None]:
+    """Replace parameters on the meta device, so that peft creates real weights next to them.
+
+    The replacements take no memory. They are NaN, which shows if an initial value depends on them.
+
+    Raises:
+        ValueError: it does.
+    """
+    owners = [
+        (module, name, one)
+        for module in model.modules()
+        for name, one in module.named_parameters(recurse=False)
+        if one.is_meta
+    ]
+    for module, name, one in owners:
+        nan = torch.full((1,), float("nan"), dtype=one.dtype).expand(one.shape)
+        module._parameters[name] = nn.Parameter(nan, one.requires_grad)
+    yield
+    for module, name, one in owners:
+        one.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
+        module._parameters[name] = one
+    for path, module in model.named_modules() if owners else ():
+        for name, new in [*module.named_parameters(recurse=False)]:
+            if new.is_meta or not new.isnan().any():
+                continue
+            if f".modules_to_save.{_NAME}." not in f"{path}.":
+                raise ValueError(
+                    f"the initial value of {path}.{name} depends on the base weights, which "
+                    "init_device: meta loads later; use init_device: auto"
+                )
+            # A copy of a module of the base, which gets its values when these are loaded.
+            module._parameters[name] = nn.Parameter(new.to("meta"), new.requires_grad)
+
+
+def _find_modules(config: Any, root: nn.Module, prefix: str) -> None:
+    """Replace names and patterns in the lists of ``config`` by names in ``root``."""
+    paths = [path for path, _ in root.named_modules() if path]
+    saved: list[str] = []
+    for key in _LISTS:
+        given = getattr(config, key, None)
+        if isinstance(given, (list, set, tuple)):
+            names = _named_by(key, sorted(given), root, prefix, paths, saved)
+            saved = names if key == "modules_to_save" else saved
+            setattr(config, key, names if key == "modules_to_save" else set(names))
+
+
+def _named_by(  # noqa: PLR0913
+    key: str, given: list[str], root: nn.Module, prefix: str, paths: list[str], saved: list[str]
+) -> list[str]:
+    names: list[str] = []
+    for one in given:
+        inside = one.removeprefix(prefix)
+        if any(char in one for char in "*?["):
+            found = [path for path in _adaptable(root) if fnmatchcase(prefix + path, one)]
+            found = [path for path in found if not _ends(path, saved)]
+        else:
+            found = [inside] if any(_ends(path, [inside]) for path in paths) else []
+        if not found:
+            layers = paths if key == "modules_to_save" else list(_adaptable(root))
+            known = [*(prefix + path for path in layers), *(p.rpartition(".")[2] for p in layers)]
+            some = ", ".join(prefix + path for path in layers[:4])
+            hint = did_you_mean(one, known) or f"; it has {some}, ..."
+            with under_key(key):
+                raise ValueError(f"no layer of the model has the name {one!r}{hint}")
+        names += found
+    return list(dict.fromkeys(names))
+
+
+def _ends(path: str, names: Iterable[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _adaptable(root: nn.Module) -> Iterator[str]:
+    """Yield the paths of linear, convolutional and embedding layers."""
+    attention = [f"{p}." for p, m in root.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    for path, module in root.named_modules():
+        weight = module._parameters.get("weight")
+        if path and weight is not None and weight.ndim > 1 and not path.startswith((*attention,)):
+            yield path
+
+
+def _plain(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)

@@ -1,0 +1,349 @@
+"""`adapter`: LoRA and others by peft; checkpoints that hold only the adapter."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import slow
+from parallel_runs import BATCH, PLAN, Sentences, Transformer, settings
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from weights import apart, whole_weights
+
+from stepwrap.loops import CheckpointError, find_checkpoint, load_checkpoint
+from stepwrap.registry import ConfigError
+from stepwrap.runner import Runner, load_model
+from stepwrap.runner.command.cli import main
+from stepwrap.runner.failure import BuildError
+
+pytest.importorskip("peft")
+
+Capture = pytest.CaptureFixture[str]
+LORA = {"r": 2, "lora_alpha": 6, "target_modules": ["qkv", "blocks.1.up", "embed"],
+        "modules_to_save": ["head"]}  # fmt: skip
+# Names and patterns of the model that mean the same.
+SECTION = {**LORA, "target_modules": ["net.blocks.*.attn.qkv", "net.blocks.1.u?", "net.embed"],
+           "modules_to_save": ["net.head"]}  # fmt: skip
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {},
+    "DoRA": {"use_dora": True},
+    "biases": {"bias": "all"},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "LoHa": {"type": "LoHaConfig", "r": 2, "alpha": 4, "target_modules": ["qkv", "up"]},
+    "IA3": {"type": "IA3Config", "target_modules": ["qkv", "down"],
+            "feedforward_modules": ["down"]},
+}  # fmt: skip
+
+
+def base(dtype: str) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    return {f"net.{n}": one.detach() for n, one in Transformer(dtype).named_parameters()}
+
+
+def by_hand(section: dict[str, Any], dtype: str = "float64", amp: bool = False) -> nn.Module:
+    """Train by plain peft and PyTorch on whole batches; return the net."""
+    import peft
+
+    net = Transformer(dtype)
+    net.load_state_dict({n.removeprefix("net."): one for n, one in base(dtype).items()})
+    kind = getattr(peft, section.get("type", "LoraConfig"))
+    config = kind(**{key: one for key, one in section.items() if key != "type"})
+    torch.manual_seed(0)
+    peft.get_peft_model(net, config)
+    trained = [one for one in net.parameters() if one.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
+    if dtype == "float32":
+        # AdamW scales up the rounding errors of small gradients.
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+    for batch in Sentences().words.split(BATCH) * 2:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16) if amp else nullcontext():
+            loss = nn.functional.cross_entropy(net(batch[:, :-1]), batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+    return net
+
+
+def parameters(net: nn.Module) -> dict[str, Tensor]:
+    return {f"net.{name}": one.detach() for name, one in net.named_parameters()}
+
+
+def latest(run_dir: str) -> str:
+    return str(find_checkpoint(run_dir))
+
+
+def config_of(
+    section: dict[str, Any], data_size: int = 1, dtype: str = "float64", **sections: Any
+) -> dict[str, Any]:
+    torch.save(base(dtype), "base.pt")
+    config = settings(data_size, adapter=section, load_from="base.pt", **sections)
+    config["hooks"] = {**config["hooks"], "checkpoint": {"every_steps": 2, "keep_last": None}}
+    config["model"]["net"]["dtype"] = dtype
+    if dtype == "float32":
+        config["optimizer"] = {"type": "SGD", "lr": 0.1}
+    return config
+
+
+def trained_and_resumed(config: dict[str, Any], at: int) -> list[dict[str, Tensor]]:
+    """Return the weights of a run, and of one that continues its checkpoint."""
+    results = []
+    for source in (False, f"runs/False/checkpoints/step_{at:08d}"):
+        runner = Runner.from_config({**config, "run_dir": f"runs/{bool(source)}"})
+        runner.train(resume=source)
+        results.append(whole_weights(runner.state.model.module))
+    return results
+
+
+FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "single": (1, 1, {}),
+    "compiled": (1, 1, {"compile": {"step": True, "min_steps": 0}}),
+    "compiled blocks": (1, 1, {"compile": {"blocks": "Block", "backend": "eager"}}),
+    "accumulated": (1, 2, {"optim_wrapper": {"accumulative_counts": 2}}),
+    "amp": (1, 1, {"optim_wrapper": {"type": "AmpOptimWrapper", "dtype": "bfloat16"}}),
+    "dp": (1, 1, {"wrapper": {"type": "dp", "device_ids": ["cpu", "cpu"]}}),
+    "ddp": (2, 2, {"wrapper": {"type": "ddp"}}),
+    "ddp on 4": (4, 4, {"wrapper": {"type": "ddp"}}),
+    "separate": (2, 2, {"wrapper": {"type": "separate"}}),
+    "fsdp": (2, 2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
+    "fsdp on 4": (4, 4, {"wrapper": {"type": "fsdp", "shard": ["Block"]}}),
+    "meta": (2, 2, {"wrapper": {"type": "fsdp", "shard": ["Block"]}, "init_device": "meta"}),
+}
+
+
+# Raised inside torch's compiler, which hides it in runs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("form", "adapter"),
+    [
+        ("single", "LoRA"),
+        ("fsdp", "LoRA"),
+        *slow(
+            *((form, "LoRA") for form in FORMS if form not in ("single", "fsdp")),
+            *(("single", adapter) for adapter in ADAPTERS if adapter != "LoRA"),
+            *(("fsdp", "IA3"), ("ddp", "DoRA"), ("meta", "LoHa")),
+        ),
+    ],
+)
+def test_like_plain_peft_and_after_a_resume(form: str, adapter: str) -> None:
+    ranks, data_size, sections = FORMS[form]
+    # PiSSA computes its initial values in float32 only.
+    dtype = "float32" if form in ("meta", "amp") or adapter == "PiSSA" else "float64"
+    own = ADAPTERS[adapter]
+    config = config_of(own if "type" in own else {**SECTION, **own}, data_size, dtype, **sections)
+    net = by_hand(own if "type" in own else {**LORA, **own}, dtype, form == "amp")
+    expected = parameters(net)
+    limit = 1e-12 if dtype == "float64" else 1e-6
+    if ranks == 1 and form != "compiled":
+        found = [trained_and_resumed(config, 2)]
+    else:
+        found = run_ranks(trained_and_resumed, ranks, config, 2, timeout_s=200)
+    for whole, resumed in found:
+        assert apart(whole, expected) <= limit
+        assert apart(resumed, whole) == 0
+        if adapter != "PiSSA":
+            for name, value in base(dtype).items():
+                path, _, last = name.rpartition(".")
+                layers = (f"{path}.base_layer.{last}", f"{path}.original_module.{last}", name)
+                kept = next(whole[one] for one in layers if one in whole)
+                if not (adapter == "biases" and last == "bias"):
+                    assert torch.equal(kept, value)
+    # The checkpoint has what is trained, under the names of the model and of peft.
+    saved = load_checkpoint(latest("runs/False")).read_model()
+    count = sum(one.numel() for one in net.parameters() if one.requires_grad)
+    assert sum(one.numel() for one in saved.values() if isinstance(one, Tensor)) == count
+    assert not any(".default" in name or "base_layer" in name for name in saved)
+    if adapter == "LoRA":
+        assert {"net.head.weight", "net.embed.lora_embedding_A"} <= {*saved}
+        assert "net.blocks.0.attn.qkv.lora_B.weight" in saved
+
+
+def outputs(net: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return net.eval()(Sentences().words[:, :-1])
+
+
+def test_merged_exported_and_continued(capsys: Capture) -> None:
+    import peft
+
+    config = config_of(SECTION, run_dir="runs/tuned")
+    Runner.from_config(config).train()
+    expected = outputs(by_hand(LORA))
+    merged = load_model("runs/tuned")
+    torch.testing.assert_close(outputs(merged.net), expected, rtol=0, atol=1e-12)
+    assert list(merged.state_dict()) == list(base("float64"))
+    assert all(one.requires_grad for one in merged.parameters())
+    assert not merged._state_dict_hooks
+
+    # Another training starts from the merged weights, with and without an adapter.
+    plain = settings(load_from="runs/tuned")
+    found = whole_weights(Runner.from_config(plain).state.model.module)
+    assert apart(found, dict(merged.named_parameters())) == 0
+    again = Runner.from_config({**config, "load_from": latest("runs/tuned")})
+    found = outputs(again.state.model.module.net)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+    assert main(["export", "runs/tuned", "--to", "peft"]) == 0
+    text = capsys.readouterr().out
+    assert "load it with: peft.PeftModel.from_pretrained(net, 'runs/tuned/peft')" in text
+    assert "largest difference from the model: 0\n" in text
+    net = Transformer()
+    net.load_state_dict({n.removeprefix("net."): one for n, one in base("float64").items()})
+    loaded = peft.PeftModel.from_pretrained(net, "runs/tuned/peft")
+    torch.testing.assert_close(outputs(loaded), expected, rtol=0, atol=1e-12)
+    assert main(["export", "runs/tuned", "--to", "safetensors"]) == 0
+    weights = load_file("runs/tuned/model.safetensors")
+    assert apart(weights, {name: merged.state_dict()[name] for name in weights}) == 0
+
+
+class Normed(nn.Sequential):
+    """Has running statistics, which training changes also in frozen layers."""
+
+    def __init__(self) -> None:
+        layers = nn.Embedding(12, 8), nn.Flatten(), nn.BatchNorm1d(48), nn.Linear(48, 72)
+        super().__init__(*layers, nn.Unflatten(1, (12, 6)))
+
+
+@pytest.mark.parametrize("ranks", [1, *slow(2)])
+def test_averages_and_running_statistics(ranks: int) -> None:
+    config = settings(ranks, seed=3, run_dir="runs/ema", adapter={"target_modules": ["net.*"]})
+    config["model"]["net"] = {"type": Normed}
+    config["wrapper"] = {"type": "ddp"} if ranks == 2 else None
+    config["hooks"] = {**config["hooks"], "checkpoint": True, "ema": {"decay": 0.5}}
+    _train(config) if ranks == 1 else run_ranks(_train, ranks, config)
+    checkpoint = load_checkpoint(latest("runs/ema"))
+    own, average = checkpoint.read_model(), checkpoint.read_model(evaluated=True)
+    assert own.keys() == average.keys()
+    assert not torch.equal(own["net.3.lora_B.weight"], average["net.3.lora_B.weight"])
+    # The base are the initial weights, which the seed determines.
+    torch.manual_seed(3)
+    net = Normed()
+    low, high = average["net.3.lora_A.weight"], average["net.3.lora_B.weight"]
+    expected = net[3].weight + high @ low * (8 / 8)
+    merged = load_model("runs/ema")
+    torch.testing.assert_close(merged.net[3].weight, expected, rtol=0, atol=1e-6)
+    assert torch.equal(merged.net[2].running_mean, own["net.2.running_mean"])
+    assert merged.net[2].running_mean.abs().max() > 0
+    assert main(["export", "runs/ema", "--to", "peft"]) == 0
+
+
+def _train(config: dict[str, Any]) -> None:
+    Runner.from_config(config).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_of_transformers_needs_no_target_modules(ranks: int) -> None:
+    pytest.importorskip("transformers")
+    kind = {"type": "transformers.GPT2Config", "vocab_size": 12, "n_positions": 8, "n_embd": 8}
+    model = {"type": "transformers.GPT2LMHeadModel",
+             "config": {**kind, "n_layer": 1, "n_head": 2}}  # fmt: skip
+    config = settings(
+        ranks, model=model, run_dir="runs/gpt", adapter={"r": 2, "fan_in_fan_out": True}
+    )
+    config["data"] = {"train": {"dataset": {"type": Words}, "batch_size": 4}}
+    config["wrapper"] = {"type": "fsdp", "shard": ["GPT2Block"]} if ranks == 2 else None
+    config["hooks"] = {**config["hooks"], "checkpoint": True}
+    _train(config) if ranks == 1 else run_ranks(_train, ranks, config, timeout_s=200)
+    names = [name for name in load_checkpoint(latest("runs/gpt")).read_model() if "lora" in name]
+    path = "transformer.h.0.attn.c_attn"
+    assert names == [f"{path}.lora_A.weight", f"{path}.lora_B.weight"]
+    tied = load_model("runs/gpt").state_dict()
+    assert torch.equal(tied["lm_head.weight"], tied["transformer.wte.weight"])
+
+
+class Words(Sentences):
+    """Samples as the models of transformers take them."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"input_ids": self.words[index], "labels": self.words[index]}
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "argument": ({"adapter": {"rank": 4}}, ["adapter.rank: LoraConfig has no such argument"]),
+    "value": ({"adapter": {"r": "four"}}, ["adapter.r: must be a whole number"]),
+    "kind": ({"adapter": {"type": "LoraConfg"}}, ["adapter.type: ", "did you mean LoraConfig"]),
+    "tensor": (
+        {"mesh": {"tensor": 1}, "tensor_parallel": {"plan": PLAN}},
+        ["adapter: cannot be combined with tensor_parallel"],
+    ),
+    "meta": (
+        {"init_device": "meta", "wrapper": {"type": "fsdp"}, "load_from": None},
+        ["init_device: must be auto for an adapter without load_from"],
+    ),
+    "target": (
+        {"adapter": {"target_modules": ["net.blocks.0.attn.qvk"]}},
+        ["adapter.target_modules: ", "no layer of the model has the name 'net.blocks.0.attn.qvk'; "
+         "did you mean net.blocks.0.attn.qkv"],
+    ),
+    "saved": (
+        {"adapter": {**SECTION, "modules_to_save": ["haed"]}},
+        ["adapter.modules_to_save: ", "did you mean head"],
+    ),
+    "pattern": (
+        {"adapter": {"target_modules": ["lin*"]}},
+        ["no layer of the model has the name 'lin*'", "net.embed, net.blocks.0.attn.qkv"],
+    ),
+    "prompts": (
+        {"adapter": {"type": "PromptTuningConfig", "num_virtual_tokens": 2}},
+        ["adapter: ", "PromptTuningConfig cannot be added to the modules of a model"],
+    ),
+    "unsupported": (
+        {"adapter": {"target_modules": ["norm"]}}, ["adapter: ", "LayerNorm"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_the_section(name: str) -> None:
+    sections, texts = MISTAKES[name]
+    config = {**config_of(SECTION), **sections}
+    with pytest.raises((ConfigError, BuildError)) as error:
+        Runner.from_config({key: one for key, one in config.items() if one is not None})
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_an_initial_value_that_needs_the_base_is_refused_on_meta() -> None:
+    config = config_of({**SECTION, "use_dora": True}, dtype="float32", **FORMS["meta"][2])
+    for error in run_ranks(_build_error, 1, config):
+        assert "lora_magnitude_vector" in error
+        assert "use init_device: auto" in error
+
+
+def _build_error(config: dict[str, Any]) -> str:
+    with pytest.raises(BuildError) as error:
+        Runner.from_config(config)
+    return str(error.value)
+
+
+def test_another_adapter_or_base_is_refused() -> None:
+    config = config_of(SECTION, run_dir="runs/tuned")
+    Runner.from_config(config).train()
+    for section, text in {
+        "r": "net.embed.lora_embedding_A: shape (2, 12) in the checkpoint, (4, 12)",
+        "lora_alpha": "adapter.lora_alpha was 6 and is 4 now",
+    }.items():
+        with pytest.raises(CheckpointError) as error:
+            Runner.from_config({**config, "adapter": {**SECTION, section: 4}}).train(resume=True)
+        assert text in str(error.value)
+    without = Runner.from_config({k: one for k, one in config.items() if k != "adapter"})
+    with pytest.raises(CheckpointError, match="it holds only an adapter, and the model has none"):
+        without.train(resume=True)
+
+    other = {name: one + (name == "net.norm.bias") for name, one in base("float64").items()}
+    torch.save(other, "base.pt")
+    with pytest.raises(CheckpointError, match="the base weights differ") as error:
+        load_model("runs/tuned")
+    assert "Its load_from was base.pt, whose weights have changed since" in str(error.value)
+    # The original of a module that is trained as a whole has no effect.
+    other = {name: one * (name != "net.head.weight") for name, one in base("float64").items()}
+    torch.save(other, "base.pt")
+    load_model("runs/tuned")
+    Path("base.pt").unlink()
+    with pytest.raises(ConfigError, match="load_from: base.pt does not exist"):
+        load_model("runs/tuned")
