@@ -158,6 +158,21 @@ def test_under_the_wrapper_of_torch() -> None:
 
 
 @on_ranks(2)
+def test_ranks_that_train_separately() -> None:
+    """A wrapper for one device divides by the weights of its own rank, not of all ranks."""
+    rank, cell = torch.distributed.get_rank(), Weighted(accumulate=2, updates=1)
+    parts = split(global_batch(0), 5, seed=0)[2 * rank : 2 * rank + 2]
+    wrapper, plain = SingleDevice(Tagger()), Tagger()
+    optim_wrapper = optimizer_of(wrapper, cell)
+    for part in parts:
+        wrapper.train_step(part, optim_wrapper)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    plain(**{key: torch.cat([one[key] for one in parts]) for key in parts[0]})["loss"].backward()
+    optimizer.step()
+    assert difference(whole_weights(wrapper), plain.state_dict()) <= 1e-12
+
+
+@on_ranks(2)
 def test_ranks_with_weight_0() -> None:
     """An update of nothing at all, and one to which one rank contributes nothing."""
     cell = Weighted("mask", accumulate=1)
