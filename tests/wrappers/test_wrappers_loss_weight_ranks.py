@@ -113,6 +113,13 @@ def test_steps_that_do_not_weigh_are_refused(step: Any, text: str) -> None:
         _train_by_step(step)
 
 
+@on_ranks(1)
+def test_one_rank_may_weigh_outside_the_context() -> None:
+    wrapper = with_train_step(SingleDevice, _weighs_outside)(Tagger())
+    train(wrapper, optimizer_of(wrapper, Weighted()), Weighted(), make_mesh("single", 1))
+    assert difference(whole_weights(wrapper), _train_whole()) <= 1e-12
+
+
 class _TwoOptimizers(Tagger):
     """Steps its two layers by an optimizer each, the second one after every micro-batch."""
 
