@@ -77,7 +77,7 @@ def wrapped(kind: str, model: nn.Module) -> Any:
     return wrap_model(StepFullyShardedDataParallel, model, mesh=mesh, shard=["net.0"])
 
 
-class _Follow(Hook):
+class Follow(Hook):
     """Notes the samples of each update and whether the batch counts; stops after some update."""
 
     def __init__(self, stop: int | None) -> None:
@@ -111,7 +111,7 @@ def train(
     """Go on from the latest checkpoint to update `stop`, and save one, on every rank."""
     model = wrapped(kind, SupervisedModel(make_net(), nn.CrossEntropyLoss()))
     wrapper = OptimWrapper(make_optimizer(model), accumulate, **optim)
-    state, follow = LoopState(model, wrapper), _Follow(stop)
+    state, follow = LoopState(model, wrapper), Follow(stop)
     group = model.data_group
     shard = dist.get_rank(group), dist.get_world_size(group)
     loader = build_loader(

@@ -243,7 +243,10 @@ def _replaced(content: Any, depth: int = 5) -> Iterator[Any]:
             yield {k: v for k, v in content.items() if k != key}
 
 
-def _check_contents(folder: Path, target: Path, name: str, new: Callable[[], LoopState]) -> int:
+def _check_contents(
+    folder: Path, target: Path, name: str, new: Callable[[], LoopState], every: int
+) -> int:
+    """Check every so many changes of a file's content; return the number of errors."""
     bad = copied(folder, target)
     content = (
         load_checkpoint(bad).read(name)
@@ -252,7 +255,8 @@ def _check_contents(folder: Path, target: Path, name: str, new: Callable[[], Loo
     )
     told = []
     # The table is large, and its entries are alike.
-    for changed in itertools.islice(_replaced(content), 0, None, 1 if name.endswith(".pt") else 5):
+    step = every if name.endswith(".pt") else 5 * every
+    for changed in itertools.islice(_replaced(content), 0, None, step):
         rewritten(bad, name, changed)
         try:
             load_checkpoint(bad).restore(new())
@@ -269,13 +273,14 @@ def _check_contents(folder: Path, target: Path, name: str, new: Callable[[], Loo
     "name",
     [*("model.pt", "optim.pt", "state.pt", "rank_00000.pt"), "shards.json", "model.shard_00000.pt"],
 )
+@pytest.mark.parametrize("every", [5, *slow(1)])
 def test_content_of_another_kind_is_named(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, every: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     is_sharded = "shard" in name
     folder = request.getfixturevalue("sharded" if is_sharded else "plain")
     new = (lambda: make_run("single")) if is_sharded else fresh
-    assert _check_contents(folder, tmp_path / "run", name, new) > 20
+    assert _check_contents(folder, tmp_path / "run", name, new, every) > 20 // every
 
 
 class Harm:

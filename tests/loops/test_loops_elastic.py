@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_runs import make_data, make_net, make_optimizer, plain, train, updates
+from elastic_runs import Follow, make_data, make_net, make_optimizer, plain, train, updates
 from marks import slow
 from ranks import run_ranks
 from torch import nn
@@ -134,6 +134,24 @@ def test_another_batch_size_keeps_the_global_batch(tmp_path: Path) -> None:
     done = _stages("ddp", tmp_path / "now", stages, samples=19, accumulate=1)
     whole = _stages("ddp", tmp_path / "whole", [(2, None, 4)], samples=19, accumulate=1)
     assert _difference(done, whole[0][0]["weights"]) <= 1e-12
+
+
+@pytest.mark.parametrize(("batch_size", "count"), [(4, 1), (2, 2)])
+def test_a_change_of_the_batches_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch_size: int, count: int
+) -> None:
+    for size, stop in ((4, 2), (batch_size, None)):
+        model = SingleDevice(SupervisedModel(make_net(), nn.CrossEntropyLoss()))
+        state = LoopState(model, OptimWrapper(make_optimizer(model)))
+        loader = build_loader(make_data(16), batch_size=size, train=True, shuffle=True, seed=7)
+        if stop is None:
+            load_checkpoint(find_checkpoint(tmp_path)).restore(state)
+        EpochTrainLoop(loader, max_epochs=1).run(state, HookList([Follow(stop)]))
+        if stop is not None:
+            save_checkpoint(tmp_path, state)
+    change = f"an update keeps its 4 samples: accumulative_counts is now {count}"
+    assert (change in caplog.text) == (count > 1)
+    assert (state.step, state.iteration) == (4, 4 * count)
 
 
 class _FailInside(Hook):

@@ -61,6 +61,29 @@ def test_only_an_error_of_the_collate_function_is_noted_with_its_samples(
     assert all(note.startswith("stack at " if collate else "default_collate") for note in others)
 
 
+class Boxes(list[float]):
+    """A list with a shape, which is not a tensor."""
+
+    shape = (2,)
+
+
+class Boxed(Samples):
+    def __getitem__(self, index: int) -> Any:
+        return Boxes([0.5, 1.0])
+
+
+def refuse(samples: list[Any]) -> Any:
+    raise ValueError("these samples are refused")
+
+
+def test_a_list_with_a_shape_is_described_by_its_items() -> None:
+    loader = build_loader(Boxed(), batch_size=2, collate=refuse)
+    with pytest.raises(ValueError, match="are refused") as caught:
+        EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList())
+    notes = caught.value.__notes__  # type: ignore[attr-defined]
+    assert notes[-1].endswith("was given 2 x [float, float]")
+
+
 class Fail(Hook):
     """Raises in one batch, at one place, and saves alone after the error."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from stepwrap.loops import (
     ValLoop,
     build_loader,
 )
-from stepwrap.loops.signals import StopSignals
+from stepwrap.loops.signals import StopSignals, _ExchangePlan
 from stepwrap.wrappers import StepDistributedDataParallel
 
 
@@ -169,6 +170,15 @@ def _most_polls_between_agreements() -> int:
 def test_agreements_are_never_many_polls_apart() -> None:
     """So that a phase which becomes slower hears of a signal soon enough."""
     assert run_ranks(_most_polls_between_agreements, 2) == [64, 64]
+
+
+def test_agreements_are_about_a_second_apart() -> None:
+    plan, due = _ExchangePlan(), []
+    for poll in range(64):
+        if plan.due():
+            plan.plan(clock_s=poll / 8)
+            due.append(poll)
+    assert [after - before for before, after in pairwise(due)] == [1, 2, 4, *[8] * 7]
 
 
 def _all_ranks_record() -> int:

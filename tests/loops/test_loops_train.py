@@ -69,6 +69,16 @@ def test_trace_of_the_iteration_loop() -> None:
     assert (state.epoch, state.batch, state.iteration, state.step) == (1, 1, 3, 3)
 
 
+@pytest.mark.parametrize(("accumulate", "passes"), [(1, [2, 3]), (2, [3, 5])])
+def test_an_iteration_loop_plans_its_passes(accumulate: int, passes: list[int]) -> None:
+    """4 batches in each pass; the second loop continues after 6 of 10 updates."""
+    state, planned = make_state(accumulate=accumulate), []
+    for steps in (6, 10):
+        IterTrainLoop(make_loader(8), max_steps=steps).run(state, HookList())
+        planned.append(state.max_epochs)
+    assert planned == passes
+
+
 def test_trace_of_the_test_loop() -> None:
     recorder = Recorder()
     loop = TestLoop(build_loader(make_data(4), batch_size=2), {"loss": MeanLoss()})

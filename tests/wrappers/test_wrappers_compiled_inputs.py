@@ -186,7 +186,11 @@ def test_parts_of_the_optimizer_that_are_replaced(change: Any) -> None:
     assert_same(1e-10, Net, with_lists, at({LATE: change}), wrap=clipped)
 
 
-REPLACED = [(nn.Module, "__call__"), (OptimWrapper, "scale_loss"), (OptimWrapper, "update_params")]
+REPLACED = [
+    (nn.Module, "__call__"),
+    *slow((OptimWrapper, "scale_loss")),
+    (OptimWrapper, "update_params"),
+]
 
 
 @pytest.mark.parametrize(("owner", "name"), REPLACED)

@@ -200,8 +200,10 @@ def test_refusals() -> None:
         StepDataParallel(classifier(), [])
     with pytest.raises(ValueError, match="device_ids must name CUDA devices or cpu, got meta"):
         StepDataParallel(classifier(), ["cpu", "meta"])
-    with pytest.raises(ValueError, match=r"device_ids names cuda:99, but there are \d+ CUDA"):
-        StepDataParallel(classifier(), [99])
+    count = torch.cuda.device_count()
+    message = f"device_ids names cuda:{count}, but there are {count} CUDA"
+    with pytest.raises(ValueError, match=message):
+        StepDataParallel(classifier(), [count])
     with pytest.raises(RuntimeError, match=r"on device cpu \(device_ids\[0\]\) but .*: meta"):
         step(classifier().to("meta"))(torch.zeros(2, 6))
 

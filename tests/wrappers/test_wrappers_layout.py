@@ -150,8 +150,9 @@ def test_the_norm_of_plain_tensors_is_torchs() -> None:
 @on_ranks(2)
 def test_norms_that_do_not_add_up() -> None:
     parameters = list(spread(net(), "fsdp").parameters())
-    with pytest.raises(ValueError, match="norm_type must be above 0"):
-        total_norm(parameters, -math.inf)
+    for order in (-math.inf, 0.0):
+        with pytest.raises(ValueError, match="norm_type must be above 0"):
+            total_norm(parameters, order)
 
 
 def test_parameters_added_later_are_seen() -> None:

@@ -113,6 +113,13 @@ def test_steps_that_do_not_weigh_are_refused(step: Any, text: str) -> None:
         _train_by_step(step)
 
 
+@on_ranks(1)
+def test_one_rank_may_weigh_outside_the_context() -> None:
+    wrapper = with_train_step(SingleDevice, _weighs_outside)(Tagger())
+    train(wrapper, optimizer_of(wrapper, Weighted()), Weighted(), make_mesh("single", 1))
+    assert difference(whole_weights(wrapper), _train_whole()) <= 1e-12
+
+
 class _TwoOptimizers(Tagger):
     """Steps its two layers by an optimizer each, the second one after every micro-batch."""
 
@@ -155,6 +162,21 @@ def test_under_the_wrapper_of_torch() -> None:
         for batch in pieces_of(cell, update, mesh):
             _own_step(wrapper, batch, optim_wrapper)
     assert difference(wrapper.module.state_dict(), _train_whole()) <= 1e-12
+
+
+@on_ranks(2)
+def test_ranks_that_train_separately() -> None:
+    """A wrapper for one device divides by the weights of its own rank, not of all ranks."""
+    rank, cell = torch.distributed.get_rank(), Weighted(accumulate=2, updates=1)
+    parts = split(global_batch(0), 5, seed=0)[2 * rank : 2 * rank + 2]
+    wrapper, plain = SingleDevice(Tagger()), Tagger()
+    optim_wrapper = optimizer_of(wrapper, cell)
+    for part in parts:
+        wrapper.train_step(part, optim_wrapper)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    plain(**{key: torch.cat([one[key] for one in parts]) for key in parts[0]})["loss"].backward()
+    optimizer.step()
+    assert difference(whole_weights(wrapper), plain.state_dict()) <= 1e-12
 
 
 @on_ranks(2)

@@ -206,6 +206,7 @@ def test_evaluation_returns_what_metrics_need() -> None:
     assert torch.equal(outputs["target"], batches[0]["labels"])
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page_trains(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     section = PAGE.split("\n## A Hugging Face model\n")[1].split("\n## ")[0]

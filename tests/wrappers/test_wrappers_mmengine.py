@@ -77,7 +77,7 @@ def test_mmengine_models_and_optimizer_wrappers_run_unchanged() -> None:
         *slow(("separate", 2, True), ("tp 2", 2, False), ("ddp x tp", 4, False)),
     ],
 )
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [*slow(1), 3])
 @on_ranks("world")
 def test_mmengine_models_follow_plain_pytorch(
     kind: str, world: int, clip: bool, accumulate: int

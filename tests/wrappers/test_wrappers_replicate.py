@@ -56,6 +56,15 @@ def test_order_of_the_callbacks() -> None:
     assert names == [(0, "a"), (0, "b"), (1, "a"), (1, "b"), (2, "a"), (2, "b")]
 
 
+def test_a_callback_of_one_instance() -> None:
+    """A callback may be an attribute of a module, also of a class that has none."""
+    calls: list[tuple[int, str]] = []
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    model[1].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append((copy_id, ctx.layer))
+    assert parallel(model)(torch.zeros(2, 3)).shape == (2, 3)
+    assert calls == [(0, "1"), (1, "1")]
+
+
 def test_contexts() -> None:
     """One per position and replication, the same for all copies."""
     calls: Calls = []

@@ -206,6 +206,22 @@ def test_zero_redundancy_takes_and_gives_plain_states() -> None:
 
 
 @on_ranks(2)
+def test_zero_redundancy_reads_the_state_of_its_own_parameters() -> None:
+    plain, model = net(), net()
+    reference = _wrapper(plain, "adam")
+    _steps(plain, reference, range(1))
+    state = reference.state_dict()
+    in_file = [Readable(values["exp_avg"]) for values in state["state"].values()]
+    for values, one in zip(state["state"].values(), in_file, strict=True):
+        values["exp_avg"] = one
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    OptimWrapper(optimizer).load_state_dict(state)
+    own = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+    expected = [p.numel() if id(p) in own else 0 for p in model.parameters()]
+    assert [one.read for one in in_file] == expected
+
+
+@on_ranks(2)
 def test_post_local_sgd_takes_and_gives_plain_states() -> None:
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 

@@ -197,6 +197,15 @@ def test_halves(dtype: torch.dtype, bound: float) -> None:
     assert (got["running_mean"] - expected["running_mean"]).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("mean", [0.0, 30.0])
+def test_halves_are_rounded_once(mean: float) -> None:
+    """The only error of outputs and input gradients is the rounding to bfloat16, to 8 bits."""
+    given, layer = case("2d", torch.bfloat16, mean=mean), _layer("2d")
+    got, expected = train(layer, _parallel(layer, _halves("2d")), given), reference(given)
+    for name in ("y", "dx"):
+        torch.testing.assert_close(got[name], expected[name], rtol=1.001 * 2**-8, atol=1e-5)
+
+
 def test_autocast() -> None:
     given = case("2d", F32)
     model = nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 1), _layer("2d"))

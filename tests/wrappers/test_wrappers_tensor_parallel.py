@@ -66,8 +66,11 @@ def test_wrong_styles(style: Any, text: str) -> None:
 
 
 def test_tied_weights_stay_tied_or_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"table.weight and head.weight are one parameter"):
-        check_plan(Net(tied=True), PLAN, 2)
+    # Only one of the two layers is split; both are, over different dimensions.
+    for plan in (PLAN, {**PLAN, **HEAD, "table": "colwise"}):
+        with pytest.raises(ValueError, match=r"table.weight and head.weight are one parameter"):
+            check_plan(Net(tied=True), plan, 2)
+    assert list(check_plan(Net(tied=True), {"first": "colwise"}, 2)) == ["first"]
     assert list(check_plan(Net(tied=True), {**PLAN, **HEAD}, 2)) == [
         "table",
         "first",
