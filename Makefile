@@ -10,7 +10,7 @@ TEST_EXTRAS := $(DEMO_EXTRAS),lightning,mmengine,mlflow,peft,sweep,tensorboard,t
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-torch test-lightning-versions check mutate parity bench bench-peers \
+.PHONY: demo test test-all test-torch test-vision test-lightning-versions check mutate parity bench bench-peers \
 	format types-link clean
 
 demo: $(DEMO_READY)
@@ -38,6 +38,21 @@ test-torch:
 	$(INSTALL) torch==$(TORCH) "setuptools>=70" wheel
 	$(INSTALL) -e ".[$(TEST_EXTRAS)]"
 	$(TORCH_ENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SELECTED)
+
+# Run the tests of torchvision and timm, which need a matching pair of torch and torchvision, in a fresh
+# environment below `build/vision`.
+VISION_TORCH ?= 2.14.1
+VISION ?= 0.29.1
+VISION_ENV := build/vision
+test-vision: INSTALL = $(VISION_ENV)/bin/python -m pip install -q --disable-pip-version-check \
+	-c $(VISION_ENV)/constraints.txt
+test-vision:
+	$(PYTHON) -m venv --clear $(VISION_ENV)
+	grep -vE '^(torch|setuptools)==' constraints.txt > $(VISION_ENV)/constraints.txt
+	$(INSTALL) pip
+	$(INSTALL) torch==$(VISION_TORCH) torchvision==$(VISION) "setuptools>=70" wheel
+	$(INSTALL) -e ".[examples,transformers,vision]" pytest pytest-xdist hypothesis torchmetrics
+	$(VISION_ENV)/bin/python -m pytest tests/wrappers/test_wrappers_vision.py
 
 check: $(READY) types-link
 	$(BIN)/ruff format --check .

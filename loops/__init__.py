@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoints.checkpoint import list_checkpoints, prune_checkpoints, save_alone, save_checkpoint
 from .checkpoints.files import CheckpointError
 from .checkpoints.restore import Checkpoint, find_checkpoint, load_checkpoint
+from .data.collate import TextCollator, keep_lists
 from .data.loaders import build_loader
 from .data.prefetch import prefetch_to_device
 from .data.sampler import ShardedBatchSampler
@@ -81,12 +82,14 @@ __all__ = [
     "SystemHook",
     "TensorBoardHook",
     "TestLoop",
+    "TextCollator",
     "ThroughputHook",
     "TimeLimitHook",
     "ValLoop",
     "WandbHook",
     "build_loader",
     "find_checkpoint",
+    "keep_lists",
     "list_checkpoints",
     "load_checkpoint",
     "mix_seed",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..collectives import Progress, in_progress
 from ..registry import is_users_file
+from ..wrappers.steps.preprocess import fields_of
 from .checkpoints.weights import plain_name, user_model
 from .state import LoopState, Phase
 
@@ -78,6 +79,7 @@ def _described(data: Any, ranges: bool, depth: int) -> str:
     if hasattr(data, "shape") and hasattr(data, "dtype"):
         kind = str(data.dtype).removeprefix("torch.")
         return f"{kind} {tuple(data.shape)}{_range(data) if ranges else ''}"
+    data = fields_of(data)
     if isinstance(data, Mapping) and depth:
         shown = islice(data.items(), _SHOWN)
         items = [f"{k}: {describe(v, ranges=ranges, depth=depth - 1)}" for k, v in shown]

@@ -23,6 +23,18 @@ _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__
 # Limits of the search for a definition, because a working directory may be large.
 _MAX_SECONDS, _MAX_DEPTH, _MAX_FILES = 1.0, 4, 1_000
 _MAX_PROPOSALS = 3
+# Packages that configs name, by the extra that installs them.
+_EXTRAS = {
+    "datasets": "transformers",
+    "peft": "peft",
+    "timm": "vision",
+    "tokenizers": "transformers",
+    "torchvision": "vision",
+    "transformers": "transformers",
+}
+_OTHER_BUILD = (
+    "; this torchvision was built for another release of PyTorch: install two that belong together"
+)
 
 
 def import_path(path: str) -> Any:
@@ -51,6 +63,8 @@ def _import_longest(parts: Sequence[str]) -> tuple[ModuleType, Sequence[str]]:
         module = _import(parts[0], "cannot be imported")
     except _AbsentError as error:
         hint = f"if it is your code, {_where_to_run(parts[:-1] or parts)}"
+        if parts[0] in _EXTRAS:
+            hint = f"pip install 'stepwrap[{_EXTRAS[parts[0]]}]'"
         raise ImportError(f"package {shortened(parts[0])} is not installed; {hint}") from error
     for at, part in enumerate(parts[1:], start=1):
         present = getattr(module, part, None)
@@ -77,7 +91,8 @@ def _import(name: str, how: str) -> ModuleType:
     except IMPORT_FAILURES as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise _AbsentError(_absent(name)) from error
-        raise FailedImportError(f"{name} {how}: {describe_at(error)}") from error
+        remedy = _OTHER_BUILD if "operator torchvision::" in str(error) else ""
+        raise FailedImportError(f"{name} {how}: {describe_at(error)}{remedy}") from error
 
 
 class ModuleSources:

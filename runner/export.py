@@ -6,10 +6,10 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ..loops.evaluate import evaluation_mode
-from ..wrappers.steps.step import as_call
+from ..wrappers.steps.plain_models import accept_mode, without_targets
+from ..wrappers.steps.preprocess import as_call
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft")
 # Packages that a format needs, by the extra that installs them.
@@ -64,6 +65,7 @@ class _TensorForward(nn.Module):
 
     def __init__(self, model: nn.Module, batch: Any, used: Sequence[int] | None = None) -> None:
         super().__init__()
+        accept_mode(model)
         self.model = model
         paths, self._structure = tree_flatten_with_path(batch)
         self._leaves = [leaf for _, leaf in paths]
@@ -85,7 +87,11 @@ class _TensorForward(nn.Module):
         if preprocessor is not None:
             batch = preprocessor(batch, training=False)
         args, kwargs = as_call(batch)
-        return self.model(*args, **kwargs, mode="tensor")
+        outputs = self.model(*args, **without_targets(self.model, kwargs), mode="tensor")
+        if is_dataclass(outputs) and isinstance(outputs, Mapping):
+            # An output of transformers: leave out the loss and the caches of a decoder.
+            return {k: v for k, v in outputs.items() if isinstance(v, Tensor) and k != "loss"}
+        return outputs
 
 
 def _name(path: Sequence[Any]) -> str:
@@ -229,12 +235,17 @@ def _traced(outputs: _TensorForward) -> tuple[ExportedProgram, _TensorForward]:
     program = _exported(outputs)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     names = program.graph_signature.user_inputs
-    used = [at for at, name in enumerate(names) if nodes[str(name)].users]
-    if len(used) == len(names):
+    used = [at for at, name in enumerate(names) if _is_used(nodes[str(name)])]
+    if len(used) in (0, len(names)):
         return program, outputs
     model, leaves, structure = outputs.model, outputs._leaves, outputs._structure
     outputs = _TensorForward(model, tree_unflatten(leaves, structure), used)
     return _exported(outputs), outputs
+
+
+def _is_used(node: torch.fx.Node) -> bool:
+    """Return whether an input is used for more than the size of the batch."""
+    return any(user.target is not torch.ops.aten.sym_size.int for user in node.users)
 
 
 def _exported(outputs: _TensorForward) -> ExportedProgram:
@@ -271,16 +282,18 @@ def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Ca
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide torch's deprecation warnings, and what its ONNX exporter logs below level ERROR."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             for kind in (FutureWarning, DeprecationWarning):
                 warnings.simplefilter("ignore", kind)
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 def _as_onnx(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Callable[..., Any]:

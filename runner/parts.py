@@ -202,7 +202,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
         else:
             options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
             if section.collate is not None:
-                options["collate"] = DATASETS.resolve(section.collate)
+                with building(f"data.{name}.collate"):
+                    options["collate"] = _build_collate(section.collate)
             if section.prefetch_factor is not None and section.num_workers:
                 options["prefetch_factor"] = section.prefetch_factor
             with building(f"data.{name}.dataset"):
@@ -226,15 +227,23 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
     return loader if limit is None else FirstBatches(loader, limit)
 
 
-def example_batch(run: RunSections) -> Any:
-    """Return the first batch of the test data or, if missing, the validation or training data."""
-    name = next(one for one in ("test", "val", "train") if getattr(run.data, one) is not None)
+def _build_collate(setting: Any) -> Any:
+    if isinstance(setting, Mapping):
+        return build_tree(setting, DATASETS)
+    return DATASETS.resolve(setting)
+
+
+def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
+    """Return the first batch of the first of the sets that the run has."""
+    name = next(one for one in sets if getattr(run.data, one) is not None)
     section = run.data.loader(next(iter(run.data.sets_of(name).values())))
     if not isinstance(section, dict):
         section = replace(section, num_workers=0, prefetch_factor=None)
     run = replace(run, device="cpu", data=replace(run.data, **{name: section}))
-    for batch in _build_loader(run, (0, 1), False, name):
-        return batch
+    loader = _build_loader(run, (0, 1), False, name)
+    with building(f"data.{name}"):
+        for batch in loader:
+            return batch
     raise ValueError(f"data.{name} has no batches")
 
 

@@ -14,7 +14,8 @@ from ..collectives import distributed_available
 from ..registry import MODEL_WRAPPERS
 from .batchnorm.conversion import apply_sync_batchnorm
 from .replicas.data_parallel import ReplicationCallbackDataParallel
-from .replicas.scatter_gather import dict_gather, join, share_of_each
+from .replicas.scatter_gather import dict_gather, join, scatter_samples, share_of_each
+from .steps.plain_models import drops_mode
 from .steps.preprocess import move
 from .steps.step import Steps, reject_model_train_step
 from .torch_functions import uncompiled
@@ -76,6 +77,9 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         module = apply_sync_batchnorm(module, sync_batchnorm)
         super().__init__(module, device_ids, output_device, dim, **options)
         self._prepare_steps(detect_anomalous_params)
+        if self.scatter_strategy is None and drops_mode(module):
+            # A detector, whose images have different sizes.
+            self.scatter_strategy = scatter_samples
         self._loss_weight: Any = None
 
     def set_loss_weight(self, loss_weight: Any) -> None:
@@ -101,9 +105,9 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
 
     def _shares(self, inputs: Any, kwargs: Any) -> list[float]:
         """Return the weight of each copy's part of the batch."""
-        if self._loss_weight is None:
-            return share_of_each(inputs, kwargs, self.dim)
         named = [{key: one for key, one in each.items() if key != "mode"} for each in kwargs]
+        if self._loss_weight is None:
+            return share_of_each(inputs, named, self.dim, self.scatter_strategy is scatter_samples)
         batches = [each or args for each, args in zip(named, inputs, strict=True)]
         weights = [float(self._loss_weight.of(batch)) for batch in batches]
         total = sum(weights)

@@ -21,6 +21,7 @@ from torch.utils.data import (
 from ...collectives import get_rank, get_world_size
 from ..error_notes import name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from .collate import prepare_dataset
 from .sampler import BatchIndices, ShardedBatchSampler, sampler_of
 from .tensors import TensorLoader, selects_rows
 from .workers import WorkerCollate, WorkerStart, iterate
@@ -68,7 +69,8 @@ def build_loader(
     Args:
         dataset: A map-style data set that is not empty, or an iterable one that shards itself. If
             an iterable one has ``state_dict`` and ``load_state_dict``, a resumed run continues
-            from its position.
+            from its position. Streams of Hugging Face are divided among the ranks here, and without
+            ``collate`` its data sets return tensors.
         batch_size: Samples per batch and rank.
         train: Give every rank the same number of batches, if necessary by repeating samples. By
             default each sample is read exactly once.
@@ -93,6 +95,7 @@ def build_loader(
     drop_last = options.pop("drop_last", False)
     options.update(num_workers=num_workers, collate_fn=collate)
     _complete(options, mix_seed(seed, rank))
+    dataset = prepare_dataset(dataset, (rank, world_size), formatted=collate is None)
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         if shuffle or in_memory not in (False, "auto"):

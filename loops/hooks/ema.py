@@ -16,7 +16,7 @@ from ...collectives import distributed_available
 from ...registry import HOOKS
 from ...wrappers.features import model_features, optim_features
 from ...wrappers.sharding.layout import as_global, copy_whole_, local_part, reshard
-from ...wrappers.steps.step import as_call
+from ...wrappers.steps.preprocess import as_call
 from ..checkpoints.shards import with_whole_tensors
 from ..checkpoints.weights import (
     device_of,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial, reduce
 from operator import getitem
 from time import perf_counter
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ...registry import HOOKS
 from ...wrappers import total_norm
 from ...wrappers.features import model_features, optim_features
+from ...wrappers.steps.preprocess import fields_of, path_to_samples
 from ..checkpoints.files import world_size
 from ..checkpoints.weights import num_data_ranks, user_model
 from ..display.limits import RankTimes, SpeedLimits
@@ -28,6 +29,8 @@ _TIMED = frozenset(
     ["on_epoch_start", "on_batch_start", "on_batch_end", "on_update"]
     + ["collect_logs", "on_log", "on_save_point", "on_epoch_end", "on_train_end"]
 )
+# A path that no batch has.
+_UNKNOWN = (object(),)
 
 
 @HOOKS.register_module()
@@ -165,7 +168,7 @@ class ThroughputHook(Hook):
             raise ValueError(
                 "ThroughputHook: mfu needs peak_flops in addition to the flops of a token or sample"
             )
-        self._path: tuple[Any, ...] | None = ()
+        self._path: tuple[Any, ...] | None = _UNKNOWN
         self._tokens_per_sample: float | None = None
         self._counts_tokens = False
         self._seconds_per_unit: tuple[str, float] | None = None
@@ -197,12 +200,13 @@ class ThroughputHook(Hook):
         counts = self._optim.batch_counts
         if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
             return
+        batch = fields_of(batch)
         try:
-            self._samples += reduce(getitem, self._path, batch).shape[0]
-        except (AttributeError, IndexError, KeyError, TypeError):
-            self._path = _path_to_tensor(batch)
+            self._samples += len(reduce(getitem, self._path, batch))
+        except (IndexError, KeyError, TypeError):
+            self._path = path_to_samples(batch)
             if self._path is not None:
-                self._samples += int(reduce(getitem, self._path, batch).shape[0])
+                self._samples += len(reduce(getitem, self._path, batch))
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Tensor]) -> None:
         if self._counts_tokens:
@@ -351,19 +355,3 @@ def _devices(model: nn.Module) -> int:
     if isinstance(model, nn.DataParallel):
         here = len(set(model.device_ids)) or torch.cuda.device_count() or 1
     return here * world_size()
-
-
-def _path_to_tensor(batch: Any) -> tuple[Any, ...] | None:
-    """Return the keys that lead to the first tensor that is not 0-d, or None."""
-    if isinstance(batch, Tensor):
-        return () if batch.dim() else None
-    items: Any = ()
-    if isinstance(batch, Mapping):
-        items = batch.items()
-    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        items = enumerate(batch)
-    for key, part in items:
-        below = _path_to_tensor(part)
-        if below is not None:
-            return (key, *below)
-    return None

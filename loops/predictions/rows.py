@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...wrappers.steps.preprocess import fields_of
 from ..error_notes import describe
 
 Row = dict[str, Any]
@@ -47,13 +48,19 @@ def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
             "predictions need a test_step that returns a tensor, a sequence or fields with one "
             f"value for each of the {count} samples of a batch, got {describe(outputs)}"
         )
-    given = batch if isinstance(batch, Mapping) else {}
+    given = fields_of(batch) if isinstance(fields_of(batch), Mapping) else {}
     ids = _rows_of_fields({key: given[key] for key in _IDS if key in given}, count)
     return [{**own, **row} for own, row in zip(ids, rows, strict=True)]
 
 
 def _rows_of_fields(fields: Mapping[Any, Any], count: int) -> list[Row]:
-    columns = {str(name): _column(value, count) for name, value in fields.items()}
+    # Models of transformers have their logits under the name of metrics as well.
+    repeated = fields.get("preds") is fields.get("logits") and "logits" in fields
+    columns = {
+        str(name): _column(value, count)
+        for name, value in fields.items()
+        if not (repeated and name == "preds")
+    }
     kept = {name: column for name, column in columns.items() if column is not None}
     return [{name: column[at] for name, column in kept.items()} for at in range(count)]
 

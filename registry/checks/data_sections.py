@@ -124,5 +124,13 @@ def _loader_checks(loader: Any, where: str) -> Iterator[Problem | Later]:
     elif isinstance(loader, dict):
         if isinstance(loader.get("dataset"), dict):
             yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")
-        if isinstance(loader.get("collate"), str):
-            yield partial(object_problems, import_path, loader["collate"], f"{where}.collate")
+        collate = loader.get("collate")
+        if isinstance(collate, dict):
+            yield component_check(collate, DATASETS, f"{where}.collate")
+        elif isinstance(collate, str):
+            yield partial(object_problems, _collate_function, collate, f"{where}.collate")
+
+
+def _collate_function(path: str) -> None:
+    if isinstance(import_path(path), type):
+        raise TypeError(f"{path} is a class, whose object is needed: write {{type: {path}}}")

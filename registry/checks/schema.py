@@ -41,7 +41,8 @@ class LoaderSection:
 
     Attributes:
         batch_size: samples per batch and rank.
-        collate: the import path of a function that makes a batch of a list of samples.
+        collate: the import path of a function that makes a batch of a list of samples, or the dict
+            of such a collator with a ``type``.
         seed: the seed of the order and of the workers; default: the run's seed.
         in_memory: whether to make batches by indexing the dataset's ``tensors``; "device" indexes
             copies of them on the run's device.
@@ -52,7 +53,7 @@ class LoaderSection:
     shuffle: bool = False
     num_workers: int = field(default=0, metadata={"minimum": 0})
     drop_last: bool = False
-    collate: str | None = None
+    collate: Component | str | None = None
     pin_memory: bool | Literal["auto"] = "auto"
     prefetch_factor: int | None = field(default=None, metadata={"minimum": 1})
     seed: int | None = field(default=None, metadata={"minimum": 0})

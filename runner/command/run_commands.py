@@ -18,6 +18,8 @@ import torch.distributed as dist
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
 from ...registry import Config, ConfigError, Problem, RunSections
+from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
+from ...wrappers.steps.step_checks import has_custom_step
 from ..failure import Terminated, TrainingFailed, as_mistakes_in
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
@@ -129,23 +131,34 @@ def run_check(options: Options) -> int:
         sets = ", ".join(run.data.sets_of(name))
         if parts.get(f"{name}_loop") is not None:
             loops.append(f"{name} ({sets})" if sets else name)
+    trains = parts.get("train_loop") is not None and not has_custom_step(parts["model"])
+    sizes = list(_size(options, trains))
     print(f"{options.words[0]}: no mistakes; every part can be built")
     print(f"model: {kind.__name__}, {count:,} parameters")
     print(f"wrapper: {type(parts['model']).__name__}")
-    for line in _size(options):
+    for line in sizes:
         print(line)
     print(f"loops: {', '.join(loops) or 'none'}")
     print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
     return 0
 
 
-def _size(options: Options) -> Iterator[str]:
-    """Yield lines about the model's size, or a line with the error that prevented measuring it."""
+def _size(options: Options, trains: bool) -> Iterator[str]:
+    """Yield lines about the model's size, or a line with the error that prevented measuring it.
+
+    Raises:
+        ConfigError: ``trains``, and the training data cannot be read, or does not fit the model.
+    """
     try:
-        summary = summary_of(options)
+        summary = summary_of(options, trains=trains)
     except ConfigError as error:
+        if trains:
+            raise
         yield f"forward: not measured: {error}"
         return
+    if trains and isinstance(summary.error, (BatchMismatchError, MissingLossError)):
+        origin = options.examined.config.origin("data.train")
+        raise ConfigError([Problem("data.train", str(summary.error), origin)])
     yield from size_lines(summary)
     if summary.error is not None:
         yield f"forward: not measured: {type(summary.error).__name__}: {summary.error}"

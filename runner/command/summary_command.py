@@ -50,11 +50,15 @@ def run_summary(options: Options) -> int:
     return 1
 
 
-def summary_of(options: Options) -> Summary:
-    """Build the model and the first batch of a config, and summarize the model."""
+def summary_of(options: Options, *, trains: bool = False) -> Summary:
+    """Build the model and the first batch of a config, and summarize the model.
+
+    With ``trains``, it is a batch of the training data, from which the model computes its loss.
+    """
     run = read_sections(options.examined)
     with as_mistakes_in(options.examined.config):
-        return summarize(_model(run), example_batch(run))
+        batch = example_batch(run, ("train",)) if trains else example_batch(run)
+        return summarize(_model(run), batch, has_targets=trains)
 
 
 def _model(run: RunSections) -> nn.Module:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, is_dataclass
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...loops.evaluate import evaluation_mode
-from ...wrappers import SingleDevice
-from ...wrappers.steps.step import as_call
+from ...wrappers import SingleDevice, parse_losses
+from ...wrappers.steps.plain_models import explaining
+from ...wrappers.steps.preprocess import as_call, path_to_samples
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -60,7 +62,7 @@ class Summary:
     error: Exception | None = field(default=None, compare=False)
 
 
-def summarize(model: nn.Module, batch: Any) -> Summary:
+def summarize(model: nn.Module, batch: Any, *, has_targets: bool = False) -> Summary:
     """Summarize a model by running one forward in evaluation mode.
 
     If the forward fails, the summary contains the error, and shapes and FLOPs are missing.
@@ -68,17 +70,21 @@ def summarize(model: nn.Module, batch: Any) -> Summary:
     Args:
         model: a model on the CPU; it is called with ``mode="tensor"``.
         batch: a batch as the loader yields it.
+        has_targets: whether the batch is for training; then an output of transformers without a
+            loss is an error.
     """
     shapes: dict[nn.Module, tuple[int, ...]] = {}
     samples, flops, error = 0, 0, None
     try:
         with evaluation_mode(model), torch.no_grad(), _recording(model, shapes):
             prepared = SingleDevice(model).preprocess(batch, training=False)
-            tensors = [one for one in tree_leaves(prepared) if isinstance(one, Tensor) and one.ndim]
-            samples = len(tensors[0]) if tensors else 0
+            path = path_to_samples(prepared)
+            samples = 0 if path is None else len(reduce(getitem, path, prepared))
             args, kwargs = as_call(prepared)
-            with FlopCounterMode(display=False) as counter:
-                model(*args, **kwargs, mode="tensor")
+            with FlopCounterMode(display=False) as counter, explaining(model, prepared):
+                output = model(*args, **kwargs, mode="tensor")
+                if has_targets and is_dataclass(output) and isinstance(output, Mapping):
+                    parse_losses(output)
             flops = counter.get_total_flops()
     except Exception as caught:
         error = caught

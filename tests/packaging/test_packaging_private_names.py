@@ -25,15 +25,17 @@ KINDS = (
     DataParallel,
     DistributedDataParallel,
 )
-# Of Python itself, cloudpickle and torchmetrics; keys of configs; what the library marks things by.
+# Of Python itself, cloudpickle, datasets and torchmetrics; keys of configs; marks of the library.
 OTHERS = {
     "_asdict",
     "_cond",
     "_current_frames",
     "_dispatch_table",
+    "_distributed",
     "_exit",
     "_extra_reducers",
     "_fields",
+    "_formatting",
     "_forkserver",
     "_getframe",
     "_served_immediately",

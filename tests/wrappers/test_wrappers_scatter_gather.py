@@ -166,7 +166,9 @@ def test_a_custom_gather() -> None:
 
     assert echo(2, gather=last)(torch.arange(4)).tolist() == [2, 3]
     assert echo(2, gather="dict_gather")(torch.arange(4))["inputs"][0].tolist() == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="gather must be a function, or user_scattered or dict"):
+    with pytest.raises(
+        ValueError, match="gather must be a function, or user_scattered or .* or dict"
+    ):
         echo(2, gather="last")
     with pytest.raises(TypeError, match="gather must be a function, got int"):
         echo(2, gather=1)

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from ...registry import is_users_file
-from ..steps.preprocess import device_of
-from ..steps.step import as_call, parse_losses
+from ..steps.preprocess import as_call, device_of
+from ..steps.step import parse_losses
 from .errors import NotCompilableError, first_line
 
 # Dynamo's settings: raise if a forward assigns attributes, and trace recurrent layers too.

@@ -14,8 +14,8 @@ from torch.fx import Interpreter
 
 from ..sharding.layout import parameters_of
 from ..sharding.mesh import broadcast_from_first_rank
-from ..steps.preprocess import device_of
-from ..steps.step import as_call, parse_losses
+from ..steps.preprocess import as_call, device_of
+from ..steps.step import parse_losses
 from .capture import Captured, batch_reader, capture, tensors_in
 from .contract import Contract, share_memory
 from .cuda_graph import CudaGraph, warm_up

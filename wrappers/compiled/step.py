@@ -23,8 +23,8 @@ from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
 from ..sharding.layout import is_dtensor
 from ..sharding.mesh import broadcast_from_first_rank
-from ..steps.preprocess import device_of
-from ..steps.step import MODULE_HOOKS, SingleDevice, as_call, only_moves, parse_losses
+from ..steps.preprocess import as_call, device_of
+from ..steps.step import MODULE_HOOKS, SingleDevice, only_moves, parse_losses
 from ..steps.step_checks import has_custom_step
 from .compiled import StepVariant, detached, shared_buffers, step_in_eager_mode
 from .contract import obstacles_of

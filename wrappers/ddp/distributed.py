@@ -239,12 +239,14 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
                 "optim_wrapper.batch_counts = False until all ranks have finished"
             )
 
-    def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
+    def _raise_explained(
+        self, error: BaseException, stage: str = "update", data: Any = None
+    ) -> None:
         if stage == "update":
             _explain_unused(error, self._trainable)
             # Keeps only the text, because the error would keep the graph in memory.
             self._failure = self._failure or f"{type(error).__name__}: {error}"
-        super()._raise_explained(error, stage)
+        super()._raise_explained(error, stage, data)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -121,9 +121,11 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         for child in self._wrapped():
             child.set_loss_weight(loss_weight)
 
-    def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
+    def _raise_explained(
+        self, error: BaseException, stage: str = "update", data: Any = None
+    ) -> None:
         if stage == "forward":
-            super()._raise_explained(error, stage)
+            super()._raise_explained(error, stage, data)
         for child in self._wrapped() if stage == "update" else ():
             child._raise_explained(error)
 

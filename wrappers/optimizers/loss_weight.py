@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...registry import did_you_mean, import_path
+from ..steps.preprocess import fields_of
 
 _TARGETS = ("labels", "targets", "target")
 _IGNORED = -100
@@ -49,7 +50,7 @@ class LossWeight:
             KeyError: an entry is missing in the batch.
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
-        found = self._measure(batch)
+        found = self._measure(fields_of(batch))
         if isinstance(found, Tensor):
             if found.numel() != 1:
                 shape = tuple(found.shape)

@@ -16,13 +16,25 @@ from torch.nn.parallel import DataParallel
 from ...registry import MODEL_WRAPPERS
 from ..torch_functions import uncompiled
 from .replicate import parts_of, refuse_compiled, replicate, run_callbacks, run_copies
-from .scatter_gather import Gather, Scatter, Scattered, dict_gather, scatter_batch, user_scattered
+from .scatter_gather import (
+    Gather,
+    Scatter,
+    Scattered,
+    dict_gather,
+    scatter_batch,
+    scatter_samples,
+    user_scattered,
+)
 from .session import ReplicationSession
 
 _CPU = torch.device("cpu")
 _SESSION = "_replication_session"
 # Strategies that a config can name.
-_STRATEGIES = {"user_scattered": user_scattered, "dict_gather": dict_gather}
+_STRATEGIES = {
+    "user_scattered": user_scattered,
+    "scatter_samples": scatter_samples,
+    "dict_gather": dict_gather,
+}
 
 
 @MODEL_WRAPPERS.register_module(
@@ -52,8 +64,8 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
         output_device: the device on which the outputs are joined; default: the first device.
         dim: the dimension of the samples, in inputs and outputs.
         scatter: a function ``scatter(inputs, kwargs, devices, dim)`` that returns the positional
-            and the keyword arguments of every copy, or "user_scattered"; default: ``torch.chunk``
-            of every tensor.
+            and the keyword arguments of every copy, "user_scattered" or "scatter_samples";
+            default: ``torch.chunk`` of every tensor.
         gather: a function ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
             With one device the output of the copy is returned unchanged.
         timeout_s: number of seconds for which a copy waits for the others in a layer that

@@ -78,6 +78,30 @@ def user_scattered(
     return moved, [{} for _ in devices]
 
 
+def scatter_samples(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
+) -> Scattered:
+    """Split arguments that are sequences of samples, such as images of different sizes.
+
+    A strategy for ``scatter=scatter_samples``. Lists, tuples and tensors are split along the
+    samples as ``torch.chunk`` does; each copy gets the same other objects.
+    """
+    named = [*inputs, *kwargs.values()]
+    size = max((len(one) for one in named if isinstance(one, (list, tuple, Tensor))), default=0)
+    step = max(1, -(-size // len(devices)))
+    starts = range(0, max(size, 1), step)
+
+    def part_of(one: Any, start: int, device: torch.device) -> Any:
+        is_split = isinstance(one, (list, tuple, Tensor))
+        return move(one[start : start + step] if is_split else one, device)
+
+    pairs = list(zip(starts, devices, strict=False))
+    return (
+        [tuple(part_of(one, *pair) for one in inputs) for pair in pairs],
+        [{name: part_of(one, *pair) for name, one in kwargs.items()} for pair in pairs],
+    )
+
+
 def dict_gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     """Join the outputs of the copies, in the order of the copies.
 
@@ -145,16 +169,23 @@ def join(
 
 
 def share_of_each(
-    inputs: Sequence[Sequence[Any]], kwargs: Sequence[Mapping[str, Any]], dim: int
+    inputs: Sequence[Sequence[Any]],
+    kwargs: Sequence[Mapping[str, Any]],
+    dim: int,
+    are_samples: bool = False,
 ) -> list[float]:
     """Return each copy's share of the batch: its part of the samples, as a fraction of 1.
 
     The samples are counted in the first tensor with dimensions among the arguments of a copy; if a
-    copy has none, all shares are equal.
+    copy has none, all shares are equal. With ``are_samples``, the length of the first argument
+    counts (``scatter_samples``).
     """
     equal = [1 / len(inputs)] * len(inputs)
     sizes = []
     for arguments in zip(inputs, kwargs, strict=True):
+        if are_samples:
+            sizes.append(len(next(iter((*arguments[0], *arguments[1].values())))))
+            continue
         tensor = next((one for _, one in _tensors(arguments) if one.ndim), None)
         if tensor is None:
             return equal

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...registry import MODELS
 from ..features import optim_features
-from .preprocess import DataPreprocessor, device_of
-from .step import OptimizerWrapper, as_call, parse_losses
+from .preprocess import DataPreprocessor, as_call, device_of
+from .step import OptimizerWrapper, parse_losses
 from .weight_init import BaseModule, InitSettings
 
 

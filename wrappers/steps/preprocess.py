@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from itertools import chain
 from typing import Any
 
@@ -10,6 +12,39 @@ import torch
 from torch import Tensor, nn
 
 from ...registry import MODELS
+
+
+def fields_of(batch: Any) -> Any:
+    """Return the fields of a dataclass by name; return any other batch unchanged.
+
+    A dataclass that is also a mapping, such as an output of transformers, is such a mapping.
+    """
+    if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
+        return {one.name: getattr(batch, one.name) for one in fields(batch)}
+    return batch
+
+
+def path_to_samples(batch: Any) -> tuple[Any, ...] | None:
+    """Return the keys that lead to a part whose length is the number of samples, or None.
+
+    It is a list of mappings, such as a detector's targets, or the first tensor with dimensions.
+    """
+    if isinstance(batch, Tensor):
+        return () if batch.dim() else None
+    items: Any = ()
+    if isinstance(batch, Mapping):
+        items = batch.items()
+    elif isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        items = enumerate(batch)
+    items = list(items)
+    for key, part in items:
+        if isinstance(part, list) and part and isinstance(part[0], Mapping):
+            return (key,)
+    for key, part in items:
+        below = path_to_samples(part)
+        if below is not None:
+            return (key, *below)
+    return None
 
 
 def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> Any:
@@ -29,6 +64,12 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
     if callable(getattr(data, "to", None)):
         # Some classes have a ``to`` that takes only the device.
         return data.to(device, non_blocking=True) if non_blocking else data.to(device)
+    if (items := fields_of(data)) is not data:
+        moved = copy(data)
+        for name, item in items.items():
+            # A frozen dataclass has no other way.
+            object.__setattr__(moved, name, move(item, device, non_blocking))
+        return moved
     if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):
         return data
     return _rebuilt(data, _move_all(data, device, non_blocking))
@@ -45,6 +86,25 @@ def _move_all(items: Iterable[Any], device: torch.device, non_blocking: bool | N
 def _rebuilt(data: Any, items: list[Any]) -> Any:
     """Return ``items`` as a sequence or namedtuple of the type of ``data``."""
     return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+
+
+def as_call(data: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return a preprocessed batch as positional and keyword arguments of ``forward``.
+
+    A mapping gives keyword arguments, and so do the fields of a dataclass.
+
+    Raises:
+        TypeError: the batch is none of these, nor a list or tuple.
+    """
+    if isinstance(data, (list, tuple)):
+        return data, {}
+    named = fields_of(data)
+    if isinstance(named, Mapping):
+        return (), named if isinstance(named, dict) else dict(named)
+    raise TypeError(
+        "Output of `data_preprocessor` should be list, tuple or dict, but got "
+        f"{type(data).__name__}"
+    )
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -108,13 +168,14 @@ class DataPreprocessor(nn.Module):
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in nested ``data`` to the device.
 
-        Mappings become plain dicts. Sequences and namedtuples keep their type. Other objects are
-        moved by their method ``to`` if they have one.
+        Mappings become plain dicts, and so does a batch that is a dataclass. Sequences, namedtuples
+        and dataclasses inside the batch keep their type. Other objects are moved by their method
+        ``to`` if they have one.
         """
         # Common case: a flat sequence of tensors that are on the device already.
         for item in data if type(data) in (list, tuple) else (None,):
             if not (isinstance(item, Tensor) and item.device == self._device):
-                return move(data, self._device, self.non_blocking)
+                return move(fields_of(data), self._device, self.non_blocking)
         return data
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataPreprocessor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -18,7 +18,14 @@ from ..features import ModelFeatures
 from ..sharding.layout import refusal
 from ..sharding.mesh import broadcast_from_first_rank
 from ..torch_functions import check_options
-from .preprocess import DataPreprocessor, device_of
+from .plain_models import (
+    MissingLossError,
+    accept_mode,
+    explain_batch,
+    explain_forward,
+    named_outputs,
+)
+from .preprocess import DataPreprocessor, as_call, device_of
 from .step_checks import detect_anomalous_params, watch_gradients
 
 # The dicts of a module that hold its hooks.
@@ -41,9 +48,10 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     """Sum the losses; return the total and the detached values to log.
 
     The value of an entry is the mean of a tensor, or the sum of the means of a list of tensors. The
-    total is the sum of the entries whose name contains "loss"; the others are only logged. The logs
-    contain the total as ``loss``, then every entry. If one of several losses is named ``loss``, it
-    is logged as ``loss_raw``.
+    total is the sum of the entries whose name contains "loss"; the others are only logged. If there
+    are none, as in torchvision's RetinaNet, it is the sum of the entries that require a gradient.
+    The logs contain the total as ``loss``, then every entry. If one of several losses is named
+    ``loss``, it is logged as ``loss_raw``.
 
     A mapping that is also a dataclass, such as the output of a Hugging Face model, may contain
     further values, of which only 0-d tensors and losses are used. If it has a field ``loss``, this
@@ -55,7 +63,8 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     """
     if not isinstance(losses, Mapping):
         raise TypeError(
-            f"forward(..., mode='loss') must return a dict of losses, got {type(losses).__name__}"
+            f"forward(..., mode='loss') must return a dict of losses, got {type(losses).__name__}; "
+            "wrap a network that returns predictions as SupervisedModel(net, loss)"
         )
     only = losses.get("loss") if len(losses) == 1 else None
     if isinstance(only, Tensor) and only.ndim == 0 and only.is_floating_point():
@@ -66,10 +75,11 @@ def parse_losses(losses: Mapping[str, Tensor | list[Tensor]]) -> tuple[Tensor, d
     means = {name: _mean(name, one) for name, one in losses.items()}
     parts = {name: part for name, part in means.items() if part is not None}
     counted = [part for name, part in parts.items() if "loss" in name]
+    counted = counted or [part for part in parts.values() if part.requires_grad]
     if not counted:
         raise ValueError(
-            "found no loss to optimise: a name must contain 'loss' and its value must not "
-            f"be empty; got {sorted(losses)}"
+            "found no loss to optimise: a name must contain 'loss', or its value must require a "
+            f"gradient, and must not be empty; got {sorted(losses)}"
         )
     total = sum(counted[1:], counted[0])
     logs = {"loss": total.detach()}
@@ -83,28 +93,15 @@ def _parse_output(output: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Parse a dataclass; its field ``loss`` is the total, if it exists."""
     tensors = {name: one for name, one in output.items() if isinstance(one, Tensor)}
     figures = {name: one for name, one in tensors.items() if one.ndim == 0 or "loss" in name}
-    if not hasattr(output, "loss"):
+    if not hasattr(output, "loss") and any("loss" in name for name in figures):
         return parse_losses(figures)
     if "loss" not in figures:
-        raise ValueError(
+        raise MissingLossError(
             f"{type(output).__name__} has no loss to optimise, only {sorted(output)}; the batch "
             "must contain the targets from which the model computes its loss, usually as `labels`"
         )
     total, logs = parse_losses({"loss": figures.pop("loss")})
     return total, logs | {name: one.detach().float().mean() for name, one in figures.items()}
-
-
-def _name_for_metrics(output: MutableMapping[str, Any], batch: Mapping[str, Any]) -> None:
-    """Add ``preds``, ``target`` and ``num_samples``, which metrics read, to an output."""
-    sizes = (len(one) for one in batch.values() if isinstance(one, Tensor) and one.ndim)
-    found = {
-        "preds": output.get("logits"),
-        "target": batch.get("labels"),
-        "num_samples": next(sizes, None),
-    }
-    for name, value in found.items():
-        if value is not None and name not in output:
-            output[name] = value
 
 
 def _mean(name: str, value: Any) -> Tensor | None:
@@ -165,7 +162,7 @@ class Steps(ModelFeatures):
             else:
                 optim_wrapper.update_params(total)
         except BaseException as error:
-            self._raise_explained(error, stage)
+            self._raise_explained(error, stage, data)
             raise
         if parse is parse_losses:
             return logs
@@ -251,20 +248,23 @@ class Steps(ModelFeatures):
         """Prepare a batch by the model's ``data_preprocessor``, or move it to the model's device.
 
         Raises:
-            TypeError: the result is not a list, tuple or dict.
+            TypeError: the result is not a list, tuple, mapping or dataclass.
         """
         own = getattr(self.module, "data_preprocessor", None)
         batch = (self._preprocessor if own is None else own)(data, training=training)
-        if not isinstance(batch, (list, tuple, dict)):
-            as_call(batch)
-        return batch
+        return batch if isinstance(batch, (list, tuple, dict)) else as_call(batch)[1]
 
-    def _raise_explained(self, error: BaseException, stage: str = "update") -> None:
+    def _raise_explained(
+        self, error: BaseException, stage: str = "update", data: Any = None
+    ) -> None:
         """Raise a clearer error from ``error`` if its cause is known; otherwise do nothing."""
         if stage == "forward":
-            _explain_forward(self.module, error)
+            explain_transport(error, "forward")
+            explain_forward(self.module, error, data if only_moves(self) else None)
         else:
             explain_transport(error, "train_step")
+        if isinstance(error, MissingLossError):
+            explain_batch(self.module, error, data)
 
     def _evaluate(self, name: str, data: Any) -> Any:
         model = self.module
@@ -274,11 +274,9 @@ class Steps(ModelFeatures):
         try:
             outputs = model(*args, **kwargs, mode="predict")
         except (TypeError, RuntimeError) as error:
-            _explain_forward(model, error)
+            self._raise_explained(error, "forward", data)
             raise
-        if is_dataclass(outputs) and isinstance(outputs, MutableMapping):
-            _name_for_metrics(outputs, kwargs)
-        return outputs
+        return named_outputs(model, outputs, args, kwargs)
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
@@ -306,6 +304,7 @@ class Steps(ModelFeatures):
     def _prepare_steps(self, detect: bool) -> None:
         """Set up the steps; wrappers call this when ``self.module`` is set."""
         self.detect_anomalous_params = detect
+        accept_mode(self.module)
         if getattr(self.module, "data_preprocessor", None) is None:
             self._preprocessor = DataPreprocessor().to(device_of(self.module))
 
@@ -358,20 +357,6 @@ def only_moves(wrapper: Any) -> bool:
     )
 
 
-def as_call(data: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Return a preprocessed batch as positional and keyword arguments of ``forward``.
-
-    Raises:
-        TypeError: the batch is not a list, tuple or dict.
-    """
-    if isinstance(data, (list, tuple)):
-        return data, {}
-    if isinstance(data, dict):
-        return (), data
-    kind = type(data).__name__
-    raise TypeError(f"Output of `data_preprocessor` should be list, tuple or dict, but got {kind}")
-
-
 def overrides_train_step(model: nn.Module) -> bool:
     """Return whether ``model`` has a ``train_step`` other than the default of ``BaseModel``.
 
@@ -401,21 +386,6 @@ def reject_model_train_step(
         f"{wrapper.__name__}: a model that calls itself {why}. {remedy}Put the step into a "
         f"subclass of {public.__name__} (with self(...) for the forward) and name it as the wrapper"
     )
-
-
-def _explain_forward(model: nn.Module, error: BaseException) -> None:
-    """Raise an explanation if ranks are missing or ``forward`` has no argument ``mode``."""
-    explain_transport(error, "forward")
-    if not isinstance(error, TypeError):
-        return
-    parameters = inspect.signature(model.forward).parameters.values()
-    if any(one.name == "mode" or one.kind is one.VAR_KEYWORD for one in parameters):
-        return
-    name = type(model).__name__
-    raise TypeError(
-        f"{name}.forward has no argument 'mode', which it needs to return losses; wrap the network "
-        f"as SupervisedModel(net, loss), or write {name}.forward(..., mode='tensor')"
-    ) from error
 
 
 def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
