@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 DEMO_EXTRAS := examples,plots
-TEST_EXTRAS := $(DEMO_EXTRAS),lightning,mmengine,mlflow,peft,sweep,tensorboard,transformers,wandb,test
+TEST_EXTRAS := $(DEMO_EXTRAS),docs,lightning,mmengine,mlflow,peft,sweep,tensorboard,transformers,wandb,test
 INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 export PYTHONUNBUFFERED := 1
 
-.PHONY: demo test test-all test-torch test-vision test-lightning-versions check mutate parity bench bench-peers \
-	format types-link clean
+.PHONY: demo docs test test-all test-torch test-vision test-lightning-versions check mutate parity \
+	bench bench-peers format types-link clean
 
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
@@ -103,6 +103,10 @@ test-lightning-versions:
 		$$install torch; $$install -e ".[examples]" pytest pytest-xdist hypothesis "$$wanted"; \
 		echo "$$wanted:"; $$place/bin/python -m pytest -q tests/plugins; \
 	done
+
+# Build the documentation site in build/site; a warning is an error. Open build/site/index.html.
+docs: $(READY) types-link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -39,7 +39,8 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
 
     Args:
         module: the model, on the first of the devices.
-        device_ids, dim: as in ``ReplicationCallbackDataParallel``.
+        device_ids: as in ``ReplicationCallbackDataParallel``.
+        dim: as in ``ReplicationCallbackDataParallel``.
         output_device: the device of the outputs and losses; default: the first device.
         detect_anomalous_params: after every step, search for parameters without a gradient, and
             log each set of them once.

@@ -330,7 +330,9 @@ def auto(
             use it.
         optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with
             momentum.
-        single, ddp, fsdp: options of each wrapper, used if it is chosen.
+        single: options of ``SingleDevice``, used if it is chosen.
+        ddp: the same of ``StepDistributedDataParallel``.
+        fsdp: the same of ``StepFullyShardedDataParallel``.
 
     Raises:
         TypeError: an option of ``single``, ``ddp`` or ``fsdp`` is unknown.

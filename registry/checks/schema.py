@@ -40,9 +40,15 @@ class LoaderSection:
     """How to make batches from a dataset.
 
     Attributes:
+        dataset: a class with ``__len__`` and ``__getitem__``, or an iterable one.
         batch_size: samples per batch and rank.
+        shuffle: whether each pass over the data has a new order.
+        num_workers: processes that read samples; 0 reads in the process of the rank.
+        drop_last: whether to leave out a last batch with fewer samples.
         collate: the import path of a function that makes a batch of a list of samples, or the dict
             of such a collator with a ``type``.
+        pin_memory: whether batches are in pinned memory; "auto" pins them for CUDA devices.
+        prefetch_factor: batches that each worker reads ahead.
         seed: the seed of the order and of the workers; default: the run's seed.
         in_memory: whether to make batches by indexing the dataset's ``tensors``; "device" indexes
             copies of them on the run's device.
@@ -62,14 +68,24 @@ class LoaderSection:
 
 @dataclass(frozen=True, kw_only=True)
 class SetsSection:
-    """The loaders of several sets by name."""
+    """The loaders of several sets by name.
+
+    Attributes:
+        sets: the names are keys of the section itself.
+    """
 
     sets: dict[str, LoaderSection | Component]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The loaders of the three loops; a section with a ``type`` is a custom loader."""
+    """The loaders of the three loops; a section with a ``type`` is a custom loader.
+
+    Attributes:
+        train: the data to train on.
+        val: the data to validate on, or several sets by name.
+        test: the data to test on, or several sets by name.
+    """
 
     train: LoaderSection | Component | None = None
     val: LoaderSection | Component | SetsSection | None = None
@@ -111,7 +127,15 @@ class MetricSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection:
-    """The number of processes, how they connect, and how often all restart when one dies."""
+    """The number of processes, how they connect, and how often all restart when one dies.
+
+    Attributes:
+        nproc: processes on this machine.
+        oversubscribe: whether to start more processes than fit on the machine.
+        max_restarts: restarts of all ranks after one of them died.
+        backend: of the process group, such as "gloo"; "auto" selects it by device.
+        timeout_s: seconds after which a rank that does not arrive is an error.
+    """
 
     nproc: int = field(default=1, metadata={"minimum": 1})
     oversubscribe: bool = False
@@ -122,7 +146,13 @@ class LaunchSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSection:
-    """Hashes of the steps, for comparing runs; equivalent to ``hooks.ledger``."""
+    """Hashes of the steps, for comparing runs; equivalent to ``hooks.ledger``.
+
+    Attributes:
+        every_steps: updates between two entries.
+        full: whether to hash each parameter, gradient and buffer separately.
+        max_mib: the largest size of a rank's file, in MiB.
+    """
 
     every_steps: int = field(default=1, metadata={"minimum": 1})
     full: bool = False
@@ -131,7 +161,14 @@ class LedgerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomKeySection:
-    """Options of the parameters that a custom key names: factors or absolute values."""
+    """Options of the parameters that a custom key names: factors or absolute values.
+
+    Attributes:
+        lr_mult: factor of the learning rate.
+        decay_mult: factor of the weight decay.
+        lr: the learning rate.
+        weight_decay: the weight decay.
+    """
 
     lr_mult: float = field(default=1.0, metadata={"minimum": 0})
     decay_mult: float = field(default=1.0, metadata={"minimum": 0})
@@ -143,8 +180,17 @@ class CustomKeySection:
 class ParamwiseSection:
     """Options by kind of parameter and by name; custom keys take precedence.
 
-    ``layer_decay`` multiplies the learning rate once for each of ``layers`` above a parameter.
-    ``as_mmengine`` classifies parameters and matches custom keys like mmengine.
+    Attributes:
+        custom_keys: options of parameters by a part of their name or a pattern.
+        bias_lr_mult: factor of the learning rate of biases outside norm layers.
+        bias_decay_mult: factor of the weight decay of biases outside norm layers.
+        norm_decay_mult: factor of the weight decay in norm layers.
+        flat_decay_mult: factor of the weight decay of other parameters with one dimension.
+        dwconv_decay_mult: factor of the weight decay in depthwise convolutions.
+        layer_decay: factor of the learning rate, once for each of ``layers`` above a parameter.
+        layers: paths of the layers, from input to output.
+        bypass_duplicate: whether a shared parameter gets the options of its first name.
+        as_mmengine: classify parameters and match custom keys like mmengine.
     """
 
     custom_keys: dict[str, Any] = field(default_factory=dict)
@@ -181,14 +227,22 @@ class SchedulerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelSection:
-    """Which layers are split over the tensor axis: module paths or patterns, and how."""
+    """Which layers are split over the tensor axis.
+
+    Attributes:
+        plan: module paths or patterns, and how each is split.
+    """
 
     plan: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeSection:
-    """When parameters are frozen: up to the update ``until_step``, or null for the whole run."""
+    """When parameters are frozen.
+
+    Attributes:
+        until_step: the last update in which they are frozen; null for the whole run.
+    """
 
     until_step: int | None = field(default=None, metadata={"minimum": 1})
 
@@ -216,7 +270,21 @@ class RunSections:
     """A checked run config.
 
     Attributes:
+        model: the model, such as a ``SupervisedModel`` with a network and a loss.
+        name: the name of the run; default: the name of the file.
+        imports: modules or ``.py`` files that register classes.
         import_from: folders that are searched last for modules that the config names.
+        seed: of the weights, the order of the data, and all random numbers.
+        deterministic: whether only deterministic algorithms are used.
+        device: "auto" selects CUDA devices if there are any.
+        run_dir: the folder of the results; default: ``runs/${name}``.
+        tensor_parallel: layers that are split over ranks.
+        wrapper: default: ``ddp`` on several processes, otherwise ``single``.
+        optim_wrapper: accumulation, precision and clipping; default: ``OptimWrapper``.
+        data: the loaders of the three loops.
+        train: the training loop; None for evaluation only.
+        launch: the number of processes, and how they connect.
+        resume: true continues the latest checkpoint; or "best", or the path of a checkpoint.
         hooks: the settings of each hook by its name; they include the default hooks, but not
             disabled ones.
         optimizer: one optimizer with a ``type``, or several by name; then ``optim_wrapper`` may be

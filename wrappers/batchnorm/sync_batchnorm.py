@@ -407,7 +407,11 @@ class SynchronizedBatchNorm2d(SynchronizedBatchNorm):
     docs/data_parallel.md lists the limits: compiling, CUDA graphs, double backward, checkpointing.
 
     Args:
-        num_features, eps, momentum, affine, track_running_stats: as in torch's class.
+        num_features: as in torch's class.
+        eps: as in torch's class.
+        momentum: as in torch's class.
+        affine: as in torch's class.
+        track_running_stats: as in torch's class.
         process_group: the ranks to synchronise over; default: all ranks.
         eps_mode: in synchronised training, divide by sqrt(var + eps) ("plus", as torch does) or by
             sqrt(max(var, eps)) ("clamp"); default: the mode of ``set_sbn_eps_mode``, or "plus".

@@ -47,7 +47,9 @@ class AmpOptimWrapper(OptimWrapper):
     optimizer=optimizer)``.
 
     Args:
-        optimizer, accumulative_counts, loss_weight: as in ``OptimWrapper``.
+        optimizer: as in ``OptimWrapper``.
+        accumulative_counts: as in ``OptimWrapper``.
+        loss_weight: as in ``OptimWrapper``.
         clip_grad: as in ``OptimWrapper``; the gradients are unscaled first.
         loss_scale: "dynamic", a number (a fixed scale), or arguments of
             ``torch.amp.GradScaler``.

@@ -190,7 +190,8 @@ def param_groups(
 
     Args:
         model: a model, wrapped or not, or some of its parameters, from ``named_parameters``.
-        lr, weight_decay: base values for the factors; default: the defaults of ``optimizer``.
+        lr: base value for the factors; default: the default of ``optimizer``.
+        weight_decay: the same for weight decay.
         paramwise: a mapping with the factors above and these keys. ``custom_keys``: for each key a
             mapping with ``lr_mult`` and ``decay_mult``, or absolute values of ``lr``,
             ``weight_decay`` and other arguments of ``optimizer``. ``layer_decay`` and ``layers``.

@@ -84,7 +84,10 @@ class PostLocalSGD(PostLocalSGDOptimizer):
     Args:
         period: average the weights after every ``period`` updates.
         warmup_steps: number of updates before the first average.
-        params, optimizer_class, process_group, defaults: as for ``ZeroRedundancyOptimizer``.
+        params: as for ``ZeroRedundancyOptimizer``.
+        optimizer_class: as for ``ZeroRedundancyOptimizer``.
+        process_group: as for ``ZeroRedundancyOptimizer``.
+        defaults: as for ``ZeroRedundancyOptimizer``.
 
     Raises:
         TypeError, ValueError: as for ``ZeroRedundancyOptimizer``; also if ``period`` is below 2 or

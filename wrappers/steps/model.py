@@ -86,8 +86,10 @@ class SupervisedModel(BaseModel):
         net: called with the input.
         loss: called as ``loss(output, target)``; returns a tensor, whose mean is the loss, or a
             dict of losses.
-        input_key, target_key: index or name of the input and of the target in the batch.
-        data_preprocessor, init_cfg: as in ``BaseModel``.
+        input_key: index or name of the input in the batch.
+        target_key: index or name of the target in the batch.
+        data_preprocessor: as in ``BaseModel``.
+        init_cfg: as in ``BaseModel``.
 
     Raises:
         TypeError: ``loss`` is not callable.

@@ -1,0 +1,3 @@
+"""Fixtures for tests of pages."""
+
+from browser import browser  # noqa: F401
