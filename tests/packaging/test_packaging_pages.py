@@ -39,7 +39,7 @@ README = page("README.md")
 
 
 def train_by_both_loops() -> dict[str, tuple[Tensor, Tensor]]:
-    by_hand, ours, _ = blocks(README, "python")
+    by_hand, ours, *_ = blocks(README, "python")
     data = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(12)]
     weights = []
     for code in (by_hand, ours):
@@ -62,27 +62,39 @@ def test_the_loops_of_the_readme_compute_the_same_weights() -> None:
             assert torch.allclose(by_hand, ours, rtol=0, atol=1e-6)
 
 
+def write_quick_start(folder: Path) -> None:
+    (module,) = [code for code in blocks(README, "python") if code.startswith("# circle.py")]
+    (config,) = blocks(README, "yaml")
+    (folder / "circle.py").write_text(module)
+    (folder / "circle.yaml").write_text(config)
+
+
 @pytest.mark.slow
 def test_the_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
-    *_, module = blocks(README, "python")
-    (config,) = blocks(README, "yaml")
-    (tmp_path / "circle.py").write_text(module)
-    (tmp_path / "circle.yaml").write_text(config)
+    write_quick_start(tmp_path)
     commands = found(r"^stepwrap (.*)$", section(README, "Quick start"))
     outputs = [run("-m", "stepwrap.runner", *one.split(), cwd=tmp_path) for one in commands]
-    assert len(outputs) == 3
-    for text in outputs:
+    *trained, exported = outputs
+    assert len(trained) == 4
+    for text in trained:
         assert float(found(r"accuracy ([\d.]+)", text)[-1]) > 0.95
     assert (tmp_path / "runs" / "circle" / "config.yaml").exists()
+    assert "largest difference from the model: 0" in exported
+    (use,) = [code for code in blocks(README, "python") if code.startswith("# use.py")]
+    assert run("-c", use, cwd=tmp_path).strip() == "tensor([1, 0])"
 
 
 @pytest.mark.slow
 def test_the_run_from_python_is_that_of_the_readme(tmp_path: Path) -> None:
-    (tmp_path / "circle.py").write_text(blocks(README, "python")[-1])
+    write_quick_start(tmp_path)
     (code,) = blocks(section(page("extending"), "A run from Python"), "python")
     out = run("-c", code, cwd=tmp_path)
     assert float(re.search(r"'accuracy': ([\d.]+)", out)[1]) > 0.95
-    assert {file.name for file in tmp_path.iterdir()} <= {"circle.py", "__pycache__"}
+    assert {file.name for file in tmp_path.iterdir()} <= {
+        "circle.py",
+        "circle.yaml",
+        "__pycache__",
+    }
 
 
 @pytest.mark.slow
@@ -244,7 +256,7 @@ def test_the_page_on_hooks_lists_every_argument_and_default() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
-    (tmp_path / "circle.py").write_text(blocks(README, "python")[-1])
+    write_quick_start(tmp_path)
     (example,) = blocks(section(page("hooks"), "swa: SWAHook"), "yaml")
     (tmp_path / "circle.yaml").write_text(blocks(README, "yaml")[0])
     (tmp_path / "swa.yaml").write_text(f"_base_: circle.yaml\n{example}")
@@ -258,8 +270,7 @@ def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_page_on_sweeps(tmp_path: Path) -> None:
     text = page("sweeps")
-    (tmp_path / "circle.py").write_text(blocks(README, "python")[-1])
-    (tmp_path / "circle.yaml").write_text(blocks(README, "yaml")[0])
+    write_quick_start(tmp_path)
     (tmp_path / "space.yaml").write_text(blocks(text, "yaml")[0])
     command, shown = blocks(text, "")
     (words,) = found(r"^stepwrap (.*)$", command)
