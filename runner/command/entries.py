@@ -35,6 +35,7 @@ from .command import (
 
 _RUNS = f"{__package__}.run_commands"
 _PRINTS = f"{__package__}.print_commands"
+_CHECKS = f"{__package__}.check_commands"
 _PREDICTING = (NPROC, OVERSUBSCRIBE, RUN_DIR, DEVICE)
 _RUNNING = (*_PREDICTING, DRY_RUN)
 
@@ -246,7 +247,7 @@ batch_size_find = Command(
 )
 summary = Command(
     "summary",
-    f"{__package__}.summary_command:run_summary",
+    f"{_CHECKS}:run_summary",
     "print the model's layers, shapes, parameters and FLOPs",
     (
         click.Option(
@@ -261,7 +262,7 @@ summary = Command(
 )
 check = Command(
     "check",
-    f"{_RUNS}:run_check",
+    f"{_CHECKS}:run_check",
     "report every mistake in a config and build its parts on the CPU",
     usage=RUN,
     section="",
@@ -346,7 +347,7 @@ sweep = Command(
 )
 convert = Command(
     "convert",
-    f"{_PRINTS}:run_convert",
+    f"{__package__}.convert_command:run_convert",
     "convert an mmengine config (executes it) and print the result",
     (
         click.Option(

@@ -1,14 +1,12 @@
-"""The commands that do not build a run: show, list, schema, plot, convert, version."""
+"""The commands that do not build a run: show, list, schema, plot, version."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +21,8 @@ from ...registry import (
     list_registrations,
     load_config,
 )
-from ..convert.convert import convert_config
 from .command import Options
 
-# The exit code of `convert` if some settings could not be converted.
-INCOMPLETE = 3
 # The curve of `steps_per_s` would look like the curve of `samples_per_s`; `slowest_rank` is a name.
 _NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s", "slowest_rank"}
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
@@ -188,19 +183,6 @@ def _draw(panel: Any, name: str, lines: dict[str, list[tuple[float, float]]]) ->
     panel.grid(alpha=0.3)
     if 1 < len(lines) <= _MAX_LABELS:
         panel.legend()
-
-
-def run_convert(options: Options) -> int:
-    """Convert an mmengine config; print YAML to stdout and unconverted settings to stderr."""
-    # The output of the config and the warnings of mmengine must not mix with the YAML.
-    with redirect_stdout(sys.stderr):
-        conversion = convert_config(
-            options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order
-        )
-    print(conversion.text(), end="")
-    for miss in conversion.misses:
-        print(miss, file=sys.stderr)
-    return INCOMPLETE if conversion.misses else 0
 
 
 def run_version(options: Options) -> int:

@@ -1,4 +1,4 @@
-"""The commands train, validate, test, check and env, and their output."""
+"""The commands train, validate, test, predict and env, and their output."""
 
 from __future__ import annotations
 
@@ -18,19 +18,15 @@ import torch.distributed as dist
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
 from ...registry import Config, ConfigError, Problem, RunSections
-from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
-from ...wrappers.steps.step_checks import has_custom_step
-from ..failure import Terminated, TrainingFailed, as_mistakes_in
+from ..failure import Terminated, TrainingFailed
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
 from ..launcher import started_outside
-from ..parts import rehearse
 from ..run_folder import checkpoint_times, resolve_checkpoint, saved_checkpoints
 from ..sections import read_sections
 from .command import Options, mistake
 from .print_commands import draw_curves, plots_available, read_curves
 from .restarts import run_with_restarts
-from .summary_command import size_lines, summary_of
 
 
 def run_train(options: Options) -> int:
@@ -115,53 +111,6 @@ def run_predict(options: Options) -> int:
     finally:
         # Ranks that were killed could not remove their unfinished files.
         remove_leftovers(Path(options.out))
-
-
-def run_check(options: Options) -> int:
-    """Report every mistake in a config, then build its parts on the CPU."""
-    run = read_sections(options.examined)
-    with as_mistakes_in(options.examined.config):
-        parts = rehearse(run)
-    model = parts["model"].module
-    count = sum(parameter.numel() for parameter in model.parameters())
-    # fully_shard replaces the class of the model by a subclass.
-    kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
-    loops = ["train"] if parts.get("train_loop") is not None else []
-    for name in ("val", "test"):
-        sets = ", ".join(run.data.sets_of(name))
-        if parts.get(f"{name}_loop") is not None:
-            loops.append(f"{name} ({sets})" if sets else name)
-    trains = parts.get("train_loop") is not None and not has_custom_step(parts["model"])
-    sizes = list(_size(options, trains))
-    print(f"{options.words[0]}: no mistakes; every part can be built")
-    print(f"model: {kind.__name__}, {count:,} parameters")
-    print(f"wrapper: {type(parts['model']).__name__}")
-    for line in sizes:
-        print(line)
-    print(f"loops: {', '.join(loops) or 'none'}")
-    print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
-    return 0
-
-
-def _size(options: Options, trains: bool) -> Iterator[str]:
-    """Yield lines about the model's size, or a line with the error that prevented measuring it.
-
-    Raises:
-        ConfigError: ``trains``, and the training data cannot be read, or does not fit the model.
-    """
-    try:
-        summary = summary_of(options, trains=trains)
-    except ConfigError as error:
-        if trains:
-            raise
-        yield f"forward: not measured: {error}"
-        return
-    if trains and isinstance(summary.error, (BatchMismatchError, MissingLossError)):
-        origin = options.examined.config.origin("data.train")
-        raise ConfigError([Problem("data.train", str(summary.error), origin)])
-    yield from size_lines(summary)
-    if summary.error is not None:
-        yield f"forward: not measured: {type(summary.error).__name__}: {summary.error}"
 
 
 def _run(job: Job) -> int:

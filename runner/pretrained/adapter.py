@@ -48,14 +48,14 @@ class Adapter:
             )
         self.model = model
         self.config = config
-        self._base = base
+        self._base_path = base
         self._shows_base = False
         # peft knows the layers of transformers' models, if it gets the model itself.
         is_net = isinstance(model, SupervisedModel)
         self._root: nn.Module = model.net if is_net else model  # type: ignore[assignment]
         self._prefix = "net." if is_net else ""
         _find_modules(config, self._root, self._prefix)
-        before = _tensors(model)
+        before = _saved_tensors(model)
         self._trained = [one for one in model.parameters() if one.requires_grad]
         with _stand_ins(model):
             self._tuner = kind(self._root, config, adapter_name=_NAME)
@@ -114,7 +114,7 @@ class Adapter:
 
         raw = {
             name.removeprefix(self._prefix): one.detach().contiguous()
-            for name, one in _tensors(self.model).items()
+            for name, one in self._plain_tensors().items()
             if name.startswith(self._prefix) and name in self._saved
         }
         weights = get_peft_model_state_dict(
@@ -129,7 +129,15 @@ class Adapter:
         self.config.save_pretrained(str(folder))
 
     def _plain_tensors(self) -> dict[str, Tensor]:
-        return {plain_name(name): one for name, one in _tensors(self.model).items()}
+        return {plain_name(name): one for name, one in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and persistent buffers of the model under all of their names."""
+        named = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+        ]
+        return {name: one for name, one in named if plain_name(name) in self._own}
 
     def _frozen(self) -> dict[str, Tensor]:
         """Return the weights of the base that checkpoints leave out, by the user's names."""
@@ -155,7 +163,7 @@ class Adapter:
             self._check(saved)
         wanted = self._of_base if self._shows_base else self._saved
         given = {own: state.pop(prefix + own, None) for own in set(self._own.values())}
-        for raw, tensor in _tensors(module).items():
+        for raw, tensor in self._tensors().items():
             value = given[self._own[plain_name(raw)]]
             if value is not None and plain_name(raw) in wanted:
                 state[prefix + raw] = value
@@ -167,7 +175,7 @@ class Adapter:
         """Return the settings of peft, and the path and fingerprint of the base weights."""
         settings = json.loads(json.dumps(self.config.to_dict(), default=_plain, sort_keys=True))
         kept = {k: v for k, v in settings.items() if v not in (None, {}, [])}
-        return {**kept, "base": {"load_from": self._base, "sha256": self._sha256}}
+        return {**kept, "base": {"load_from": self._base_path, "sha256": self._sha256}}
 
     def _check(self, saved: dict[str, Any]) -> None:
         own = self.describe()
@@ -215,18 +223,10 @@ def add_adapter(model: nn.Module, config: Any, *, base: str = "") -> Adapter:
     return Adapter(model, config, base)
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a state dict under all of their names."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    skipped = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    return {name: tensor for name, tensor in named if name not in skipped}
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a state dict without copying them."""
+    state = model.state_dict(keep_vars=True)
+    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
 
 
 def _own_names(
@@ -242,7 +242,7 @@ def _own_names(
     own: dict[str, str] = {}
     of_base: set[str] = set()
     saved: set[str] = set()
-    for name, tensor in _tensors(model).items():
+    for name, tensor in _saved_tensors(model).items():
         if id(tensor) in names:
             # Shared tensors have several names, in the same order as before.
             own[name] = names[id(tensor)].pop(0)

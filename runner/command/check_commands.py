@@ -1,4 +1,4 @@
-"""The command ``summary``, and the lines about the model that ``check`` prints."""
+"""The commands ``check`` and ``summary``, which examine a config without training."""
 
 from __future__ import annotations
 
@@ -7,17 +7,66 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ...registry import RunSections
+from ...registry import ConfigError, Problem, RunSections
 from ...wrappers.prepare import freeze_parameters
+from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
+from ...wrappers.steps.step_checks import has_custom_step
 from ..failure import as_mistakes_in, building
 from ..finders.summary import Summary, summarize, with_unit
-from ..parts import example_batch
+from ..parts import example_batch, rehearse
 from ..pretrained.build import build_user_model
 from ..pretrained.load import add_configured
 from ..sections import read_sections
 from .command import Options
 
 _MAX_WIDTH = 100
+
+
+def run_check(options: Options) -> int:
+    """Report every mistake in a config, then build its parts on the CPU."""
+    run = read_sections(options.examined)
+    with as_mistakes_in(options.examined.config):
+        parts = rehearse(run)
+    model = parts["model"].module
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # fully_shard replaces the class of the model by a subclass.
+    kind = next(one for one in type(model).__mro__ if "torch.distributed" not in one.__module__)
+    loops = ["train"] if parts.get("train_loop") is not None else []
+    for name in ("val", "test"):
+        sets = ", ".join(run.data.sets_of(name))
+        if parts.get(f"{name}_loop") is not None:
+            loops.append(f"{name} ({sets})" if sets else name)
+    trains = parts.get("train_loop") is not None and not has_custom_step(parts["model"])
+    sizes = list(_size(options, trains))
+    print(f"{options.words[0]}: no mistakes; every part can be built")
+    print(f"model: {kind.__name__}, {count:,} parameters")
+    print(f"wrapper: {type(parts['model']).__name__}")
+    for line in sizes:
+        print(line)
+    print(f"loops: {', '.join(loops) or 'none'}")
+    print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
+    return 0
+
+
+def _size(options: Options, trains: bool) -> Iterator[str]:
+    """Yield lines about the model's size, or a line with the error that prevented measuring it.
+
+    Raises:
+        ConfigError: ``trains``, and the training data cannot be read, or does not fit the model.
+    """
+    try:
+        summary = summary_of(options, trains=trains)
+    except ConfigError as error:
+        if trains:
+            raise
+        yield f"forward: not measured: {error}"
+        return
+    if trains and isinstance(summary.error, (BatchMismatchError, MissingLossError)):
+        origin = options.examined.config.origin("data.train")
+        raise ConfigError([Problem("data.train", str(summary.error), origin)])
+    yield from size_lines(summary)
+    if summary.error is not None:
+        yield f"forward: not measured: {type(summary.error).__name__}: {summary.error}"
 
 
 def run_summary(options: Options) -> int:
