@@ -53,7 +53,7 @@ SECTIONS = {
 _INLINE = ("scheduler", "metric")
 # Other mappings have keys of the user's choice.
 _COMPONENTS = {"model", "wrapper", "optimizer", "optim_wrapper", "train_step", "dataset"}
-_COMPONENTS |= {"train", "val", "test", "transform"}
+_COMPONENTS |= {"train", "val", "test", "transform", "adapter"}
 _TYPES = {
     bool: "true or false",
     int: "integer",
@@ -71,6 +71,7 @@ _REGISTRIES = {
     "OPTIMIZERS": "`optimizer`",
     "OPTIM_WRAPPERS": "`optim_wrapper`",
     "PARAM_SCHEDULERS": "`schedulers`",
+    "ADAPTERS": "`adapter`",
     "DATASETS": "`dataset` in `data.train`, `data.val` and `data.test`",
     "DATALOADERS": "`data.train`, `data.val` and `data.test`, for a custom loader",
     "METRICS": "`metrics.NAME`",
