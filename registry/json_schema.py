@@ -132,20 +132,20 @@ def _value(hint: Any, metadata: Mapping[str, Any]) -> Schema:
 def _component(entries: list[Registration]) -> Schema:
     """Return the schema of a dict with a ``type``: the names, and the arguments of our classes."""
     names = sorted({name for entry in entries for name in (entry.name, *entry.aliases)})
-    return {
-        "properties": {"type": {"anyOf": [{"enum": names}, {"type": "string"}]}},
-        "allOf": [
-            {
-                "if": {
-                    "properties": {"type": {"enum": [entry.name, *entry.aliases]}},
-                    "required": ["type"],
-                },
-                "then": {"description": entry.summary, "properties": _arguments(entry)},
-            }
-            for entry in entries
-            if entry.arguments
-        ],
-    }
+    found: Schema = {"properties": {"type": {"anyOf": [{"enum": names}, {"type": "string"}]}}}
+    by_type = [
+        {
+            "if": {
+                "properties": {"type": {"enum": [entry.name, *entry.aliases]}},
+                "required": ["type"],
+            },
+            "then": {"description": entry.summary, "properties": _arguments(entry)},
+        }
+        for entry in entries
+        if entry.arguments
+    ]
+    # A schema must not have an empty allOf.
+    return {**found, "allOf": by_type} if by_type else found
 
 
 def _arguments(entry: Registration) -> Schema:

@@ -65,7 +65,6 @@ _TYPES = {
 }
 _REGISTRIES = {
     "MODELS": "`model`, and any network or loss in it",
-    "ADAPTERS": "`adapter`",
     "MODEL_WRAPPERS": "`wrapper`",
     "COMM_HOOKS": "`wrapper.comm_hook` of `ddp`",
     "OPTIMIZERS": "`optimizer`",

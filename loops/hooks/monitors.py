@@ -200,10 +200,10 @@ class ThroughputHook(Hook):
         counts = self._optim.batch_counts
         if self._path is None or not counts or state.step + 1 in (state.skip_steps or ()):
             return
-        batch = fields_of(batch)
         try:
             self._samples += len(reduce(getitem, self._path, batch))
         except (IndexError, KeyError, TypeError):
+            batch = fields_of(batch)
             self._path = path_to_samples(batch)
             if self._path is not None:
                 self._samples += len(reduce(getitem, self._path, batch))

@@ -88,9 +88,10 @@ class ProfileHook(Hook):
         self._mark_s = perf_counter()
 
     def on_train_end(self, state: LoopState) -> None:
-        if self._profiler is not None:
+        if self._profiler is not None and state.step > self._after:
             self._finish(state)
         elif not self._is_done:
+            self._stop()
             logger.warning(
                 "nothing was profiled: training ended at step %d, and profiling starts after step "
                 "%d; decrease hooks.profile.skip",
@@ -99,6 +100,9 @@ class ProfileHook(Hook):
             )
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

@@ -165,7 +165,7 @@ def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: C
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "stepwrap export: --to (safetensors, pt2, onnx) or --out is required"),
+        ([], "stepwrap export: --to (safetensors, pt2, onnx, peft) or --out is required"),
         (["--out", "m.bin"], "file that ends in .safetensors, .pt2, .onnx, got 'm.bin'"),
         (["--out", "m.pt2", "--to", "onnx"], "--to onnx and the suffix of m.pt2 differ"),
         (["--out", "old.pt2"], "an export needs a new file, and old.pt2 exists"),

@@ -98,7 +98,8 @@ def test_a_runner_has_the_hooks_of_a_config_unless_it_is_given_others(
     state = make_runner(run_dir=tmp_path / "run").train()
     assert "epoch 2/2" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        *("checkpoints", "metrics.csv", "metrics.jsonl")
+        *("checkpoints", "metrics.csv", "metrics.jsonl"),
+        *("environment.json", "events.jsonl", "phases.json"),
     }
     assert {*state.stateful} >= {"hooks.checkpoint"}
     for hooks in ((), {}):
