@@ -77,8 +77,8 @@ class OptimFeatures:
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
-            ``shape`` and ``[slices]``, so that only this rank's part is read.
+        reads_parts: whether ``load_state_dict`` also accepts objects with ``shape`` and
+            ``[slices]`` instead of whole tensors, so that only this rank's part is read.
         precision_context: function that returns the context in which a forward runs, such as
             autocast; None if no context is needed.
     """

@@ -53,7 +53,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
     Raises:
         TypeError: the model has its own ``train_step``, a part of it is compiled, or an option is
             unknown.
-        ValueError: a device does not exist, or an option has an unknown name as its value.
+        ValueError: a device does not exist, or a name given as an option is unknown.
         RuntimeError: there are several ranks, whose gradients this wrapper would not average.
     """
 

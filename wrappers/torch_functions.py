@@ -31,7 +31,7 @@ def check_options(owner: str, given: Iterable[str], allowed: Sequence[str]) -> N
 
 
 def refuse_double_backward(output: Any, why: str) -> None:
-    """Raise in a later backward with ``create_graph=True`` that reaches tensors in ``output``.
+    """Make a later backward with ``create_graph=True`` raise if it reaches tensors in ``output``.
 
     Args:
         output: tensors in lists, tuples and dicts.

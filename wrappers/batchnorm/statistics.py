@@ -3,8 +3,8 @@
 Statistics are counts, means and sums of squared deviations, which can be merged without
 cancellation (Chan, Golub, LeVeque 1979). Vectors with one number per channel are always fp64.
 Tensors of the size of the input are computed in the precision of the layer, or of the input if that
-is higher, and are rounded only at the end. Normalising first subtracts the mean, rounded to this
-precision, from every value. This subtraction is nearly exact even if the mean is large. The
+is higher, and are rounded only at the end. To normalise, the mean is rounded to this precision and
+subtracted from every value first. This subtraction is nearly exact even if the mean is large. The
 rounding error of the mean is corrected by an fp64 vector. If all means are near zero, torch's CPU
 kernels do all of this in one pass.
 """

@@ -158,7 +158,7 @@ class StepVariant:
         return optim_wrapper.accumulative_counts == 1 and not self._plan.held
 
     def expect_change(self) -> None:
-        """Verify the next step, unless one was verified recently: the model may have changed."""
+        """Verify the next step, in case the model has changed, unless one was verified recently."""
         self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:

@@ -42,9 +42,9 @@ _MOST_OPTIM_WRAPPERS = 2
 # The number of compiled steps that are timed.
 _TIMED = 20
 _SETTINGS_CHANGE = (
-    "attributes of the model, numbers or texts in batches, or settings of the optimizer other than "
-    "learning rates change from step to step, as momentum does under OneCycleLR without "
-    "cycle_momentum: false"
+    "something that must stay the same changes from step to step: an attribute of the model, a "
+    "number or text in the batches, or a setting of the optimizer other than learning rates, such "
+    "as momentum under OneCycleLR without cycle_momentum: false"
 )
 _AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper instead"
 

@@ -188,8 +188,9 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def _freed(self, *, keep: bool = False) -> Iterator[None]:
-        """Free the parameters that forwards in this context gather; ``keep`` leaves this to the
-        backward.
+        """Free the parameters that forwards in this context gather.
+
+        With ``keep``, the backward frees them instead.
         """
         try:
             yield
@@ -275,7 +276,7 @@ def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> F
     if given.get("process_group") is None:
         agree(check, ranks if isinstance(ranks, DeviceMesh) else None)
     else:
-        # Only the ranks of this group must construct the wrapper, so all ranks cannot be compared.
+        # Ranks outside of this group need not construct the wrapper, so ranks are not compared.
         check()
     return read[0]
 

@@ -79,7 +79,7 @@ def whole_of(parameter: Any) -> Tensor | None:
 
 
 def whole_flags(parameters: Collection[Any], shards: Iterable[bool]) -> list[bool]:
-    """Return ``requires_grad`` of each whole parameter; before the first gather, of its shard."""
+    """Return ``requires_grad`` of each whole parameter, or of its shard before the first gather."""
     try:
         # Called in every forward. After the first one, all parameters have been gathered.
         return [one._unsharded_param.requires_grad for one in parameters]

@@ -23,8 +23,8 @@ class LossWeight:
 
     The setting has one of these forms:
 
-    - "samples": the size of the first dimension of the first tensor, or the length of the first
-      list if that comes first.
+    - "samples": the size of the first tensor's first dimension, or the length of the first list,
+      whichever comes first in the batch.
     - "tokens": the number of targets that are not -100, torch's ``ignore_index``. The targets are
       the entry "labels", "targets" or "target" of a mapping, or the second entry of a sequence.
     - ``{"key": name_or_index}``: the sum of this entry of the batch, such as a mask.

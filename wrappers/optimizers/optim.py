@@ -251,8 +251,8 @@ class OptimWrapper(Accumulation):
         last_weight: weight of the last micro-batch of this rank.
         clip: the object that clips the gradients; None without clipping.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
-            ``shape`` and ``[slices]``, so that only this rank's part is read.
+        reads_parts: whether ``load_state_dict`` also accepts objects with ``shape`` and
+            ``[slices]`` instead of whole tensors, so that only this rank's part is read.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None without clipping.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None before the first clipping by norm.
@@ -420,9 +420,9 @@ class OptimWrapper(Accumulation):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups; if there are several, the last one added has the base settings.
+        """The optimizer's groups and, if there are several, one more group with the base settings.
 
-        The group with the base settings contains no parameter of the model.
+        This last group contains no parameter of the model.
         """
         groups = self.optimizer.param_groups
         return groups if self.base_param_settings is None else [*groups, self.base_param_settings]

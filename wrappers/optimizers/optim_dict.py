@@ -35,8 +35,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` accepts, instead of a whole tensor, an object with
-            ``shape`` and ``[slices]``, so that only this rank's part is read.
+        reads_parts: whether ``load_state_dict`` also accepts objects with ``shape`` and
+            ``[slices]`` instead of whole tensors, so that only this rank's part is read.
 
     Raises:
         AssertionError: a value is not an optimizer wrapper.
@@ -164,8 +164,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def followers(self) -> list[OptimWrapper]:
         """Return the members whose counts the training loop sets.
 
-        Members that you initialised yourself are not included: ``max_counts`` of a follower is
-        below 0, or was in an earlier call.
+        A member is a follower if its ``max_counts`` is negative now, or was negative in an earlier
+        call. So members that you initialised yourself are not included.
         """
         self._followers.update(
             n for n, wrapper in self.items() if optim_features(wrapper).max_counts < 0

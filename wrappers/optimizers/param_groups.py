@@ -33,9 +33,9 @@ _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# The weight decay of a parameter is multiplied by the option of its kind's first word: for "norm
-# bias" this is norm_decay_mult. With as_mmengine, these two kinds have two options, of which the
-# first one that is set is used. This follows mmengine's code; its docstring says that
+# The factor of a parameter's weight decay is named after the first word of the parameter's kind:
+# norm_decay_mult for "norm bias". With as_mmengine, the two kinds below have two possible factors
+# each, and the first one that is set is used. This follows mmengine's code; its docstring says that
 # bias_decay_mult does not apply to them.
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 

@@ -188,7 +188,7 @@ class WeightedWindow(CountWindow):
             if isinstance(factor, Tensor):
                 torch._foreach_mul_(parts, factor.to(device, dtype))
             elif factor == 0:
-                # Multiplying by 0 would keep NaN, which the gradient of a mean over nothing is.
+                # Not multiplied by 0: a mean over nothing has NaN gradients, and NaN * 0 is NaN.
                 torch._foreach_zero_(parts)
             else:
                 torch._foreach_mul_(parts, factor)

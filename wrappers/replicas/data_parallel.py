@@ -196,9 +196,9 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
 def patch_replication_callback(data_parallel: DataParallel[Any]) -> None:
     """Make an existing ``DataParallel`` run the replication callbacks, in place.
 
-    Its class becomes ``ReplicationCallbackDataParallel``, or a subclass of both this class and its
-    previous class, whose overridden methods are used. Repeated calls change nothing. ``deepcopy``
-    and pickle keep the new class.
+    Its class becomes ``ReplicationCallbackDataParallel``. For an instance of a subclass, the new
+    class also inherits from this subclass, so that overridden methods are still used. Repeated
+    calls change nothing. ``deepcopy`` and pickle keep the new class.
 
     Raises:
         AssertionError: ``data_parallel`` is not a ``DataParallel``.

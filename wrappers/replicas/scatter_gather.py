@@ -84,7 +84,7 @@ def scatter_samples(
     """Split arguments that are sequences of samples, such as images of different sizes.
 
     A strategy for ``scatter=scatter_samples``. Lists, tuples and tensors are split along the
-    samples as ``torch.chunk`` does; each copy gets the same other objects.
+    samples as ``torch.chunk`` does; other objects are passed to every copy.
     """
     named = [*inputs, *kwargs.values()]
     size = max((len(one) for one in named if isinstance(one, (list, tuple, Tensor))), default=0)

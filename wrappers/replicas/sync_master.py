@@ -119,13 +119,15 @@ class SyncMaster:
         if self._has_run and self._session.pending:
             # Earlier implementations document an AssertionError.
             raise AssertionError("Queue is not clean before next initialization.")
-        # If the master has not run, there may be slaves of an earlier replication in eval mode.
-        # Then their copies no longer exist, or their identifiers are registered again now.
+        # In eval mode the master does not run, so slaves of an earlier replication may still be
+        # registered. A new replication has begun if all of them are gone, or if one of their
+        # identifiers is registered again.
         if self._has_run or not self._slaves or identifier in self._slaves:
             self._start_replication()
         meet = partial(self._session.rendezvous, _LAYER, len(self._order), combine=self._combine)
         pipe = self._slaves[identifier] = SlavePipe(identifier, meet)
-        # Slaves that wait already also wait for this one, because the master has not arrived yet.
+        # A round cannot end before the master arrives, so slaves that are waiting already will
+        # wait for this one too.
         self._order.append(identifier)
         self._session.num_copies += 1
         return pipe

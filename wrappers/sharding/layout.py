@@ -259,7 +259,10 @@ def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Do not reduce gradients of forwards in this context, if the model's own step runs in fsdp."""
+    """Do not reduce gradients of forwards in this context over the ranks.
+
+    This affects only fsdp roots inside ``model`` whose ``may_call_children`` is true.
+    """
     inside = {id(one) for one in model.modules()} if fsdp_roots else ()
     with ExitStack() as stack:
         for root in list(fsdp_roots):

@@ -139,7 +139,7 @@ def explaining(model: nn.Module, batch: Any) -> Iterator[None]:
 
 
 def explain_forward(model: nn.Module, error: BaseException, batch: Any) -> None:
-    """Raise an explanation if ``forward`` has no argument ``mode``, or others than the batch.
+    """Raise a clearer error if ``forward`` has no argument ``mode``, or does not accept the batch.
 
     Args:
         batch: the batch as ``forward`` got it, apart from its device; None if unknown.

@@ -17,7 +17,7 @@ from ...registry import MODELS
 def fields_of(batch: Any) -> Any:
     """Return the fields of a dataclass by name; return any other batch unchanged.
 
-    A dataclass that is also a mapping, such as an output of transformers, is such a mapping.
+    Dataclasses that are also mappings, such as the outputs of transformers, are returned unchanged.
     """
     if is_dataclass(batch) and not isinstance(batch, (type, Mapping)):
         return {one.name: getattr(batch, one.name) for one in fields(batch)}
@@ -94,7 +94,7 @@ def as_call(data: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     A mapping gives keyword arguments, and so do the fields of a dataclass.
 
     Raises:
-        TypeError: the batch is none of these, nor a list or tuple.
+        TypeError: the batch is not a list, tuple, mapping or dataclass.
     """
     if isinstance(data, (list, tuple)):
         return data, {}

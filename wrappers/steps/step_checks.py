@@ -68,7 +68,7 @@ class AveragingWatch:
 
 
 class ThawWatch:
-    """Raise if a parameter is trained now that was frozen when torch's DDP wrapped the model.
+    """Raise if a parameter that was frozen when torch's DDP wrapped the model is trained now.
 
     DDP does not average the gradients of such a parameter.
     """
