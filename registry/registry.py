@@ -46,9 +46,9 @@ class Registry:
     """A table of classes and functions that a config names by ``type``.
 
     Names are looked up in the table itself, then in its ``locations`` and ``namespaces``, then in
-    its ancestors. "scope.Name" is looked up only in this registry if it has that scope, otherwise
-    in the child with that scope, otherwise in the root or one of its children. A name that is not
-    registered is tried as an import path ("torch.optim.SGD").
+    its ancestors. For "scope.Name", the registry with that scope is searched: this registry (then
+    without its ancestors), otherwise its child, otherwise the root or a child of the root. A name
+    that is not registered is tried as an import path ("torch.optim.SGD").
 
     Args:
         name: the name of the registry in messages.

@@ -48,9 +48,9 @@ class Registration(NamedTuple):
 def list_registrations(registry_name: str | None = None) -> dict[str, list[Registration]]:
     """Return the names that each registry offers, sorted.
 
-    They are read from our source files and, for torch and torchmetrics, from a table. If it does
-    not cover the installed versions, both are imported. Registrations in the user's modules are
-    not included.
+    They are read from our source files and, for torch, torchmetrics and peft, from a table. If the
+    table does not cover the installed versions of torch and torchmetrics, these packages are
+    imported. Registrations in the user's modules are not included.
 
     Args:
         registry_name: only list this registry; case does not matter ("hooks").

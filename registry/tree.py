@@ -27,9 +27,11 @@ def build_tree(
 ) -> Any:
     """Build ``cfg`` like ``build_from_cfg``, after its nested dicts with a ``type``.
 
-    A nested type is looked up in the same registry, as an import path, then in MODELS and DATASETS
-    (for a model wrapper, first in COMM_HOOKS). If it is from the same registry, it gets the
-    arguments in ``default_args`` that it requires: schedulers in a SequentialLR get the optimizer.
+    A nested type is looked up in the same registry and as an import path. If it is found there, it
+    gets the arguments in ``default_args`` that it requires: schedulers in a SequentialLR, for
+    example, get the optimizer. Otherwise it is looked up in MODELS and DATASETS (for a model
+    wrapper, first in COMM_HOOKS).
+
     A list of numbers becomes a float32 tensor if the argument is annotated as Tensor, optional or
     not. ``{_ref_: torch.nn.ReLU}`` is the object itself, not called. A dict with ``_raw_: true`` is
     passed as a plain dict, and so are the dicts of arguments that the class lists in

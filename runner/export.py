@@ -147,7 +147,8 @@ def export_adapter(
 
     Args:
         adapter: the ``Adapter`` in a model on the CPU.
-        base: another model with the weights that it adapts; the written adapter is added to it.
+        base: a second model with the base weights and without an adapter; the written adapter is
+            loaded into it for the comparison.
         path: the new folder.
         batch: as for ``export_model``.
 

@@ -216,7 +216,10 @@ def _locating_inputs(config: Config) -> Iterator[None]:
 
 
 def _without_loaded(job: Job) -> RunSections:
-    """Return the settings, as they are needed if the run is resumed; every rank must call."""
+    """Return the settings, without ``load_from`` if a checkpoint replaces those weights.
+
+    Every rank must call this.
+    """
     resumes = bool(job.resume)
     if job.resume is True:
         # Without a checkpoint the run starts from the beginning.

@@ -217,7 +217,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
                 dataset,
-                # With uneven inputs no samples are repeated to give the ranks equally many.
+                # A loader for training repeats samples, so that all ranks have equally many; with
+                # uneven inputs this is not necessary.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=seed,
                 shard=shard,

@@ -331,9 +331,10 @@ def load_model(
     """Return the model of a run with its evaluated weights, without a wrapper and in eval mode.
 
     The model is built from ``config.yaml`` in the run folder, on a single device. Its weights are
-    those that were evaluated at the checkpoint, for instance the averages of an ``EMAHook``. An
-    adapter is merged into the weights that it adapts, which are loaded as for the training. Files
-    are read with ``weights_only=True``. Inside a process group every rank must call this.
+    those that were evaluated at the checkpoint, for instance the averages of an ``EMAHook``. If the
+    run has an adapter, its base weights are loaded as for the training, and the adapter is merged
+    into them. Files are read with ``weights_only=True``. Inside a process group every rank must
+    call this.
 
     Args:
         run_dir: the run's folder.

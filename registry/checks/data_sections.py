@@ -38,7 +38,7 @@ def _is_loader(key: Any, value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     if "type" in value:
-        # A data set, of which the key may be misspelt, or a custom loader.
+        # A dict with a type is a set with a custom loader, or `dataset` with a misspelt key.
         return key not in _SETTINGS and not nearest(str(key), _REQUIRED, 1)
     return any(name in value for name in _REQUIRED)
 

@@ -345,7 +345,8 @@ class RunSections:
     def without_loaded(self) -> "RunSections":
         """Return the settings for a model that is restored from a checkpoint.
 
-        Its weights are not loaded first, unless the checkpoint has an adapter only.
+        ``load_from`` is removed, because the checkpoint has all weights. A run with an adapter
+        keeps it: its checkpoints do not have the weights that the adapter adapts.
         """
         return self if self.adapter is not None else replace(self, load_from=None)
 

@@ -60,7 +60,8 @@ def check_section(
     if len(known) <= _MANY:
         all_of = f"; allowed are {', '.join(known)}"
     for key in unknown:
-        # Propose a setting that is already present only if the key is a beginning of its name.
+        # Propose settings that are not given yet. One that is given is proposed only if its name
+        # begins with the key.
         likely = [name for name in known if name in free or name.startswith(key)]
         hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, likely)
         hint = hint or did_you_mean(key, [*known, *also]) or all_of

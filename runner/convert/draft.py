@@ -211,10 +211,10 @@ class Row(NamedTuple):
     convert: Take | None = None
     # mmengine's default; without one the row is skipped if the setting is not given.
     default: Any = NOTHING
-    # Values that mean the same as our default, and are dropped. In a row with neither target nor
-    # convert, any other value is listed as a miss with the text ``refusal``; if that is "", the
-    # value stays in the section.
+    # Values that mean the same as our default: the setting is dropped.
     same: tuple[Any, ...] = ()
+    # In a row with neither target nor convert: the text of the miss for any other value. With ""
+    # the value stays in the section.
     refusal: str = ""
 
 

@@ -230,7 +230,7 @@ def _saving(section: Section, key: str) -> Any:
     by_epoch = section.pop("by_epoch", True)
     settings: dict[str, Any] = {"every_epochs": None, "every_secs": None}
     if interval > 0 and by_epoch:
-        # mmengine counts a loop by iterations as one epoch; our hook saves at its end anyway.
+        # mmengine's iteration-based loop has a single epoch, and our hook saves at its end anyway.
         settings["every_epochs"] = interval if draft.by_epoch else None
     elif interval > 0:
         settings["every_steps"] = draft.updates(interval, section.at(key))

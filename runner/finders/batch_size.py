@@ -19,7 +19,7 @@ from ..jobs import Job, on_ranks, prepared
 from ..parts import build_parts
 from ..runner import Runner
 
-# Parts of error messages that show that memory is exhausted. Linux then kills by SIGKILL.
+# Parts of error messages that show that memory is exhausted. Linux may end the process by SIGKILL.
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",

@@ -88,15 +88,13 @@ class RangeTestHook(Hook):
             found = ", ".join(record)
             raise KeyError(f"lr-find needs a train_step that logs 'loss', but it logs {found}")
         loss = record["loss"]
-        self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
-        self.rates.append(self._rate)
-        # Bias correction as in Adam: the moving average starts at 0.
-        self.losses.append(self._mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
-        best = min(self.losses)
-        if not math.isfinite(loss) or (best > 0 and self.losses[-1] > _DIVERGED * best):
-            if not math.isfinite(loss):
-                self.rates.pop()
-                self.losses.pop()
+        is_finite = math.isfinite(loss)
+        if is_finite:
+            self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
+            self.rates.append(self._rate)
+            # Bias correction as in Adam: the moving average starts at 0.
+            self.losses.append(self._mean / (1 - _SMOOTHING ** (len(self.losses) + 1)))
+        if not is_finite or 0 < _DIVERGED * min(self.losses) < self.losses[-1]:
             self.diverged = True
             state.request_stop("the loss diverged")
         self._set(self._rate * self._factor)
@@ -124,8 +122,13 @@ def run_range_test(job: Job, first: float, last: float, steps: int, optimizer: s
         loop = IterTrainLoop(
             parts["train_loop"].dataloader, max_steps=steps, log_every_steps=1, sanity_val=False
         )
-        kept: dict[str, Any] = {name: parts[name] for name in ("model", "optim_wrapper", "seed")}
-        Runner(train_loop=loop, hooks=[*parts["hooks"].values(), hook], **kept).train()
+        Runner(
+            parts["model"],
+            loop,
+            optim_wrapper=parts["optim_wrapper"],
+            hooks=[*parts["hooks"].values(), hook],
+            seed=parts["seed"],
+        ).train()
     return RangeTest(hook.rates, hook.losses, hook.diverged)
 
 

@@ -1,4 +1,4 @@
-"""LoRA and other adapters of peft inside a model, whose state dict then has only what trains."""
+"""Add an adapter of peft, such as LoRA, to a model; checkpoints then omit the frozen weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from ...wrappers import SupervisedModel
 _NAME = "default"
 # Settings of peft that list modules.
 _LISTS = ("modules_to_save", "target_modules", "feedforward_modules", "exclude_modules")
-# Settings that do not change what the weights compute; also those whose names end in "dropout".
-_IRRELEVANT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights"}
-_IRRELEVANT |= {"init_weights", "peft_version", "revision", "runtime_config", "task_type"}
+# A checkpoint may have other values of these settings, because they do not change what its weights
+# compute. The same is true of settings whose names end in "dropout".
+_IRRELEVANT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights"),
+    *("init_weights", "peft_version", "revision", "runtime_config", "task_type"),
+}
 
 
 class Adapter:
@@ -50,7 +53,7 @@ class Adapter:
         self.config = config
         self._base_path = base
         self._shows_base = False
-        # peft knows the layers of transformers' models, if it gets the model itself.
+        # Give peft the network itself: for models of transformers it knows which layers to adapt.
         is_net = isinstance(model, SupervisedModel)
         self._root: nn.Module = model.net if is_net else model  # type: ignore[assignment]
         self._prefix = "net." if is_net else ""
@@ -59,7 +62,8 @@ class Adapter:
         self._trained = [one for one in model.parameters() if one.requires_grad]
         with _stand_ins(model):
             self._tuner = kind(self._root, config, adapter_name=_NAME)
-        # Names in the model: all with the user's names, the user's weights, and the saved ones.
+        # `_own` maps each name in the model to the name without peft's additions. `_of_base` has
+        # the names of tensors that existed before, `_saved` the names that checkpoints contain.
         self._own, self._of_base, self._saved = _own_names(before, model)
         is_meta = any(one.is_meta for one in model.parameters())
         self._sha256 = "" if is_meta else _fingerprint(self._frozen())
@@ -77,8 +81,9 @@ class Adapter:
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
-        """Let the state dict have the weights without the adapter, to load them after wrapping.
+        """Let a wrapped model load the base weights: its state dict has them, and no adapter.
 
+        At the end they are copied to the modules that are trained as a whole (modules_to_save).
         Every rank must enter.
         """
         self._shows_base = True
@@ -120,9 +125,9 @@ class Adapter:
         weights = get_peft_model_state_dict(
             self._root, state_dict=raw, adapter_name=_NAME, save_embedding_layers=False
         )
-        # Buffers, such as running statistics, and biases that are trained.
-        new = {name for name in raw if self._own[self._prefix + name] != self._prefix + name}
-        weights |= {name: one for name, one in raw.items() if name not in new}
+        # Add the tensors whose names peft did not change: buffers and trained biases.
+        kept = [name for name in raw if self._own[self._prefix + name] == self._prefix + name]
+        weights |= {name: raw[name] for name in kept}
         names = {f"base_model.model.{name}": one.clone() for name, one in weights.items()}
         folder.mkdir(parents=True)
         save_file(names, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
@@ -164,11 +169,12 @@ class Adapter:
         wanted = self._of_base if self._shows_base else self._saved
         given = {own: state.pop(prefix + own, None) for own in set(self._own.values())}
         for raw, tensor in self._tensors().items():
-            value = given[self._own[plain_name(raw)]]
-            if value is not None and plain_name(raw) in wanted:
+            name = plain_name(raw)
+            value = given[self._own[name]]
+            if value is not None and name in wanted:
                 state[prefix + raw] = value
-            elif self._shows_base or plain_name(raw) not in wanted:
-                # A tensor that is copied into itself keeps its values.
+            elif self._shows_base or name not in wanted:
+                # This tensor keeps its value: without an entry torch would report it as missing.
                 state[prefix + raw] = tensor
 
     def describe(self) -> dict[str, Any]:
@@ -201,10 +207,14 @@ class Adapter:
 def add_adapter(model: nn.Module, config: Any, *, base: str = "") -> Adapter:
     """Add an adapter of peft to a model and freeze its other weights; every rank must call this.
 
-    Call it after the weights of the model are loaded, and before it is wrapped. From then on its
-    state dict, and so its checkpoints, hold the weights that are trained, under the names of
-    the model and of peft's files; the buffers; and as ``adapter_config`` the settings of the
-    adapter, with a fingerprint of the frozen weights. Loading it checks both.
+    Call it after the weights of the model are loaded, and before it is wrapped. The state dict of
+    the model, and therefore its checkpoints, then contain:
+
+    - the trained weights, with the adapter's weights under their names in peft's files;
+    - the buffers;
+    - ``adapter_config``: the settings of the adapter, and a fingerprint of the frozen weights.
+
+    Loading such a state dict into a model with other settings or other frozen weights is an error.
 
     Args:
         model: the model; the adapter of a ``SupervisedModel`` is added to its ``net``.
@@ -232,9 +242,10 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _own_names(
     before: dict[str, Tensor], model: nn.Module
 ) -> tuple[dict[str, str], set[str], set[str]]:
-    """Return names without what peft adds, by the names in the model.
+    """Map each name in the model to the name without peft's additions; also return two sets.
 
-    Also return which of these were in the model before, and which belong into a checkpoint.
+    The first set has the names of tensors that are in ``before``. The second has the names of
+    tensors that checkpoints contain.
     """
     names: dict[int, list[str]] = {}
     for name, tensor in before.items():
@@ -253,7 +264,7 @@ def _own_names(
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         if name not in of_base or not is_frozen:
             saved.add(name)
-    # Of a module that is trained as a whole, the copy is saved.
+    # If a module is trained as a whole, peft trains a copy of it: save only the copy.
     copied = {own[name] for name in saved - of_base}
     return own, of_base, {name for name in saved if name not in of_base or own[name] not in copied}
 
@@ -272,12 +283,12 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Replace parameters on the meta device, so that peft creates real weights next to them.
+    """Replace parameters on the meta device by NaN, so that peft creates real weights next to them.
 
-    The replacements take no memory. They are NaN, which shows if an initial value depends on them.
+    The replacements take almost no memory, and are removed at the end.
 
     Raises:
-        ValueError: it does.
+        ValueError: an initial value is NaN too, so it depends on the base weights.
     """
     owners = [
         (module, name, one)
@@ -301,25 +312,25 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
                     f"the initial value of {path}.{name} depends on the base weights, which "
                     "init_device: meta loads later; use init_device: auto"
                 )
-            # A copy of a module of the base, which gets its values when these are loaded.
+            # This is a copy of a base module (modules_to_save). `base_weights` gives it its values.
             module._parameters[name] = nn.Parameter(new.to("meta"), new.requires_grad)
 
 
 def _find_modules(config: Any, root: nn.Module, prefix: str) -> None:
     """Replace names and patterns in the lists of ``config`` by names in ``root``."""
-    paths = [path for path, _ in root.named_modules() if path]
     saved: list[str] = []
     for key in _LISTS:
         given = getattr(config, key, None)
         if isinstance(given, (list, set, tuple)):
-            names = _named_by(key, sorted(given), root, prefix, paths, saved)
+            names = _named_by(key, sorted(given), root, prefix, saved)
             saved = names if key == "modules_to_save" else saved
             setattr(config, key, names if key == "modules_to_save" else set(names))
 
 
-def _named_by(  # noqa: PLR0913
-    key: str, given: list[str], root: nn.Module, prefix: str, paths: list[str], saved: list[str]
+def _named_by(
+    key: str, given: list[str], root: nn.Module, prefix: str, saved: list[str]
 ) -> list[str]:
+    paths = [path for path, _ in root.named_modules() if path]
     names: list[str] = []
     for one in given:
         inside = one.removeprefix(prefix)

@@ -29,18 +29,17 @@ def build_user_model(settings: Mapping[str, Any], *, is_meta: bool = False) -> n
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Call ``init_weights`` of modules with an ``init_cfg``, which do not call it themselves."""
-    init_weights: Any = getattr(model, "init_weights", None)
-    if (
+    """Call ``init_weights`` of modules with an ``init_cfg``: their constructors do not."""
+    # Without `init_cfg`, our default only calls `init_weights` of the children. Skip it: children
+    # from other libraries may reset pretrained weights.
+    is_skipped = (
         isinstance(model, BaseModule)
         and model.init_cfg is None
         and type(model).init_weights is BaseModule.init_weights
-    ):
-        # Our default does nothing without `init_cfg`, except call the children's `init_weights`.
-        # Children from other libraries may reset pretrained weights in it, so it is not called.
-        init_weights = None
-    if hasattr(model, "init_cfg") and init_weights is not None:
-        # It initialises the children, too.
+    )
+    init_weights: Any = getattr(model, "init_weights", None)
+    if hasattr(model, "init_cfg") and init_weights is not None and not is_skipped:
+        # It also initialises the children.
         init_weights()
         return
     for child in model.children():

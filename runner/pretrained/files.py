@@ -81,7 +81,7 @@ def _near(path: Path) -> str:
                 f"{path.name}` and set the path to {path.name}"
             )
         return f", nor does the folder {folder} in {Path.cwd()}{hub}"
-    # The folder of the new run, for example, has no weights.
+    # Suggest only paths with weights. The folder of the new run, for example, has none.
     likely = [
         str(one)
         for one in folder.iterdir()

@@ -16,7 +16,7 @@ from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
 
 _SHOWN = 8
-# For the proposal of a map: how many beginnings of a name ("", "a.", "a.b.", ...) are tried.
+# To propose a map, at most this many beginnings of a name ("", "a.", "a.b.", ...) are tried.
 _LEADING = 4
 
 

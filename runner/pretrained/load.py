@@ -78,7 +78,8 @@ def load_pretrained(
     Args:
         model: the model, wrapped or not.
         settings: the section.
-        adapted: whether an adapter needs them even if a checkpoint is loaded afterwards.
+        adapted: whether the model has an adapter. An error then says why the weights are needed
+            even for a run that is resumed.
 
     Raises:
         BuildError: the weights cannot be read, or do not fit; the error names the key.
@@ -117,7 +118,7 @@ def add_configured(
         logger.info(
             "adapter: %s, %s of %s parameters are trained (%.3g%%)%s",
             *(kind, f"{trained:,}", f"{total:,}", 100 * trained / total),
-            "" if path else "; without load_from they adapt the initial weights of the model",
+            "" if path else "; without load_from it adapts the initial weights of the model",
         )
     return adapter
 
@@ -169,11 +170,9 @@ def build_base(sections: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _load_from(sections: Mapping[str, Any]) -> LoadFromSection | None:
-    given = sections.get("load_from")
-    if given is None or isinstance(given, Mapping):
-        return None if given is None else LoadFromSection(**given)
-    return LoadFromSection(path=given)
+def _load_from(sections: Mapping[str, Any]) -> LoadFromSection | str | None:
+    given: Any = sections.get("load_from")
+    return LoadFromSection(**given) if isinstance(given, Mapping) else given
 
 
 def _read(path: Path) -> Mapping[str, Any]:
