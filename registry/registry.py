@@ -75,7 +75,7 @@ class Registry:
 
     infer_scope = staticmethod(_calling_package)
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         name: str,
         build_func: Callable[..., Any] | None = None,
