@@ -245,9 +245,9 @@ class Difference:
 def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None:
     """Return the first difference of two ledgers, in the steps after ``after`` that both have.
 
-    Of several differences in a step, the one whose item comes first in the entries is returned, on
-    whichever rank it is. Only items that both ledgers have are compared. If only one of them is
-    full, these are the groups.
+    If several items of a step differ, the one that comes first in the entries is returned, even if
+    a lower rank has another one. Only items that both ledgers have are compared: if only one ledger
+    is full, groups are compared but not their members.
 
     Returns:
         The difference, or None if the ledgers agree.

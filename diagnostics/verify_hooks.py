@@ -84,8 +84,12 @@ class TraceHook(Hook):
     Before and after each line, also in data-loading workers, the hook compares the generators of
     Python, NumPy and torch, the attributes of ``self``, the global names of the module, and local
     generators. Iterators are recorded if a function uses them. Each change is written once, as a
-    line of JSON: "data" if it happened while a batch was read, otherwise "step"; whether it
-    happened in a worker; the change; and file:line.
+    JSON list of four entries:
+
+    - "data" if it happened while a batch was read, otherwise "step";
+    - whether it happened in a worker;
+    - a description of the change;
+    - file:line.
 
     Args:
         folder: The folder for the files, one of each process.

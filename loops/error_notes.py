@@ -28,7 +28,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
-    """Add the ranks that did not join a collective to the error of a collective in the block.
+    """Name the missing ranks in the error of a collective that fails in the block.
 
     Every rank must enter.
     """

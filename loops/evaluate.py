@@ -293,10 +293,10 @@ class _EvalLoop(Evaluation):
         return True
 
     def _last_polled_batch(self) -> float:
-        """Return the number of batches after which to poll: those that every rank has.
+        """Return how many batches, from the first one on, are each followed by a poll.
 
-        This is the smallest number of batches on any rank, 0 if a number is unknown, and infinity
-        for a single process. Later, ranks that have finished could not take part in a poll.
+        This is the smallest number of batches on any rank, because a rank that has finished cannot
+        take part in a poll. It is 0 if a number is unknown, and infinity for a single process.
         """
         if self._polled_batches is None:
             lengths = all_gather_object(length_of(self.dataloader))

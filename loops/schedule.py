@@ -106,7 +106,10 @@ class Budget(ABC):
         """
 
     def val_due(self, state: LoopState) -> bool:
-        """Return whether a validation is due; False after a stop: a resumed run validates then."""
+        """Return whether a validation is due.
+
+        Returns False after a stop: the resumed run validates instead.
+        """
         done = self.done(state)
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
         is_due = done >= self.begin and (done % interval == 0 or done == self.last)

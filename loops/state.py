@@ -333,8 +333,8 @@ class LoopState:
         clock_s: Seconds of training, including the time before a resume. Updated when the ranks
             exchange it, so that it is equal on all of them.
         phase_s: Seconds that this rank has spent in each phase since the start, for reports:
-            "training", and of these "data" (waiting for batches), "hooks" and
-            "checkpoint" (a part of "hooks"); and "evaluation".
+            "training" and "evaluation". "data" (waiting for batches) and "hooks" are parts of
+            "training"; "checkpoint" is a part of "hooks".
         stop_reason: Why the loop should stop; empty if it should not.
         signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
         in_step: Whether a batch is being read or trained on. The counters do not include it yet,

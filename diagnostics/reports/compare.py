@@ -81,7 +81,7 @@ def _ledgers(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _rows(runs: Sequence[Run], texts: Sequence[str]) -> Iterator[str]:
-    """Yield a line, or several, for each run; equal texts stay below each other."""
+    """Yield one or several lines for each run; keep padding, which aligns columns of the texts."""
     width = min(max(len(run.name) for run in runs), 30)
     for run, text in zip(runs, texts, strict=True):
         name = run.name if len(run.name) <= width else f"...{run.name[3 - width :]}"

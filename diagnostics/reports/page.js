@@ -468,7 +468,7 @@ function drawPhases() {
             h(
               "figcaption",
               {},
-              "Time of rank 0 since the last start of the training. On a GPU, waiting for a kernel counts where the host waits.",
+              "Time of rank 0 since the last start of the training. On a GPU, the time of a kernel counts in the phase in which the host waits for it.",
             ),
           ),
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from .run_files import read_all
 
 def run_report(options: Options) -> int:
     """Write a file that shows the runs without a network."""
-    fail = _mistake_of(options)
+
+    def fail(text: str) -> Exception:
+        return mistake(f"stepwrap report: {text}")
+
     runs = read_all(options.words, fail)
     out = Path(options.out or "report.html")
     script = f"<script>{plotly_source(fail)}</script>"
@@ -46,8 +50,7 @@ def page(data: Any, plotly: str) -> str:
         "<!-- plotly -->": plotly,
         "<!-- data -->": as_json(data),
     }.items():
-        before, _, after = text.partition(mark)
-        text = f"{before}{content}{after}"
+        text = text.replace(mark, content, 1)
     return text
 
 
@@ -56,17 +59,13 @@ def as_json(data: Any) -> str:
     return json.dumps(data, allow_nan=False).replace("<", "\\u003c")
 
 
-def plotly_source(fail: Any) -> str:
+def plotly_source(fail: Callable[[str], Exception]) -> str:
     """Return the code of Plotly; raise ``fail(text)`` if it is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise fail("the page needs plotly: pip install 'stepwrap[report]'") from error
     return str(get_plotlyjs())
-
-
-def _mistake_of(options: Options) -> Any:
-    return lambda text: mistake(f"stepwrap {options.command}: {text}")
 
 
 def _asset(name: str) -> str:

@@ -180,7 +180,8 @@ class Run:
     def curves(self) -> Iterator[Curve]:
         """Yield the curves, sorted by step.
 
-        ``validate`` and ``test`` add records of earlier checkpoints.
+        Records may be in another order, since ``validate`` and ``test`` append results of earlier
+        checkpoints.
         """
         for (name, phase), (steps, times, values) in self._curves.items():
             last = {step: at for at, step in enumerate(steps)}
@@ -309,8 +310,8 @@ def _thinned(curve: Curve, since_s: float) -> Json:
     for interval in range(_INTERVALS):
         places = range(interval * total // _INTERVALS, (interval + 1) * total // _INTERVALS)
         finite = [at for at in places if math.isfinite(values[at])]
-        chosen.update(finite and (min(finite, key=values.__getitem__),))
-        chosen.update(finite and (max(finite, key=values.__getitem__),))
+        if finite:
+            chosen |= {choose(finite, key=values.__getitem__) for choose in (min, max)}
         chosen.update([at for at in places if not math.isfinite(values[at])][:1])
     kept = sorted(chosen)
     return {
@@ -386,7 +387,7 @@ def _text(path: Path, root: Path) -> str:
 
 
 def _is_locked(path: Path, root: Path) -> bool:
-    """Whether a training holds the lock of its folder."""
+    """Return whether a training holds the lock of its folder."""
     if _status(path, root) is None:
         return False
     try:

@@ -24,7 +24,6 @@ _RESCAN_S = 3.0
 _KEPT_RUNS = 24
 _PLOTLY = '<script src="plotly.js"></script>'
 _HEADERS = {
-    "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -69,8 +68,9 @@ class Folder:
         self._lock = threading.Lock()
         self._places: dict[str, Path] = {}
         self._scan_due_s = 0.0
-        # By id: the state of the files, and the entry of the list; the runs in order of their use.
+        # By id: the state of the run's files, and its entry in the list.
         self._glances: dict[str, tuple[str, Json]] = {}
+        # By id, the least recently used one first.
         self._runs: dict[str, Run] = {}
 
     def entries(self) -> list[Json]:
@@ -106,9 +106,9 @@ class Folder:
 class RunServer(ThreadingHTTPServer):
     """An HTTP server for one folder of runs.
 
-    A page of another site must not read the runs through the user's browser, also if its name
-    resolves to this machine (DNS rebinding): requests must name this server as their host. A server
-    on loopback only answers processes of this machine.
+    Pages of other sites must not read the runs through the user's browser, even if their host name
+    resolves to this machine (DNS rebinding). Therefore the Host header of a request must name this
+    server. A server on loopback answers only processes of this machine.
     """
 
     daemon_threads = True
@@ -128,7 +128,7 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/"
 
     def accepts(self, peer: str, host: str) -> bool:
-        """Return whether to answer a peer that asks for a host, the value of the header."""
+        """Return whether to answer the address ``peer``, whose Host header is ``host``."""
         if self.is_local and not _is_loopback(peer):
             return False
         try:

@@ -357,7 +357,7 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     carried = weights.step_state(state.model) if at_current_batch else {}
     if carried:
         own["step"] = carried
-    # Leave out the loader's position in a checkpoint of the window's start: it is past that batch.
+    # A checkpoint of the window's start must not have the loader's position, which is later.
     reader_state = state.data.reader_state
     if reader_state is None and state.data.reader is not None:
         reader_state = state.data.reader.state_dict()

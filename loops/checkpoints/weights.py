@@ -93,9 +93,10 @@ def state_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def saved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters in the state dict of ``model`` by the user's names; all names of each.
+    """Return the parameters in the state dict of ``model``, by the user's names.
 
-    Hooks of a model can leave parameters out or rename them.
+    A shared parameter is listed under each of its names. Hooks of a model can leave parameters out
+    or rename them.
     """
     state = model.state_dict(keep_vars=True)
     own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if n in state}

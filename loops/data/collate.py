@@ -23,9 +23,9 @@ class TextCollator:
         pair: The column with a second text, if the model reads two.
         label: The column that becomes ``labels``; None if there are none.
         max_length: Leave out tokens beyond this number; None to keep all.
-        collate: Makes the batch of tokenised samples. Default: transformers'
-            ``DataCollatorWithPadding``. For language models
-            ``transformers.DataCollatorForLanguageModeling``, which adds ``labels``.
+        collate: Makes a batch from the tokenised samples. Default: transformers'
+            ``DataCollatorWithPadding``. For a language model, pass transformers'
+            ``DataCollatorForLanguageModeling``, which adds ``labels``.
 
     Raises:
         KeyError: A sample lacks a column.

@@ -69,8 +69,8 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     After a resume an update has the same number of samples on any number of ranks, and the next
     update begins with the next sample of the epoch's order. ``state.batch``, ``state.iteration``
     and the accumulation are converted to the new batches. A loader that ``build_loader`` did not
-    create continues at the same fraction of the pass: the batch number is multiplied by the ratio
-    of the numbers of ranks, so some samples may be repeated or missing.
+    create continues at the same fraction of the pass, for example after half as many batches if
+    there are twice as many ranks. Some samples may then be repeated or missing.
 
     Raises:
         ValueError: These ranks cannot split an update; the message says which numbers can.
@@ -121,8 +121,8 @@ def _saved(state: LoopState, sampler: ShardedBatchSampler, window: int) -> dict[
         # An earlier training of this process had another loader.
         before = {}
     ranks = before.get("ranks", sampler.world_size)
-    # The samples of a chunk, which is one batch for all ranks. In the saved layout their number is
-    # called "run", and the samples of an epoch are called "length".
+    # A chunk has the samples of one batch on every rank. Layouts store its size as "run", and the
+    # number of samples in an epoch as "length".
     chunk = before.get("run", sampler.batch_size * ranks)
     sampler.cut(chunk * window, window, weighted=is_weighted(state.optim_wrapper))
     present = {

@@ -234,7 +234,8 @@ class Stream(IterableDataset[Any]):
         if place is not None:
             with preserved_rng():
                 self._restore(place)
-        # Copies may share the epoch. In Hugging Face's data sets they do.
+        # The workers' copies may share the epoch in memory (Hugging Face's data sets do): write
+        # it only if it differs.
         if getattr(self.samples, "epoch", None) != self.epoch:
             getattr(self.samples, "set_epoch", lambda _: None)(self.epoch)
         self._start_batch()

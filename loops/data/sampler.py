@@ -31,10 +31,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
     """One rank's batches, a pure function of (seed, epoch, batch).
 
     Update k takes the positions from k*G up to, but not including, (k+1)*G of the epoch's order,
-    for G = ``global_batch``. They are divided into ``micro_batches`` contiguous chunks, each of
-    which is one batch for all ranks. Of W ranks, rank r takes positions r, r+W, r+2W, ... of each
-    chunk. The samples of an update therefore do not depend on W; see ``cut``, which training loops
-    call. At first G is ``batch_size`` times W, in one chunk.
+    for G = ``global_batch``. They are divided into ``micro_batches`` contiguous chunks. From each
+    chunk every rank takes one batch: of W ranks, rank r takes the positions r, r+W, r+2W, ... of
+    the chunk. The samples of an update therefore do not depend on W; see ``cut``, which training
+    loops call. At first G is ``batch_size`` times W, in one chunk.
 
     Args:
         num_samples: Samples in the whole data set.

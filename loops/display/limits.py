@@ -72,9 +72,9 @@ class SpeedLimits:
 def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
     """Return the slowest rank, and the share of the time that the others wait for it on average.
 
-    The share is a lower bound: it uses only the time before the backward, in which a rank does not
-    wait for others. A forward may wait (FSDP, SyncBatchNorm), and then hides differences, so it is
-    only used if it increases the share.
+    The share is a lower bound. It compares the times of the ranks until they first wait for each
+    other, usually in the backward. If the ranks already wait in the forward (FSDP, SyncBatchNorm),
+    its time hides differences, so it is included only if that increases the share.
     """
     before = [one.loading_s + sum(one.hooks.values()) for one in times]
     with_forward = [s + one.forward_s for s, one in zip(before, times, strict=True)]

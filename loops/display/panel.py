@@ -19,7 +19,7 @@ class Progress:
 
     Attributes:
         title: The name of the run.
-        epoch: The running epoch, or the kind of an evaluation without training.
+        epoch: The running epoch; like the other entries about training, empty outside of it.
         step: The current update.
         completed: Finished updates.
         total: The number of updates; None if unknown.

@@ -99,7 +99,7 @@ class TerminalDisplay:
 
 
 class _Above:
-    """A stream that shows whole lines above the panel, and is ``stream`` when that is closed."""
+    """A stream that shows whole lines above the panel, or writes to ``stream`` if there is none."""
 
     def __init__(self, display: TerminalDisplay, stream: TextIO) -> None:
         self._display, self._stream = display, stream

@@ -50,7 +50,7 @@ class LogHook(LoggerHook):
         super().__init__()
         self._console = console
         self._has_folder = False
-        # If an earlier run ended inside a log interval, its updates in this interval; else empty.
+        # The updates of a log interval that an earlier run left incomplete; empty if none.
         self._cut_short = range(0)
 
     def on_train_start(self, state: LoopState) -> None:

@@ -189,7 +189,7 @@ def _environment(state: LoopState, ranks: list[dict[str, Any]]) -> dict[str, Any
 
 def _axes(state: LoopState) -> dict[str, int]:
     """Return the size of each axis of the ranks' mesh, from the outermost to the innermost."""
-    axes = (state.settings or {}).get("mesh")
+    axes = state.settings.get("mesh")
     if axes:
         return check_axes(axes, get_world_size())
     data = num_data_ranks(state.model)
