@@ -36,7 +36,7 @@ class Item(NamedTuple):
 
     Attributes:
         stage: "data", "random state", "forward", "gradient" or "update".
-        name: The name of a part of the batch, a stream, a log value, a module, a parameter or a
+        name: the name of a part of the batch, a stream, a log value, a module, a parameter or a
             parameter group.
     """
 
@@ -51,12 +51,12 @@ class LedgerWriter:
     """Append entries to a rank's file, each in a single write, so that a kill loses none of them.
 
     Args:
-        path: The file; an existing file is continued, or overwritten if ``step`` is 0.
-        full: Whether entries also have the members of each group.
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        step: The updates done so far; entries of later steps in the file no longer count.
-        max_bytes: The maximum size of the file.
+        path: the file; an existing file is continued, or overwritten if ``step`` is 0.
+        full: whether entries also have the members of each group.
+        rank: the rank of this process.
+        world_size: the number of ranks.
+        step: the updates done so far; entries of later steps in the file no longer count.
+        max_bytes: the maximum size of the file.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Ledger:
     """The entries of a run, as returned by ``read_ledger``.
 
     Attributes:
-        folder: The folder of its files.
-        steps: The updates for which every rank has an entry, ascending. The entry of the step at
+        folder: the folder of its files.
+        steps: the updates for which every rank has an entry, ascending. The entry of the step at
             which a run started (0) or was resumed has the initial weights.
     """
 
@@ -208,7 +208,7 @@ def read_ledger(path: Path | str) -> Ledger:
     """Return the ledger in a run's folder; the run may still be training.
 
     Raises:
-        LedgerError: The ledger is missing or has a later format.
+        LedgerError: the ledger is missing or has a later format.
     """
     folder = Path(path)
     if (folder / "ledger").is_dir():
@@ -225,11 +225,11 @@ class Difference:
     """The first difference between two runs.
 
     Attributes:
-        step: The number of the update, counted from 1. If weights differ at the start or at a
+        step: the number of the update, counted from 1. If weights differ at the start or at a
             resume, the number of updates before that.
-        rank: The lowest rank with the difference.
-        stage, name: The first item that differs, see ``Item``.
-        agreed: The last step before it in which the ledgers agree; -1 if there is none.
+        rank: the lowest rank with the difference.
+        stage, name: the first item that differs, see ``Item``.
+        agreed: the last step before it in which the ledgers agree; -1 if there is none.
     """
 
     step: int
@@ -253,7 +253,7 @@ def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None
         The difference, or None if the ledgers agree.
 
     Raises:
-        LedgerError: They have no step in common, or a step with different numbers of ranks.
+        LedgerError: they have no step in common, or a step with different numbers of ranks.
     """
     steps = sorted(step for step in {*a.steps} & {*b.steps} if step > after)
     if not steps:

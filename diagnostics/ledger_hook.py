@@ -38,12 +38,12 @@ class LedgerHook(Hook):
     values and the cost. In a config the section ``ledger`` has the same arguments.
 
     Args:
-        every_steps: Optimizer updates between two entries.
-        full: Also hash each parameter, gradient and buffer separately, and the output of each
+        every_steps: optimizer updates between two entries.
+        full: also hash each parameter, gradient and buffer separately, and the output of each
             innermost module (not of a compiled model).
-        max_mib: The maximum size of a rank's file, in MiB. The interval between entries doubles
+        max_mib: the maximum size of a rank's file, in MiB. The interval between entries doubles
             each time that half of the remaining size has been used.
-        until: The update after which training ends, for a run that repeats a part of another one.
+        until: the update after which training ends, for a run that repeats a part of another one.
 
     Raises:
         ValueError: ``every_steps`` or ``max_mib`` is not positive.

@@ -121,7 +121,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
     """Train a run up to and including the step without writing; every rank must call this.
 
     Raises:
-        ValueError: The run does not have that rank, or ends before the step.
+        ValueError: the run does not have that rank, or ends before the step.
     """
     with prepared(job):
         if watch.rank is not None and watch.rank >= get_world_size():

@@ -92,8 +92,8 @@ class TraceHook(Hook):
     - file:line.
 
     Args:
-        folder: The folder for the files, one of each process.
-        rank: The rank to trace.
+        folder: the folder for the files, one of each process.
+        rank: the rank to trace.
     """
 
     order = 100

@@ -76,7 +76,7 @@ class _Runs:
         """Run ``stepwrap train`` with further arguments; return the run's folder.
 
         Raises:
-            RuntimeError: The run has failed, or was not killed after step ``until``. The message
+            RuntimeError: the run has failed, or was not killed after step ``until``. The message
                 contains its output.
         """
         run_dir, output = self.folder / name, self.folder / f"{name}.txt"

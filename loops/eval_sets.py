@@ -23,7 +23,7 @@ class EvalSets(Evaluation):
     none of its results count.
 
     Args:
-        loops: A ``ValLoop`` for each set, or a ``TestLoop`` for each set, with its own metrics.
+        loops: a ``ValLoop`` for each set, or a ``TestLoop`` for each set, with its own metrics.
 
     Raises:
         ValueError: ``loops`` is empty, or has loops of both kinds.

@@ -139,10 +139,10 @@ class _EvalLoop(Evaluation):
     training. Otherwise they run in ``state.precision``, which is the model's dtype by default.
 
     Args:
-        dataloader: This rank's batches; ranks may have different numbers of them, including none.
+        dataloader: this rank's batches; ranks may have different numbers of them, including none.
             If every rank must call each step (the model's ``collective_eval``), a rank that has
             run out continues with a batch that is not counted.
-        metrics: Metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
+        metrics: metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
             order on every rank. If a step returns a mapping, each argument of a metric's ``update``
             or ``add`` gets the value of that name. Any other result is passed as
             ``update(outputs, batch)`` or ``add(outputs, batch)``. ``MetricInputs`` selects other
@@ -170,9 +170,9 @@ class _EvalLoop(Evaluation):
         ``poll`` is called between batches; if it requests a stop the result is empty.
 
         Raises:
-            TypeError: The model lacks the step.
-            ValueError: No rank has a batch, or a metric's input is missing.
-            RuntimeError: The loader, a metric or a hook of another rank failed, if every rank
+            TypeError: the model lacks the step.
+            ValueError: no rank has a batch, or a metric's input is missing.
+            RuntimeError: the loader, a metric or a hook of another rank failed, if every rank
                 must call each step (``collective_eval``). The message names the error.
         """
         require_step(state.model, self.step_name)
@@ -311,8 +311,8 @@ class ValLoop(_EvalLoop):
     """The validation loop: calls ``val_step`` on each batch, and counts each sample once.
 
     Args:
-        dataloader: This rank's batches; the number may differ between ranks.
-        metrics: Metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
+        dataloader: this rank's batches; the number may differ between ranks.
+        metrics: metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
             order on every rank; docs/extending.md describes how they are updated.
     """
 

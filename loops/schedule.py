@@ -24,7 +24,7 @@ class Cadence:
     rank.
 
     Raises:
-        ValueError: A number is not positive, or a count is not whole.
+        ValueError: a number is not positive, or a count is not whole.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Budget(ABC):
         Returns the value that ``state.iteration`` will have at the end of the run; -1 if unknown.
 
         Args:
-            state: The state; its counters give the position in the run.
-            length: Batches in a pass; None if unknown.
+            state: the state; its counters give the position in the run.
+            length: batches in a pass; None if unknown.
         """
 
     def val_due(self, state: LoopState) -> bool:

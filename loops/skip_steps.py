@@ -38,7 +38,7 @@ def parse_skip_steps(skip_steps: Iterable[int | str]) -> set[int]:
     """Return the step numbers that a list of numbers and ranges such as "1200-1210" contains.
 
     Raises:
-        ValueError: An entry is neither a number nor a range, or a range is empty or too long.
+        ValueError: an entry is neither a number nor a range, or a range is empty or too long.
     """
     steps: set[int] = set()
     for entry in skip_steps if isinstance(skip_steps, Iterable) else [repr(skip_steps)]:
@@ -62,7 +62,7 @@ def with_skipped_steps(
     same random numbers as if the skipped steps did not exist.
 
     Raises:
-        ValueError: There are several optimizers and one accumulates gradients. It is unknown which
+        ValueError: there are several optimizers and one accumulates gradients. It is unknown which
             micro-batches each of them would have counted.
     """
     if state.skip_steps is None:

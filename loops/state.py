@@ -160,8 +160,8 @@ def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict
     """Return the means over the ranks; every rank must call this.
 
     Args:
-        scalars: Values of this rank; all ranks count equally.
-        weighted: Logs of this rank that count by their weights, if there are any. They replace
+        scalars: values of this rank; all ranks count equally.
+        weighted: logs of this rank that count by their weights, if there are any. They replace
             scalars of the same name.
     """
     sums = {} if weighted is None else weighted.sums()
@@ -264,7 +264,7 @@ class WeightSource(Stateful, Protocol):
     """A part whose state contains the weights that evaluations use.
 
     Attributes:
-        evaluated_entry: The key of these weights in the state; empty if evaluations use the
+        evaluated_entry: the key of these weights in the state; empty if evaluations use the
             model's own weights.
     """
 
@@ -276,7 +276,7 @@ class PartReader(Stateful, Protocol):
     """A part that may read slices of saved tensors instead of whole tensors.
 
     Attributes:
-        reads_parts: Whether ``load_state_dict`` accepts ``SavedTensor`` objects, which are read
+        reads_parts: whether ``load_state_dict`` accepts ``SavedTensor`` objects, which are read
             from disk when they are sliced.
     """
 
@@ -288,10 +288,10 @@ class DataPlace:
     """The position of the training in its data, in addition to the counters.
 
     Attributes:
-        layout: How the data is split into updates, see ``loops.data.layout``; empty before the
+        layout: how the data is split into updates, see ``loops.data.layout``; empty before the
             first training.
-        reader: The stateful loader or iterator that reads the batches, if there is one.
-        reader_state: The reader's state in a checkpoint, until the loop has restored it.
+        reader: the stateful loader or iterator that reads the batches, if there is one.
+        reader_state: the reader's state in a checkpoint, until the loop has restored it.
     """
 
     layout: dict[str, int] = field(default_factory=dict)
@@ -309,53 +309,53 @@ class LoopState:
     events and ``on_save_point``.
 
     Attributes:
-        model: The model wrapper (``train_step``, ``val_step``, ``test_step``, ``module``).
-        optim_wrapper: The optimizer wrapper; None without training.
-        run_dir: The run's folder; None to write nothing.
-        precision: Creates the context in which evaluations run, unless ``optim_wrapper`` has one.
-        loss_weight: The weight of losses in evaluations, unless ``optim_wrapper`` has one.
-        dataloader: The loader of the training batches.
-        stateful: Further objects to save in checkpoints, by name.
-        epoch: Finished passes over the data.
-        batch: Finished batches of the running epoch.
-        iteration: Finished batches since the beginning.
-        step: Finished optimizer updates.
-        max_epochs: The run's length in epochs, if known.
-        max_steps: The run's length in updates, if known.
-        phase: The activity of the running loop.
-        eval_set: The name of the set that is being evaluated, if there are several (``EvalSets``).
-        metrics: Results of the last evaluation.
-        higher_is_better: Whether higher values of a validation metric are better, by its name;
+        model: the model wrapper (``train_step``, ``val_step``, ``test_step``, ``module``).
+        optim_wrapper: the optimizer wrapper; None without training.
+        run_dir: the run's folder; None to write nothing.
+        precision: creates the context in which evaluations run, unless ``optim_wrapper`` has one.
+        loss_weight: the weight of losses in evaluations, unless ``optim_wrapper`` has one.
+        dataloader: the loader of the training batches.
+        stateful: further objects to save in checkpoints, by name.
+        epoch: finished passes over the data.
+        batch: finished batches of the running epoch.
+        iteration: finished batches since the beginning.
+        step: finished optimizer updates.
+        max_epochs: the run's length in epochs, if known.
+        max_steps: the run's length in updates, if known.
+        phase: the activity of the running loop.
+        eval_set: the name of the set that is being evaluated, if there are several (``EvalSets``).
+        metrics: results of the last evaluation.
+        higher_is_better: whether higher values of a validation metric are better, by its name;
             None if unknown.
-        evaluated_at: The ``step`` at which the last validation ended; -1 for never.
-        recorded_at: The ``step`` of the last log record of a full interval.
-        logs: The logs of this rank's training steps since the record at ``recorded_at``.
-        clock_s: Seconds of training, including the time before a resume. Updated when the ranks
+        evaluated_at: the ``step`` at which the last validation ended; -1 for never.
+        recorded_at: the ``step`` of the last log record of a full interval.
+        logs: the logs of this rank's training steps since the record at ``recorded_at``.
+        clock_s: seconds of training, including the time before a resume. Updated when the ranks
             exchange it, so that it is equal on all of them.
-        phase_s: Seconds that this rank has spent in each phase since the start, for reports:
+        phase_s: seconds that this rank has spent in each phase since the start, for reports:
             "training" and "evaluation". "data" (waiting for batches) and "hooks" are parts of
             "training"; "checkpoint" is a part of "hooks".
-        stop_reason: Why the loop should stop; empty if it should not.
-        signal: Number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
-        in_step: Whether a batch is being read or trained on. The counters do not include it yet,
+        stop_reason: why the loop should stop; empty if it should not.
+        signal: number of the signal that stops the run (SIGTERM, SIGINT); 0 for none.
+        in_step: whether a batch is being read or trained on. The counters do not include it yet,
             but it may have changed the random streams and the weights.
-        data: The position of the training in its data.
-        together: Whether all ranks take part in this step. False for the last batches of a pass if
+        data: the position of the training in its data.
+        together: whether all ranks take part in this step. False for the last batches of a pass if
             this rank has more batches than others (``uneven_inputs``); hooks must not communicate
             then.
         updated_at: (epoch, batch, iteration) after the last update, where the current accumulation
             window begins; None if unknown.
-        skip_steps: Numbers of the steps without an update; their batches are read and discarded.
+        skip_steps: numbers of the steps without an update; their batches are read and discarded.
             None if no step is skipped.
-        limits: Causes that limit the speed of training, with their shares of the time, 0 to 1:
+        limits: causes that limit the speed of training, with their shares of the time, 0 to 1:
             "loading data", "hook <class>", or "rank <rank>" if the other ranks wait for it. Set by
             ``ThroughputHook``; equal on every rank.
-        skipped: Whether the last step was skipped, before it began or by a guard: the weights did
+        skipped: whether the last step was skipped, before it began or by a guard: the weights did
             not change.
-        restored_from: Folder and serial number of the checkpoint that was restored, until the run
+        restored_from: folder and serial number of the checkpoint that was restored, until the run
             saves the next one.
-        settings: The resolved config, or other settings, for loggers.
-        media_loggers: Functions ``(state, kind, name, item)`` of loggers; kinds are "image",
+        settings: the resolved config, or other settings, for loggers.
+        media_loggers: functions ``(state, kind, name, item)`` of loggers; kinds are "image",
             "figure" and "text".
     """
 
@@ -422,13 +422,13 @@ class LoopState:
         """Log an image with every logger; only calls on rank 0 have an effect.
 
         Args:
-            name: The name of the image, such as "val/input".
-            image: A tensor (channels, height, width) or (height, width); an array
+            name: the name of the image, such as "val/input".
+            image: a tensor (channels, height, width) or (height, width); an array
                 (height, width, channels) or (height, width); or a PIL image. It has 1, 3 or 4
                 channels; floats are from 0 to 1, integers from 0 to 255.
 
         Raises:
-            ValueError: The name is not allowed in a file's path, or the image has another shape.
+            ValueError: the name is not allowed in a file's path, or the image has another shape.
         """
         self._log_media("image", name, image)
 
@@ -437,7 +437,7 @@ class LoopState:
 
         Raises:
             TypeError: ``figure`` is not a figure.
-            ValueError: The name is not allowed in a file's path.
+            ValueError: the name is not allowed in a file's path.
         """
         self._log_media("figure", name, figure)
 
@@ -445,7 +445,7 @@ class LoopState:
         """Log a text with every logger; only calls on rank 0 have an effect.
 
         Raises:
-            ValueError: The name is not allowed in a file's path.
+            ValueError: the name is not allowed in a file's path.
         """
         self._log_media("text", name, text)
 

@@ -228,28 +228,28 @@ class EpochTrainLoop(_TrainLoop):
     """A training loop that runs for a number of epochs and validates between them.
 
     Args:
-        dataloader: This rank's batches. Every rank must have the same number of them, unless the
+        dataloader: this rank's batches. Every rank must have the same number of them, unless the
             model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
             number is unknown or an estimate (iterable data sets), the ranks check before each batch
             that all of them have one. docs/checkpoints.md explains how a resumed run finds its
             position in a loader.
-        max_epochs: Passes over the data.
-        val_loop: The validation loop, or several as ``EvalSets``; None for no validation.
-        val_begin: The first epoch after which to validate; 0 also validates before training.
-        val_interval: Epochs between two validations. The last epoch is always followed by one.
-        dynamic_intervals: Ascending (epoch, val_interval) pairs; each applies from its epoch on.
-        log_every_steps: Updates between two log records.
-        sanity_val: Run one validation batch before training, to find mistakes early; see
+        max_epochs: passes over the data.
+        val_loop: the validation loop, or several as ``EvalSets``; None for no validation.
+        val_begin: the first epoch after which to validate; 0 also validates before training.
+        val_interval: epochs between two validations. The last epoch is always followed by one.
+        dynamic_intervals: ascending (epoch, val_interval) pairs; each applies from its epoch on.
+        log_every_steps: updates between two log records.
+        sanity_val: run one validation batch before training, to find mistakes early; see
             ``ValLoop.try_batch``.
-        skip_steps: Numbers of steps to leave out, as in the log records, or ranges such as
+        skip_steps: numbers of steps to leave out, as in the log records, or ranges such as
             "1200-1210". These steps are counted but make no update; see docs/hooks.md.
-        prefetch_to_device: Copy each batch to the model's CUDA device on a separate stream, and
+        prefetch_to_device: copy each batch to the model's CUDA device on a separate stream, and
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
-        steps_per_call: A compiled step checks for changes of the model only once per this many
+        steps_per_call: a compiled step checks for changes of the model only once per this many
             steps, unless user-defined hooks act at each step; see docs/performance.md.
 
     Raises:
-        ValueError: The loader is empty, or an argument is not allowed.
+        ValueError: the loader is empty, or an argument is not allowed.
         AssertionError: ``max_epochs`` is not a whole number.
     """
 
@@ -306,10 +306,10 @@ class IterTrainLoop(_TrainLoop):
     at the start and the end of training.
 
     Args:
-        max_steps: Optimizer updates.
-        val_begin: The first update after which to validate; 0 also validates before training.
-        val_interval: Updates between two validations. The last update is always followed by one.
-        dynamic_intervals: Ascending (step, val_interval) pairs; each applies from its step on.
+        max_steps: optimizer updates.
+        val_begin: the first update after which to validate; 0 also validates before training.
+        val_interval: updates between two validations. The last update is always followed by one.
+        dynamic_intervals: ascending (step, val_interval) pairs; each applies from its step on.
 
     The other arguments are the same as in ``EpochTrainLoop``.
     """

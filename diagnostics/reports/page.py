@@ -40,8 +40,8 @@ def page(data: Any, plotly: str) -> str:
     """Return the page as HTML.
 
     Args:
-        data: The content; None for a page that asks the server for it.
-        plotly: The element that loads Plotly.
+        data: the content; None for a page that asks the server for it.
+        plotly: the element that loads Plotly.
     """
     text = _asset("page.html")
     for mark, content in {

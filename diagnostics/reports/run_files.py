@@ -73,7 +73,7 @@ def open_run(path: Path) -> Run:
     """Return the run in a folder.
 
     Raises:
-        RunError: The path is not a run folder.
+        RunError: the path is not a run folder.
     """
     if any((path / name).is_file() for name in _MARKS):
         return Run(path, path.name or path.resolve().name)
@@ -128,9 +128,9 @@ class Run:
     """The content of a run folder; ``update`` reads the new records.
 
     Args:
-        folder: The run folder.
-        name: Its name on pages.
-        root: The folder outside of which no file is read; default: the run folder.
+        folder: the run folder.
+        name: its name on pages.
+        root: the folder outside of which no file is read; default: the run folder.
     """
 
     def __init__(self, folder: Path, name: str, root: Path | None = None) -> None:

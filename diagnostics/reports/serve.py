@@ -85,7 +85,7 @@ class Folder:
         """Return a run with the state of its files; None if that is still ``stamp``.
 
         Raises:
-            KeyError: The run does not exist. Names are only looked up, never used as paths.
+            KeyError: the run does not exist. Names are only looked up, never used as paths.
         """
         with self._lock:
             run = self._runs.pop(name, None) or Run(self._places[name], name, self._root)

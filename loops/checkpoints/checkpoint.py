@@ -53,13 +53,13 @@ def save_checkpoint(
 
     Args:
         folder: ``state.run_dir / "checkpoints"``; the same folder on every rank.
-        state: The state to save. Its counters must be up to date, as they are in
+        state: the state to save. Its counters must be up to date, as they are in
             ``on_save_point``.
         reason: "interval", "signal", "exception" or "end".
-        is_best: Whether the metrics in ``state`` are the best so far.
+        is_best: whether the metrics in ``state`` are the best so far.
 
     Raises:
-        CheckpointError: Saving failed on some rank. Raised on every rank; the incomplete
+        CheckpointError: saving failed on some rank. Raised on every rank; the incomplete
             checkpoint is removed.
         ValueError: ``reason`` is unknown.
     """
@@ -84,7 +84,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     weights may be ahead of the counters or if the state is sharded.
 
     Raises:
-        CheckpointError: Saving failed; the incomplete checkpoint is removed.
+        CheckpointError: saving failed; the incomplete checkpoint is removed.
         ValueError: ``reason`` is unknown.
     """
     if own_rank() != 0:
@@ -175,7 +175,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """Return a checkpoint's description, the content of its checkpoint.json.
 
     Raises:
-        CheckpointError: The description is missing, damaged, or of a later format.
+        CheckpointError: the description is missing, damaged, or of a later format.
     """
     try:
         text = disk.read_text(path / META)

@@ -32,8 +32,8 @@ class Checkpoint:
     """A checkpoint's folder and its description; files are checked when they are read.
 
     Attributes:
-        path: The folder of the checkpoint.
-        meta: The content of its checkpoint.json.
+        path: the folder of the checkpoint.
+        meta: the content of its checkpoint.json.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class Checkpoint:
         """Return the content of a file, on the CPU, with whole tensors; does not communicate.
 
         Raises:
-            CheckpointError: The file does not exist or is damaged.
+            CheckpointError: the file does not exist or is damaged.
         """
         files, stem = self.meta["files"], name.removesuffix(".pt")
         if name not in files:
@@ -61,12 +61,12 @@ class Checkpoint:
         """Load the weights into a model or its wrapper; every rank must call this.
 
         Args:
-            model: The model, or its wrapper.
-            evaluated: Load the weights that the run's evaluations used, such as the average of an
+            model: the model, or its wrapper.
+            evaluated: load the weights that the run's evaluations used, such as the average of an
                 ``EMAHook``.
 
         Raises:
-            CheckpointError: Names or shapes differ, or a file is damaged; nothing is loaded then.
+            CheckpointError: names or shapes differ, or a file is damaged; nothing is loaded then.
         """
         reshard(model)
         files = self._files(by_parts=any(map(is_sharded, model.parameters())))
@@ -82,10 +82,10 @@ class Checkpoint:
         Every rank must call this.
 
         Args:
-            evaluated: As for ``load_model``.
+            evaluated: as for ``load_model``.
 
         Raises:
-            CheckpointError: A file is damaged.
+            CheckpointError: a file is damaged.
         """
         files = self._files(by_parts=False)
         weights: list[dict[str, Any]] = []
@@ -110,7 +110,7 @@ class Checkpoint:
         """Load counters, hooks and other parts without the weights; every rank must call this.
 
         Raises:
-            CheckpointError: A part does not fit the run, or the file is damaged, on any rank.
+            CheckpointError: a part does not fit the run, or the file is damaged, on any rank.
         """
         files = self._files(by_parts=weights.has_sharded_state(state))
         run_on_all_ranks(f"restoring {self.path}", lambda: self._load_states(state, files))
@@ -122,7 +122,7 @@ class Checkpoint:
         will differ.
 
         Raises:
-            CheckpointError: A part does not fit the run, or a file is damaged, on any rank.
+            CheckpointError: a part does not fit the run, or a file is damaged, on any rank.
         """
         reshard(state.model)
         files = self._files(by_parts=weights.has_sharded_state(state))
@@ -298,7 +298,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     """Open a checkpoint; every rank must call this.
 
     Raises:
-        CheckpointError: The checkpoint's description cannot be read.
+        CheckpointError: the checkpoint's description cannot be read.
     """
     folder = Path(path)
     meta = run_on_all_ranks(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
@@ -314,12 +314,12 @@ def find_checkpoint(
     ``which`` is "best" and no undamaged checkpoint is marked as best.
 
     Args:
-        run_dir: The run's folder, or its folder of checkpoints.
+        run_dir: the run's folder, or its folder of checkpoints.
         which: "latest" or "best".
-        before: Consider only checkpoints of earlier steps than this.
+        before: consider only checkpoints of earlier steps than this.
 
     Raises:
-        CheckpointError: There are checkpoints, and all are damaged (not for "best").
+        CheckpointError: there are checkpoints, and all are damaged (not for "best").
         ValueError: ``which`` is unknown.
     """
     if which not in ("latest", "best"):

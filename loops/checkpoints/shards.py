@@ -39,8 +39,8 @@ class Parts:
     """One rank's contents of a checkpoint: nested containers, and its parts of sharded tensors.
 
     Attributes:
-        trees: By file, the containers, in which a marker replaces each sharded tensor.
-        places: By file, where the parts belong.
+        trees: by file, the containers, in which a marker replaces each sharded tensor.
+        places: by file, where the parts belong.
     """
 
     def __init__(self, contents: Mapping[str, Any]) -> None:
@@ -81,10 +81,10 @@ def make_table(places: Sequence[Places]) -> Table:
     """Return the table of all parts; the first rank that holds a part writes it.
 
     Args:
-        places: The parts that each rank holds.
+        places: the parts that each rank holds.
 
     Raises:
-        CheckpointError: The parts of a tensor do not make up the whole tensor.
+        CheckpointError: the parts of a tensor do not make up the whole tensor.
     """
     table: Table = {}
     for rank, stems in enumerate(places):

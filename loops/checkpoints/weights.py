@@ -117,9 +117,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool =
     """Load weights into ``model``; of sharded tensors, read only this rank's parts.
 
     Args:
-        model: The model.
-        weights: Tensors or ``SavedTensor`` objects by the user's names.
-        strict: Whether every weight must be given.
+        model: the model.
+        weights: tensors or ``SavedTensor`` objects by the user's names.
+        strict: whether every weight must be given.
     """
     present = model.state_dict()
     for name, tensor in _local_parts(model):
@@ -216,9 +216,9 @@ def restore_window_weights(
     """Restore the weights of the gradients that ``set_gradients`` has set.
 
     Args:
-        state: The state whose optimizer wrappers get the weights.
-        ranks: The contents of this rank's file, or of all files, whose mean is used.
-        rank_ratio: The number of data ranks when saving, divided by the current number; means
+        state: the state whose optimizer wrappers get the weights.
+        ranks: the contents of this rank's file, or of all files, whose mean is used.
+        rank_ratio: the number of data ranks when saving, divided by the current number; means
             over the ranks are multiplied by it.
     """
     saved = [content.get("window_weights", []) for content in ranks]

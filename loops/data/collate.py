@@ -18,18 +18,18 @@ class TextCollator:
     ``labels``.
 
     Args:
-        tokenizer: A tokenizer of transformers with a padding token.
-        text: The column with the text.
-        pair: The column with a second text, if the model reads two.
-        label: The column that becomes ``labels``; None if there are none.
-        max_length: Leave out tokens beyond this number; None to keep all.
-        collate: Makes a batch from the tokenised samples. Default: transformers'
+        tokenizer: a tokenizer of transformers with a padding token.
+        text: the column with the text.
+        pair: the column with a second text, if the model reads two.
+        label: the column that becomes ``labels``; None if there are none.
+        max_length: leave out tokens beyond this number; None to keep all.
+        collate: makes a batch from the tokenised samples. Default: transformers'
             ``DataCollatorWithPadding``. For a language model, pass transformers'
             ``DataCollatorForLanguageModeling``, which adds ``labels``.
 
     Raises:
-        KeyError: A sample lacks a column.
-        ValueError: The tokenizer has no padding token.
+        KeyError: a sample lacks a column.
+        ValueError: the tokenizer has no padding token.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ def prepare_dataset(dataset: Any, shard: tuple[int, int], *, formatted: bool) ->
     """Return a Hugging Face data set in the form that a loader needs, any other one unchanged.
 
     Args:
-        dataset: A stream that is not divided among nodes yet is divided here.
-        shard: The index of this rank's part, and the number of parts.
-        formatted: Whether rows must consist of tensors, unless the data set has a format.
+        dataset: a stream that is not divided among nodes yet is divided here.
+        shard: the index of this rank's part, and the number of parts.
+        formatted: whether rows must consist of tensors, unless the data set has a format.
 
     Raises:
-        ValueError: It is a dict of several data sets.
+        ValueError: it is a dict of several data sets.
     """
     if type(dataset).__module__.partition(".")[0] != "datasets":
         return dataset

@@ -24,10 +24,10 @@ class _Update:
     """The size of an update, and the restrictions on how to split it.
 
     Attributes:
-        size: Samples, over all ranks.
-        equal: Whether all ranks must have equally many samples, since their mean losses have equal
+        size: samples, over all ranks.
+        equal: whether all ranks must have equally many samples, since their mean losses have equal
             weights.
-        only: The only allowed number of batches on each rank; None for any.
+        only: the only allowed number of batches on each rank; None for any.
     """
 
     size: int
@@ -73,7 +73,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
     there are twice as many ranks. Some samples may then be repeated or missing.
 
     Raises:
-        ValueError: These ranks cannot split an update; the message says which numbers can.
+        ValueError: these ranks cannot split an update; the message says which numbers can.
     """
     sampler = sampler_of(loader)
     if sampler is None:

@@ -67,19 +67,19 @@ def build_loader(
     """Return this rank's loader; does not communicate.
 
     Args:
-        dataset: A map-style data set that is not empty, or an iterable one that shards itself. If
+        dataset: a map-style data set that is not empty, or an iterable one that shards itself. If
             an iterable one has ``state_dict`` and ``load_state_dict``, a resumed run continues
             from its position. Streams of Hugging Face are divided among the ranks here, and without
             ``collate`` its data sets return tensors.
-        batch_size: Samples per batch and rank.
-        train: Give every rank the same number of batches, if necessary by repeating samples. By
+        batch_size: samples per batch and rank.
+        train: give every rank the same number of batches, if necessary by repeating samples. By
             default each sample is read exactly once.
-        shuffle: Use a new order in each epoch, the same for any number of workers.
-        num_workers: Worker processes; 0 reads in this process. Workers ignore stop signals, which
+        shuffle: use a new order in each epoch, the same for any number of workers.
+        num_workers: worker processes; 0 reads in this process. Workers ignore stop signals, which
             often reach every process of a job, and end when this process does.
-        collate: Makes a batch of a list of samples; None for torch's default.
-        seed: The seed of the order and of the workers' random numbers; the same on every rank.
-        in_memory: Make each batch by selecting rows of the data set's attribute ``tensors`` (a
+        collate: makes a batch of a list of samples; None for torch's default.
+        seed: the seed of the order and of the workers' random numbers; the same on every rank.
+        in_memory: make each batch by selecting rows of the data set's attribute ``tensors`` (a
             tensor, or a sequence or mapping of tensors) instead of reading single samples. With a
             device, the rows are copied there once. "auto" does this only if nothing but the speed
             changes, for example with a ``TensorDataset`` on the CPU.
@@ -88,7 +88,7 @@ def build_loader(
             if CUDA is available) and other arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
-        ValueError: The data set is empty, or an option does not fit it.
+        ValueError: the data set is empty, or an option does not fit it.
         TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())

@@ -25,9 +25,9 @@ def prefetch_to_device(
     dicts). Other objects are returned unchanged. On other devices nothing is copied.
 
     Args:
-        batches: The batches of a loader.
-        device: The device of the model.
-        ahead: Read one batch ahead and begin to copy it. Use False if the loader has a position to
+        batches: the batches of a loader.
+        device: the device of the model.
+        ahead: read one batch ahead and begin to copy it. Use False if the loader has a position to
             save or draws random numbers in this process; otherwise a resumed run would differ.
     """
     device = torch.device(device)

@@ -170,7 +170,7 @@ class StreamLoader(DataLoader[Any]):
         """Set the position of the next iteration.
 
         Raises:
-            ValueError: The position is inside a pass that was begun with another number of
+            ValueError: the position is inside a pass that was begun with another number of
                 workers.
         """
         saved, now = len(state["workers"]), len(self._places)

@@ -37,14 +37,14 @@ class ShardedBatchSampler(Sampler[list[int]]):
     loops call. At first G is ``batch_size`` times W, in one chunk.
 
     Args:
-        num_samples: Samples in the whole data set.
-        batch_size: Samples per batch and rank, at most.
-        shuffle: Use a new permutation for each epoch instead of the natural order.
-        seed: Seed of the permutations; the same on every rank.
-        rank: The index of this shard.
-        world_size: The number of shards, which together have all samples.
-        drop_last: Leave out an incomplete last chunk.
-        even: Give every rank the same number of batches and samples, by repeating the epoch's
+        num_samples: samples in the whole data set.
+        batch_size: samples per batch and rank, at most.
+        shuffle: use a new permutation for each epoch instead of the natural order.
+        seed: seed of the permutations; the same on every rank.
+        rank: the index of this shard.
+        world_size: the number of shards, which together have all samples.
+        drop_last: leave out an incomplete last chunk.
+        even: give every rank the same number of batches and samples, by repeating the epoch's
             first samples at its end (training); ``pads`` is True if samples are repeated. If
             ``even`` is false, each sample is read exactly once, and a rank may have fewer batches
             than others, or none (evaluation).
@@ -98,12 +98,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
         """Set the number of samples in an update, and the number of batches of each rank in it.
 
         Args:
-            global_batch: Samples per update, over all ranks.
-            micro_batches: Batches per update.
-            epoch_samples: Samples in an epoch; default: by ``num_samples`` and ``drop_last``.
-            same_batch_count: Give the last, possibly smaller, update of an epoch as many batches
+            global_batch: samples per update, over all ranks.
+            micro_batches: batches per update.
+            epoch_samples: samples in an epoch; default: by ``num_samples`` and ``drop_last``.
+            same_batch_count: give the last, possibly smaller, update of an epoch as many batches
                 as the others.
-            weighted: Whether the optimizer wrapper has a ``loss_weight``. If so, no samples are
+            weighted: whether the optimizer wrapper has a ``loss_weight``. If so, no samples are
                 repeated to give the ranks equally many: their parts of a chunk differ by at most
                 one sample. A rank without samples gets the chunk's first one, which does not
                 count (``counts`` is False).

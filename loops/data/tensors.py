@@ -23,16 +23,16 @@ class TensorLoader(DataLoader[Any]):
     The batches equal the batches of a plain ``DataLoader``.
 
     Args:
-        dataset: A data set with an attribute ``tensors``: a tensor, or a sequence or mapping of
+        dataset: a data set with an attribute ``tensors``: a tensor, or a sequence or mapping of
             tensors. Their rows, along the first dimension, are its samples.
-        sampler: The order of the rows.
-        device: The device of the batches, to which the tensors are copied once; None to use the
+        sampler: the order of the rows.
+        device: the device of the batches, to which the tensors are copied once; None to use the
             tensors themselves.
-        **options: Further arguments of ``DataLoader``.
+        **options: further arguments of ``DataLoader``.
 
     Raises:
-        TypeError: The data set has no such attribute.
-        ValueError: The rows differ from the samples of the data set.
+        TypeError: the data set has no such attribute.
+        ValueError: the rows differ from the samples of the data set.
     """
 
     def __init__(

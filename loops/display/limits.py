@@ -19,10 +19,10 @@ class RankTimes:
     """Seconds of one rank in an interval without evaluations, measured by its host.
 
     Attributes:
-        elapsed_s: The length of the interval.
-        loading_s: Waiting for the next batch.
-        forward_s: From the start of each step to the end of its forward.
-        hooks: In hooks, by class.
+        elapsed_s: the length of the interval.
+        loading_s: waiting for the next batch.
+        forward_s: from the start of each step to the end of its forward.
+        hooks: in hooks, by class.
     """
 
     elapsed_s: float = 0.0

@@ -18,17 +18,17 @@ class Progress:
     """The content of the panel, as texts; those that are not known yet are empty.
 
     Attributes:
-        title: The name of the run.
-        epoch: The running epoch; like the other entries about training, empty outside of it.
-        step: The current update.
-        completed: Finished updates.
-        total: The number of updates; None if unknown.
-        eta: The remaining time.
-        values: The values of the last log record.
-        metric: The last and the best value of the main metric.
-        evaluation: The position in the running evaluation.
-        speed: Speed and memory.
-        limits: Causes that limit the speed, one sentence each.
+        title: the name of the run.
+        epoch: the running epoch; like the other entries about training, empty outside of it.
+        step: the current update.
+        completed: finished updates.
+        total: the number of updates; None if unknown.
+        eta: the remaining time.
+        values: the values of the last log record.
+        metric: the last and the best value of the main metric.
+        evaluation: the position in the running evaluation.
+        speed: speed and memory.
+        limits: causes that limit the speed, one sentence each.
     """
 
     title: str = ""

@@ -124,7 +124,7 @@ def _replace_streams(above: dict[int, _Above]) -> Iterator[tuple[Any, str, TextI
     """Replace streams in ``sys`` and in handlers; yield each owner, its attribute and the stream.
 
     Args:
-        above: The new streams by the ``id`` of the old ones.
+        above: the new streams by the ``id`` of the old ones.
     """
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     handlers = (one for logger in loggers for one in getattr(logger, "handlers", ()))

@@ -41,19 +41,19 @@ class CheckpointHook(Hook):
     ``state.run_dir`` is None. Checks when training starts that the folder is writable.
 
     Args:
-        every_steps: Optimizer updates between two checkpoints; None for never.
-        every_epochs: Passes over the data between two checkpoints; None for never.
-        every_secs: Seconds of training between two checkpoints; None for never.
-        keep_last: The number of latest checkpoints to keep; None for all.
-        keep_best: A validation metric. Each validation that improves it is followed by a
+        every_steps: optimizer updates between two checkpoints; None for never.
+        every_epochs: passes over the data between two checkpoints; None for never.
+        every_secs: seconds of training between two checkpoints; None for never.
+        keep_last: the number of latest checkpoints to keep; None for all.
+        keep_best: a validation metric. Each validation that improves it is followed by a
             checkpoint, and the best checkpoint is kept as well.
         mode: "max" if higher values of that metric are better, "min" if lower; default: by the
             metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
-        save_on_exception: Save when training fails, too. Rank 0 saves without communication
+        save_on_exception: save when training fails, too. Rank 0 saves without communication
             (``save_alone``), except after a NonFiniteError, CheckpointError or KeyboardInterrupt.
 
     Raises:
-        ValueError: An interval, ``keep_last`` or ``mode`` is not allowed.
+        ValueError: an interval, ``keep_last`` or ``mode`` is not allowed.
     """
 
     # Called after the hooks that change saved parts at the same event.

@@ -19,11 +19,11 @@ class EarlyStopHook(Hook):
     increased.
 
     Args:
-        metric: The name of a validation metric.
-        patience: The number of validations without improvement after which to stop.
+        metric: the name of a validation metric.
+        patience: the number of validations without improvement after which to stop.
         mode: "min" if lower values are better, "max" if higher ones are; default: by the
             metric's ``higher_is_better``, or by its name ("loss", "error", "accuracy").
-        min_delta: Only an improvement by more than this counts; NaN is never an improvement.
+        min_delta: only an improvement by more than this counts; NaN is never an improvement.
 
     Raises:
         ValueError: ``patience``, ``mode`` or ``min_delta`` is not allowed.

@@ -182,10 +182,10 @@ class EMAHook(_AveragingHook):
     parameters, without any communication. Parameters below 32 bits are averaged in float32.
 
     Args:
-        decay: The factor by which each update multiplies the old average, within [0, 1).
-        every_steps: Optimizer updates between two updates of the average.
-        start_step: Up to and including this update, the average is a copy of the weights.
-        evaluate_with_ema: Evaluate with the averaged weights. The model's weights are restored
+        decay: the factor by which each update multiplies the old average, within [0, 1).
+        every_steps: optimizer updates between two updates of the average.
+        start_step: up to and including this update, the average is a copy of the weights.
+        evaluate_with_ema: evaluate with the averaged weights. The model's weights are restored
             after the evaluation, even after an error.
 
     Raises:
@@ -235,16 +235,16 @@ class SWAHook(_AveragingHook):
     statistics are not changed.
 
     Args:
-        from_epoch: The first epoch whose final weights are averaged; epochs are counted from 1.
-        from_step: The first update whose weights are averaged.
-        every: Average the weights after each ``every``-th epoch or, if ``from_step`` is given, each
+        from_epoch: the first epoch whose final weights are averaged; epochs are counted from 1.
+        from_step: the first update whose weights are averaged.
+        every: average the weights after each ``every``-th epoch or, if ``from_step`` is given, each
             ``every``-th update.
-        evaluate_with_swa: Evaluate with the averaged weights.
-        update_bn: Compute BatchNorm statistics for the average. If false, evaluations use the
+        evaluate_with_swa: evaluate with the averaged weights.
+        update_bn: compute BatchNorm statistics for the average. If false, evaluations use the
             model's own statistics.
 
     Raises:
-        ValueError: Both or none of ``from_epoch`` and ``from_step`` are given, or a number is not
+        ValueError: both or none of ``from_epoch`` and ``from_step`` are given, or a number is not
             allowed. ``on_train_start`` raises it if the training data cannot be read twice.
     """
 

@@ -29,14 +29,14 @@ class FreezeHook(Hook):
     gradients from the start. Their gradients are left out of clipping and of the update.
 
     Args:
-        until_step: Maps the name of a parameter, the path of a module, or an fnmatch pattern of
+        until_step: maps the name of a parameter, the path of a module, or an fnmatch pattern of
             either to the number of updates that leave these parameters unchanged. If several
             entries match a parameter, the largest number counts.
 
     Raises:
-        ValueError: A number is below 1. When training starts: a name matches no parameter, or the
+        ValueError: a number is below 1. When training starts: a name matches no parameter, or the
             optimizer needs a closure.
-        TypeError: When training starts: the optimizer wrapper is not one of ours.
+        TypeError: when training starts: the optimizer wrapper is not one of ours.
     """
 
     # Called before hooks that look at the optimizer wrapper.

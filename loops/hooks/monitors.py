@@ -130,16 +130,16 @@ class ThroughputHook(Hook):
     because every log record waits for the device.
 
     Args:
-        tokens_per_sample: Tokens in a sample. By default, the tokens are counted if ``loss_weight``
+        tokens_per_sample: tokens in a sample. By default, the tokens are counted if ``loss_weight``
             is "tokens"; otherwise this is the model's attribute ``tokens_per_sample``.
-        flops_per_token: Floating-point operations of forward and backward for one token; default:
+        flops_per_token: floating-point operations of forward and backward for one token; default:
             the model's attribute ``flops_per_token``.
-        flops_per_sample: The same for one sample; not together with ``flops_per_token``.
-        peak_flops: The peak operations per second of one device, in the dtype in which the model
+        flops_per_sample: the same for one sample; not together with ``flops_per_token``.
+        peak_flops: the peak operations per second of one device, in the dtype in which the model
             computes.
 
     Raises:
-        ValueError: A number is not positive and finite, or the numbers do not determine ``mfu``.
+        ValueError: a number is not positive and finite, or the numbers do not determine ``mfu``.
     """
 
     # After all other hooks, so that their time does not count as waiting for data.

@@ -41,12 +41,12 @@ class NanGuardHook(Hook):
             names. "all" checks all log values and the parameters; it adds ``param_norm``, their L2
             norm, to the log records.
         action: "raise", or "warn" to log a warning and continue.
-        every_steps: Optimizer updates between two checks, instead of with the records.
-        every_epochs: Passes over the data between two checks, instead of with the records.
-        every_secs: Seconds of training between two checks, instead of with the records.
+        every_steps: optimizer updates between two checks, instead of with the records.
+        every_epochs: passes over the data between two checks, instead of with the records.
+        every_secs: seconds of training between two checks, instead of with the records.
 
     Raises:
-        ValueError: An argument is not allowed.
+        ValueError: an argument is not allowed.
     """
 
     # After the hooks that write the record, so that the bad record is in the files, and before

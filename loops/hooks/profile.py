@@ -41,12 +41,12 @@ class ProfileHook(Hook):
     ``state.run_dir`` is None. The profiled steps are slower than others.
 
     Args:
-        skip: Updates before the first profiled one, at least 0; the first updates of a run are not
+        skip: updates before the first profiled one, at least 0; the first updates of a run are not
             typical, because libraries warm up.
-        steps: Number of profiled updates, at least 1.
+        steps: number of profiled updates, at least 1.
 
     Raises:
-        ValueError: A number is too small.
+        ValueError: a number is too small.
     """
 
     # After all other hooks, so that their time does not count as waiting for data.
@@ -143,7 +143,7 @@ def operations_table(events: Sequence[Any]) -> str:
     """Return the costliest operations of a profile as lines of at most 80 columns.
 
     Args:
-        events: The ``key_averages()`` of a profiler. The times are GPU times if there are any,
+        events: the ``key_averages()`` of a profiler. The times are GPU times if there are any,
             otherwise CPU times. They exclude the operations that an operation calls.
     """
     on_device = any(event.self_device_time_total > 0 for event in events)

@@ -88,7 +88,7 @@ class ProgressHook(Hook):
     ``LogHook`` writes all records into files.
 
     Args:
-        refresh_s: Seconds between two drawings of the panel, more than 0.
+        refresh_s: seconds between two drawings of the panel, more than 0.
 
     Raises:
         ValueError: ``refresh_s`` is not more than 0.

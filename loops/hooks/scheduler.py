@@ -28,11 +28,11 @@ class PolyLR(LRScheduler):
     the rates from the current ones, so that other schedules can act at the same time.
 
     Args:
-        optimizer: The optimizer whose rates to change.
-        total_iters: Steps after which the rates are constant; at least 1.
-        power: Power of the polynomial; 1 is a straight line.
-        eta_min: Final learning rate.
-        last_epoch: Index of the last step.
+        optimizer: the optimizer whose rates to change.
+        total_iters: steps after which the rates are constant; at least 1.
+        power: power of the polynomial; 1 is a straight line.
+        eta_min: final learning rate.
+        last_epoch: index of the last step.
 
     Raises:
         ValueError: ``total_iters`` is less than 1.
@@ -69,11 +69,11 @@ class ScheduleWindow:
     created at the start of the range, since a scheduler changes the rates when it is created.
 
     Args:
-        optimizer: The optimizer whose rates to change.
-        make: Returns a scheduler for the optimizer. Called once on construction even if the range
+        optimizer: the optimizer whose rates to change.
+        make: returns a scheduler for the optimizer. Called once on construction even if the range
             starts later, to find errors early.
-        after: Number of steps before the range.
-        until: Number of steps at which the range ends; None for no end.
+        after: number of steps before the range.
+        until: number of steps at which the range ends; None for no end.
 
     Raises:
         ValueError: ``after`` is negative, or ``until`` is not greater than ``after``.
@@ -147,14 +147,14 @@ class SchedulerHook(Hook):
         schedulers: (scheduler, unit) pairs. The unit is "step" (stepped after each update), "batch"
             (after each batch, also within an accumulation window) or "epoch" (after each pass over
             the data). ``ReduceLROnPlateau`` is always stepped at the end of each validation.
-        metric: The validation metric for ``ReduceLROnPlateau``. A warning is logged if the
+        metric: the validation metric for ``ReduceLROnPlateau``. A warning is logged if the
             scheduler's ``mode`` contradicts the metric's direction.
-        optimizers: Optimizers by their names in the log records, including those without a
+        optimizers: optimizers by their names in the log records, including those without a
             scheduler, if there are several. Default: the optimizers of the schedulers, in their
             order.
 
     Raises:
-        ValueError: A unit is unknown, or ``metric`` is missing.
+        ValueError: a unit is unknown, or ``metric`` is missing.
     """
 
     # Before hooks that save, so that checkpoints contain the schedules after the update.

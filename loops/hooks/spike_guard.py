@@ -74,19 +74,19 @@ class SpikeGuardHook(Hook):
     the log records: the number of skipped steps since the last record.
 
     Args:
-        threshold: The number of median absolute deviations above the median.
-        window: The number of previous steps that a value is compared with (not an accumulation
+        threshold: the number of median absolute deviations above the median.
+        window: the number of previous steps that a value is compared with (not an accumulation
             window).
-        warmup: The number of steps before the first comparison. NaN and infinity are always
+        warmup: the number of steps before the first comparison. NaN and infinity are always
             outliers.
         watch: "both", "loss" or "grad_norm".
-        before: The number of steps before an outlier to skip as well. The run goes back to the
+        before: the number of steps before an outlier to skip as well. The run goes back to the
             latest checkpoint before them, if there is one.
-        after: The number of steps after an outlier to skip as well.
-        max_in_row: The allowed number of outliers in a row. One more raises SpikeError.
+        after: the number of steps after an outlier to skip as well.
+        max_in_row: the allowed number of outliers in a row. One more raises SpikeError.
 
     Raises:
-        ValueError: An argument is not allowed.
+        ValueError: an argument is not allowed.
     """
 
     # Called after the hooks that save or evaluate, which may draw random numbers.

@@ -15,7 +15,7 @@ class TimeLimitHook(Hook):
     includes evaluations, and the time before a resume.
 
     Args:
-        max_seconds: Seconds of training, more than 0.
+        max_seconds: seconds of training, more than 0.
 
     Raises:
         ValueError: ``max_seconds`` is not more than 0.

@@ -41,7 +41,7 @@ class LogHook(LoggerHook):
     validate`` and ``stepwrap test`` append to the files, even during training.
 
     Args:
-        console: Also log each record as a line at INFO, in the format of ``ProgressHook``.
+        console: also log each record as a line at INFO, in the format of ``ProgressHook``.
     """
 
     order = 70

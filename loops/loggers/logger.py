@@ -29,10 +29,10 @@ class LoggerHook(Hook):
     only if ``state.run_dir`` is set. Override ``close`` if a file or connection stays open.
 
     Attributes:
-        package: The package that the logger needs, if stepwrap does not always install it.
+        package: the package that the logger needs, if stepwrap does not always install it.
 
     Raises:
-        ImportError: The package is not installed.
+        ImportError: the package is not installed.
     """
 
     order = 71
@@ -58,9 +58,9 @@ class LoggerHook(Hook):
         """Write values at the update ``state.step``.
 
         Args:
-            state: The state of the loop.
+            state: the state of the loop.
             phase: "train", "val" or "test".
-            values: A log record or the metrics of an evaluation.
+            values: a log record or the metrics of an evaluation.
         """
 
     def settings(
@@ -69,18 +69,18 @@ class LoggerHook(Hook):
         """Write the settings of the run; called at the start of training and at the end of the run.
 
         Args:
-            state: The state of the loop.
+            state: the state of the loop.
             settings: ``state.settings`` with names such as "optimizer.lr".
-            metrics: Names such as "val/accuracy" and the last values; empty when training starts.
+            metrics: names such as "val/accuracy" and the last values; empty when training starts.
         """
 
     def media(self, state: LoopState, name: str, item: Any) -> None:
         """Write an image, a figure or a text at the update ``state.step``.
 
         Args:
-            state: The state of the loop.
-            name: The name of the item, such as "weights" or "layer1/weights".
-            item: An image as a ``uint8`` array (height, width) or (height, width, channels), a
+            state: the state of the loop.
+            name: the name of the item, such as "weights" or "layer1/weights".
+            item: an image as a ``uint8`` array (height, width) or (height, width, channels), a
                 matplotlib figure, or a ``str``.
         """
 
@@ -90,7 +90,7 @@ class LoggerHook(Hook):
         Called on every rank, even if nothing is open.
 
         Args:
-            failed: Whether the run ended with an error.
+            failed: whether the run ended with an error.
         """
 
     def on_run_start(self, state: LoopState) -> None:

@@ -17,12 +17,12 @@ def checked_media(kind: str, name: str, item: Any) -> Any:
 
     Args:
         kind: "image", "figure" or "text".
-        name: The name of the item.
-        item: The item.
+        name: the name of the item.
+        item: the item.
 
     Raises:
-        TypeError: A figure has no ``savefig``.
-        ValueError: The name is not allowed in a file's path, or an image has another shape.
+        TypeError: a figure has no ``savefig``.
+        ValueError: the name is not allowed in a file's path, or an image has another shape.
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -40,12 +40,12 @@ def image_array(image: Any) -> NDArray[np.uint8]:
     """Return an image as a ``uint8`` array (height, width, channels) or (height, width).
 
     Args:
-        image: A tensor (channels, height, width), an array (height, width, channels) or a PIL
+        image: a tensor (channels, height, width), an array (height, width, channels) or a PIL
             image; tensors and arrays may also be (height, width). There are 1, 3 or 4 channels.
             Floats are from 0 to 1, integers from 0 to 255.
 
     Raises:
-        ValueError: The image has another shape.
+        ValueError: the image has another shape.
     """
     if isinstance(image, Tensor):
         image = image.detach().float() if image.is_floating_point() else image.detach()

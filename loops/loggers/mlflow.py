@@ -25,9 +25,9 @@ class MLflowHook(LoggerHook):
     ``state.run_dir`` is None.
 
     Args:
-        experiment: The experiment, which is created if it does not exist.
-        name: The name of the run; default: the name of the run folder.
-        tracking_uri: A server ("http://..."), a database ("sqlite:///mlflow.db") or a folder.
+        experiment: the experiment, which is created if it does not exist.
+        name: the name of the run; default: the name of the run folder.
+        tracking_uri: a server ("http://..."), a database ("sqlite:///mlflow.db") or a folder.
             Default: the environment variable MLFLOW_TRACKING_URI, or MLflow's default.
 
     Raises:

@@ -21,11 +21,11 @@ class WandbHook(LoggerHook):
     ``state.run_dir`` is None.
 
     Args:
-        project: The project; default: the environment variable WANDB_PROJECT, or W&B's default.
-        name: The name of the run; default: the name of the run folder.
-        entity: The user or team; default: WANDB_ENTITY, or the logged-in user.
-        group: A name that several runs share.
-        tags: Tags of the run.
+        project: the project; default: the environment variable WANDB_PROJECT, or W&B's default.
+        name: the name of the run; default: the name of the run folder.
+        entity: the user or team; default: WANDB_ENTITY, or the logged-in user.
+        group: a name that several runs share.
+        tags: tags of the run.
         mode: "online", "offline" (writes into the run folder; ``wandb sync`` uploads it later) or
             "disabled". Default: WANDB_MODE, or "online".
 

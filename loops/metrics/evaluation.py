@@ -64,12 +64,12 @@ def feed_metrics(
     result is passed as ``update(outputs, batch)``. The method of a BaseMetric is ``add``.
 
     Args:
-        metrics: The metrics by name.
-        outputs: The result of the step.
-        batch: The batch.
-        weight_of: Returns the weight of a batch, which replaces the argument ``num_samples`` of
+        metrics: the metrics by name.
+        outputs: the result of the step.
+        batch: the batch.
+        weight_of: returns the weight of a batch, which replaces the argument ``num_samples`` of
             metrics that also take ``loss``.
-        inputs: Selects what a metric gets from the outputs, by the metric's name.
+        inputs: selects what a metric gets from the outputs, by the metric's name.
     """
     for name, metric in metrics.items():
         update = metric.add if isinstance(metric, BaseMetric) else metric.update
@@ -143,8 +143,8 @@ def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
     """Return whether higher values of the result ``name`` are better; None if unknown.
 
     Args:
-        name: A result, such as "accuracy" or "scores/f1".
-        known: The result of ``directions_of``.
+        name: a result, such as "accuracy" or "scores/f1".
+        known: the result of ``directions_of``.
     """
     above, _, last = name.rpartition("/")
     direction = known.get(name)
@@ -198,9 +198,9 @@ def compute_metrics(
     If a metric has several results, their names are "name/key".
 
     Args:
-        metrics: The metrics by name.
-        size: The data set's size if some samples were evaluated twice, otherwise None.
-        group: The ranks from which a BaseMetric gathers, unless its back-end was defined by the
+        metrics: the metrics by name.
+        size: the data set's size if some samples were evaluated twice, otherwise None.
+        group: the ranks from which a BaseMetric gathers, unless its back-end was defined by the
             user.
     """
     results: dict[str, float] = {}
@@ -277,9 +277,9 @@ class ProcessMetric(BaseMetric):
     no effect.
 
     Args:
-        metric: A metric with ``process(data_batch, data_samples)``, which appends the results of
+        metric: a metric with ``process(data_batch, data_samples)``, which appends the results of
             one batch to ``results``, and ``compute_metrics(results)``.
-        dataset_meta: Facts about the data set, such as class names, that the metric needs;
+        dataset_meta: facts about the data set, such as class names, that the metric needs;
             default: the data set's ``metainfo``, if it has one.
     """
 
@@ -317,9 +317,9 @@ class WatchedMetric:
     """A validation metric and the direction in which it improves.
 
     Args:
-        name: The name of the metric's result.
+        name: the name of the metric's result.
         mode: "min", "max", or None to derive it from the metric.
-        setting: The hook and its argument, for messages, such as "EarlyStopHook: metric".
+        setting: the hook and its argument, for messages, such as "EarlyStopHook: metric".
     """
 
     def __init__(self, name: str, mode: str | None, *, setting: str) -> None:

@@ -14,7 +14,7 @@ class MetricInputsError(ValueError):
     """Raised if the step's outputs do not have what ``MetricInputs`` selects.
 
     Attributes:
-        setting: The key path of the setting in a config, such as "metrics.error.head".
+        setting: the key path of the setting in a config, such as "metrics.error.head".
     """
 
     def __init__(self, setting: str, text: str) -> None:
@@ -31,11 +31,11 @@ class MetricInputs:
     """A metric, and which outputs of a step it gets.
 
     Attributes:
-        metric: A metric of torchmetrics, or a ``BaseMetric``.
-        head: A key of ``preds``, for steps that return predictions by head: the metric gets
+        metric: a metric of torchmetrics, or a ``BaseMetric``.
+        head: a key of ``preds``, for steps that return predictions by head: the metric gets
             ``preds[head]``. Other outputs that are mappings with this key, such as ``target``, are
             replaced by their entries in the same way.
-        transform: A function whose result replaces ``preds``, after the head was selected. If the
+        transform: a function whose result replaces ``preds``, after the head was selected. If the
             step does not return a mapping, the function gets the step's result.
     """
 

@@ -31,8 +31,8 @@ class MeanLoss(Metric):
         """Add a batch.
 
         Args:
-            loss: Mean loss of the batch, 0-d.
-            num_samples: Number of its samples, or its weight.
+            loss: mean loss of the batch, 0-d.
+            num_samples: number of its samples, or its weight.
         """
         if not num_samples:
             # The mean loss of no samples may be NaN.

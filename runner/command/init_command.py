@@ -59,8 +59,8 @@ class Spirals(Dataset):
     """Points on three spiral arms, each with the number of its arm as the label.
 
     Args:
-        size: The number of points.
-        seed: Another seed gives other points.
+        size: the number of points.
+        seed: another seed gives other points.
     """
 
     def __init__(self, size: int, seed: int) -> None:
