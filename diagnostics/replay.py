@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..collectives import all_gather_object, broadcast, get_rank, get_world_size
 from ..loops import (
+    EpochTrainLoop,
     Hook,
     LoopState,
     SpikeGuardHook,
@@ -200,7 +201,11 @@ class ReplayHook(Hook):
         if not self.seen.logs:
             self._start()
         if self._debugger is not None:
-            self._debugger.begin(sys._getframe(1))
+            frame = sys._getframe(1)
+            # Other hooks may have wrapped this listener.
+            while frame.f_globals["__name__"] != EpochTrainLoop.__module__ and frame.f_back:
+                frame = frame.f_back
+            self._debugger.begin(frame)
 
     def on_batch_end(self, state: LoopState, batch: Any, logs: Mapping[str, Any]) -> None:
         if state.step + 1 == self._watch.step:
