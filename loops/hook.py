@@ -46,7 +46,7 @@ class Hook:
         _check_events(cls, vars(cls))
 
     def ignores(self) -> Collection[str]:
-        """Return overridden events that need no call; read whenever a ``HookList`` is built."""
+        """Return overridden events that need no call; a ``HookList`` asks when it is built."""
         return ()
 
     def around(self, event: str, hook: Any, listener: Listener) -> Listener:

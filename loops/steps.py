@@ -69,7 +69,7 @@ def _weighted(step: Step) -> Step:
 
 
 class StepBlocks(Hook):
-    """Make a compiled step check for changes of the model only once per block of steps.
+    """Check the model of a compiled step for changes only once per block of steps.
 
     A block has at most ``steps`` steps. It ends early at a log record, a validation or the end of a
     pass.

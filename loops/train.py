@@ -55,7 +55,7 @@ class _TrainLoop:
     _signals: StopSignals
     # False if a session is still to run: at the start and after a rollback.
     _ended = False
-    # The step of the session's final log record; before it, the step at which the session started.
+    # At first the step at which the session started, then the step of its final log record.
     _closed_at = 0
 
     def __init__(  # noqa: PLR0913

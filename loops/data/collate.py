@@ -94,7 +94,7 @@ def prepare_dataset(dataset: Any, shard: tuple[int, int], *, formatted: bool) ->
     """Return a Hugging Face data set in the form that a loader needs, any other one unchanged.
 
     Args:
-        dataset: a stream that is not divided among nodes yet is divided here.
+        dataset: the data set. A stream is divided here, unless the caller has already divided it.
         shard: the index of this rank's part, and the number of parts.
         formatted: whether rows must consist of tensors, unless the data set has a format.
 

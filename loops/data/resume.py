@@ -109,7 +109,7 @@ def _load(source: Stateful, place: Any, loader: Iterable[Any]) -> None:
 
 @dataclass
 class _Renamed:
-    """An adapter that gives the position of grain's iterators the names of a ``Stateful``."""
+    """Offer ``get_state`` and ``set_state`` of grain's iterators as the methods of ``Stateful``."""
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], Any]

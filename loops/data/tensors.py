@@ -109,7 +109,10 @@ def _tensors_of(
 
 
 def selects_rows(dataset: Any, in_memory: Any, num_workers: int, collate: Any) -> bool:
-    """Return whether to use a ``TensorLoader``; with "auto", if only the speed differs."""
+    """Return whether to use a ``TensorLoader``.
+
+    With "auto", use it only if nothing but the speed changes.
+    """
     per_sample = num_workers or collate is not None
     if not in_memory or (in_memory == "auto" and per_sample):
         return False

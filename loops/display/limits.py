@@ -73,8 +73,9 @@ def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
     """Return the slowest rank, and the share of the time that the others wait for it on average.
 
     The share is a lower bound. It compares the times of the ranks until they first wait for each
-    other, usually in the backward. If the ranks already wait in the forward (FSDP, SyncBatchNorm),
-    its time hides differences, so it is included only if that increases the share.
+    other, usually in the backward. With FSDP or SyncBatchNorm they already wait in the forward, and
+    including the time of the forward would hide differences. It is therefore included only if the
+    share increases.
     """
     before = [one.loading_s + sum(one.hooks.values()) for one in times]
     with_forward = [s + one.forward_s for s, one in zip(before, times, strict=True)]

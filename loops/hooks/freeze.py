@@ -75,8 +75,8 @@ class FreezeHook(Hook):
                     # The fused SGD of torch fails if only some parameters have momentum.
                     group["fused"] = None
             others = [one for one in member.gates if not isinstance(one, FreezeGate)]
-            # The last gate, because the check of the first update expects a gradient of each
-            # parameter.
+            # Last, because this gate drops gradients, which the gate that checks the first update
+            # needs.
             member.gates = [*others, FreezeGate(lambda: state.step, frozen)]
 
     def on_update(self, state: LoopState) -> None:

@@ -321,7 +321,8 @@ class _ForwardTimer:
             # A hook on the module would change a compiled step.
             return
 
-        # A function is not copied with the module, but a method would be, with this object.
+        # Not a method: a copy of the module would contain copies of the method and of this object,
+        # but a plain function is shared.
         def count(*_: object) -> None:
             if self.start_s is not None:
                 self._times.forward_s += perf_counter() - self.start_s

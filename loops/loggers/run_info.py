@@ -25,7 +25,7 @@ from ..checkpoints.weights import device_of, num_data_ranks, plain_name, user_mo
 from ..hook import Hook
 from ..state import LoopState
 
-# More warnings of a rank are not recorded, and longer texts are cut off.
+# The maximum number of warnings of each rank, and of characters in a text.
 _MAX_WARNINGS, _MAX_LENGTH = 200, 2000
 # The picture of the placement has at most this many groups of parameters.
 _MAX_GROUPS = 24

@@ -54,7 +54,7 @@ def rows_of(outputs: Any, batch: Any, count: int | None) -> list[Row]:
 
 
 def _rows_of_fields(fields: Mapping[Any, Any], count: int) -> list[Row]:
-    # Models of transformers have their logits under the name of metrics as well.
+    # Outputs of transformers models contain the logits twice: metrics get them as `preds`.
     repeated = fields.get("preds") is fields.get("logits") and "logits" in fields
     columns = {
         str(name): _column(value, count)
