@@ -52,7 +52,7 @@ test-vision:
 	$(INSTALL) pip
 	$(INSTALL) torch==$(VISION_TORCH) torchvision==$(VISION) "setuptools>=70" wheel
 	$(INSTALL) -e ".[examples,transformers,vision]" pytest pytest-xdist hypothesis torchmetrics
-	$(VISION_ENV)/bin/python -m pytest tests/wrappers/test_wrappers_vision.py
+	$(VISION_ENV)/bin/python -m pytest -o faulthandler_timeout=900 tests/wrappers/test_wrappers_vision.py
 
 check: $(READY) types-link
 	$(BIN)/ruff format --check .
