@@ -34,8 +34,9 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
         spec: a class or its name (subclasses match too), the path of a module, an ``fnmatch``
             pattern for paths, or a list of these. A pattern selects only the outermost of its
             matches: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping of
-            ``classes`` (such a list) and ``min_params`` (a number): this adds the smallest modules
-            that have at least ``min_params`` parameters outside of the modules in ``classes``.
+            ``classes`` (such a list) and ``min_params`` (a number). In addition to ``classes`` it
+            selects the smallest modules that have at least ``min_params`` parameters, not counting
+            the parameters of the modules in ``classes``.
 
     Raises:
         ValueError: a name matches nothing, or matches a container without a ``forward``.

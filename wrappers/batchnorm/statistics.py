@@ -5,8 +5,8 @@ cancellation (Chan, Golub, LeVeque 1979). Vectors with one number per channel ar
 Tensors of the size of the input are computed in the precision of the layer, or of the input if that
 is higher, and are rounded only at the end. To normalise, the mean is rounded to this precision and
 subtracted from every value first. This subtraction is nearly exact even if the mean is large. The
-rounding error of the mean is corrected by an fp64 vector. If all means are near zero, torch's CPU
-kernels do all of this in one pass.
+rounding error of the mean is computed in fp64 and corrected by the shift that is added after the
+scaling. If all means are near zero, torch's CPU kernels do all of this in one pass.
 """
 
 from __future__ import annotations
@@ -270,8 +270,8 @@ def connect(options: BackwardOptions, chunks: Sequence[Chunk]) -> list[Tensor]:
     """Return the outputs of the chunks as outputs of one autograd node; fill in values later.
 
     The backward of a joint node gets the gradients of all chunks at once, so it never waits. The
-    backwards of separate nodes would wait for each other, but on the CPU they all run in one
-    thread.
+    backwards of separate nodes would have to wait for each other. On the CPU this would be a
+    deadlock, because they all run in one thread.
     """
     outputs = [chunk.output for chunk in chunks]
     if not any(chunk.in_graph for chunk in chunks):

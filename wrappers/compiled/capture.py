@@ -118,10 +118,10 @@ def capture(model: nn.Module, batch: Any) -> Captured:
 def _traced(
     function: Callable[..., Any], model: nn.Module, batch: Any
 ) -> tuple[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]], Any]:
-    """Return the graph of a call, the sources of its inputs, a marker for each output, the result.
+    """Trace a call; return (graph, sources of its inputs, markers of its outputs) and the result.
 
-    The result contains markers instead of tensors. They show which outputs are the sum of the
-    losses and the logs.
+    The result contains the markers instead of tensors. They show which outputs of the graph are the
+    sum of the losses and the logs.
     """
     found: list[tuple[GraphModule, list[tuple[str, Any]], list[Tensor]]] = []
     errors: list[NotCompilableError] = []

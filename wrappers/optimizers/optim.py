@@ -130,9 +130,9 @@ class Accumulation(OptimFeatures):
     def begin_pass(self, start: int, length: int | None) -> None:
         """Set the start of a pass over the data and, if it is known, its length.
 
-        With ``loss_weight`` windows begin and end with the pass, so the last one may be shorter.
-        Otherwise windows continue in the next pass, and the call has no effect. Call it again when
-        the length becomes known.
+        With ``loss_weight``, windows begin and end with the pass, so the last one may be shorter.
+        Without ``loss_weight``, windows continue in the next pass, and this call has no effect.
+        Call it again when the length becomes known.
 
         Args:
             start: micro-batches before the pass, even if training resumes inside the pass.

@@ -139,9 +139,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        If ``begin_batch`` was not called, or if no member accumulates and none has counted a
-        micro-batch since that call, return whether the last micro-batch of any member ended its
-        window.
+        In two cases return instead whether the last micro-batch of any member ended its window: if
+        ``begin_batch`` was not called, or if no member accumulates and no micro-batch was counted
+        since that call.
         """
         before = self._before
         if before is None or all(

@@ -33,10 +33,10 @@ _NORMS_OF_MMENGINE = (_NormBase, nn.GroupNorm, nn.LayerNorm)
 _NORM_NAME = re.compile(r"Norm(\dd)?$", re.IGNORECASE)
 # Names of biases in torch's layers, including attention and recurrent layers.
 _BIAS_NAME = re.compile(r"bias|in_proj_bias|bias_[ih]h_l\d+(_reverse)?")
-# The factor of a parameter's weight decay is named after the first word of the parameter's kind:
-# norm_decay_mult for "norm bias". With as_mmengine, the two kinds below have two possible factors
-# each, and the first one that is set is used. This follows mmengine's code; its docstring says that
-# bias_decay_mult does not apply to them.
+# Usually the first word of a parameter's kind selects the factor of its weight decay: "norm bias"
+# uses norm_decay_mult. With as_mmengine, the kinds "norm bias" and "dwconv bias" use the first of
+# two factors that is set. This follows mmengine's code; its docstring says that bias_decay_mult
+# does not apply to these kinds.
 _DECAYS_OF_MMENGINE = {"norm bias": ["norm", "bias"], "dwconv bias": ["bias", "dwconv"]}
 
 

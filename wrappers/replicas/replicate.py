@@ -102,9 +102,9 @@ def run_callbacks(modules: Sequence[nn.Module], session: ReplicationSession) -> 
 def replicate(module: _T, devices: Sequence[torch.device]) -> list[_T]:
     """Copy ``module`` to every device, through autograd, without running callbacks.
 
-    If all devices are different CUDA devices, torch creates the copies. Otherwise a copy on the
-    device of a parameter uses this parameter, and a copy on another device uses a copy of it that
-    is part of the autograd graph. Either way the gradients of all copies are summed in the original
+    If all devices are different CUDA devices, torch creates the copies. Otherwise each copy uses
+    the original parameters that are on its device already, and the others are copied to its device
+    as part of the autograd graph. Either way the gradients of all copies are summed in the original
     parameters. Copy 0 uses the buffers of the module itself, the others have copies. A submodule or
     tensor that occurs twice in the module also occurs twice in every copy. Attributes that a
     forward sets are lost with the copy.

@@ -318,8 +318,8 @@ class _Waited(torch.autograd.Function):
 
 
 def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
-    # Waits here, because a compiled block after this layer returns a plain tensor as the gradient,
-    # with which the backward of an unfinished tensor would fail.
+    # Waits here. A compiled block after this layer returns its gradient as a plain tensor, and the
+    # backward of an unfinished tensor does not accept plain tensors.
     if type(output) is AsyncCollectiveTensor:
         output = _Waited.apply(output)  # type: ignore[no-untyped-call]
     refuse_double_backward(output, _DOUBLE)

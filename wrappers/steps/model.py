@@ -51,7 +51,7 @@ class BaseModel(BaseModule):
             )
         self.data_preprocessor = data_preprocessor
 
-    # Static, so that wrappers can recognise this function. They do not detach its logs again.
+    # Static, so that wrappers can recognise this function, whose logs are detached already.
     parse_losses = staticmethod(parse_losses)
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ class BatchMismatchError(TypeError):
 
 
 def accept_mode(model: nn.Module) -> None:
-    """Let a model that computes its own losses be called with an argument ``mode`` it lacks.
+    """Make a model that computes its own losses accept ``mode`` if its ``forward`` does not.
 
     This applies to models whose ``forward`` has an optional argument ``labels``, ``targets`` or
     ``target``, and neither ``mode`` nor ``**kwargs``. A hook removes ``mode``; other calls and the

@@ -25,9 +25,10 @@ def fields_of(batch: Any) -> Any:
 
 
 def path_to_samples(batch: Any) -> tuple[Any, ...] | None:
-    """Return the keys that lead to a part whose length is the number of samples, or None.
+    """Return the path to a part of the batch whose length is the number of samples, or None.
 
-    It is a list of mappings, such as a detector's targets, or the first tensor with dimensions.
+    This part is a list of mappings, such as a detector's targets, or the first tensor with
+    dimensions.
     """
     if isinstance(batch, Tensor):
         return () if batch.dim() else None

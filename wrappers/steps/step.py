@@ -375,16 +375,17 @@ def reject_model_train_step(
     """Raise TypeError if ``model`` defines a ``train_step`` that cannot run in ``wrapper``.
 
     Args:
-        why: the problem with "a model that calls itself", to complete the message.
-        remedy: a sentence with another solution.
+        why: the end of the message "the step calls the model directly, which ...".
+        remedy: text with another solution, which the message gives first.
     """
     if wrapper.train_step is not Steps.train_step or not overrides_train_step(model):
         return
     public = next(one for one in wrapper.__mro__ if one.__module__.startswith("stepwrap.wrappers."))
     raise TypeError(
         f"{type(model).__name__} overrides train_step, which cannot work under "
-        f"{wrapper.__name__}: a model that calls itself {why}. {remedy}Put the step into a "
-        f"subclass of {public.__name__} (with self(...) for the forward) and name it as the wrapper"
+        f"{wrapper.__name__}: the step calls the model directly, which {why}. {remedy}Put the step "
+        f"into a subclass of {public.__name__} (with self(...) for the forward) and name it as the "
+        "wrapper"
     )
 
 

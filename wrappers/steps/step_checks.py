@@ -120,10 +120,10 @@ def detect_anomalous_params(
     Call it after the backward. Each distinct set of names is logged once per model.
 
     Args:
-        received: the ids that ``watch_gradients`` collected in the backward. If it is None, call
-            this function before the gradients are cleared: re-entrant activation checkpointing
-            (``use_reentrant=True``) hides parameters from the graph, so if the model uses it,
-            every parameter with a gradient counts as used.
+        received: the ids that ``watch_gradients`` collected in the backward. By default only the
+            graph is searched. Re-entrant activation checkpointing (``use_reentrant=True``) hides
+            parameters from it. If the model uses this, every parameter with a gradient counts as
+            used, so call this function before the gradients are cleared.
     """
     reached, checkpointed = _leaves(loss)
     missing = {}

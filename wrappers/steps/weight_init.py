@@ -74,8 +74,9 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
     - ``bias``, the value of every bias (default: 0), or ``bias_prob``, a probability whose logit is
       that value.
     - ``layer``: the class names of the layers to initialise. Subclasses are included.
-    - ``override``: a list of mappings with the ``name`` of a submodule, in which every layer is
-      initialised: by the other keys of this mapping or, without other keys, by the outer mapping.
+    - ``override``: a list of mappings, each with the ``name`` of a submodule. Every layer of this
+      submodule is initialised by the other keys of its mapping. If there are none, it is
+      initialised by the outer mapping.
 
     Pretrained has none of the last three. It takes ``checkpoint``, a file that contains only
     weights, and ``prefix``: only weights whose names begin with the prefix are loaded, under the
