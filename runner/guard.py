@@ -201,7 +201,7 @@ class Ranks:
         has_reported = rank in self.results or any(rank == each.rank for each in self.failures)
         if (has_reported and code >= 0) or one.is_killed:
             return
-        # A rank that ends after a stop signal, directly or in the user's handler, has not failed.
+        # After a stop signal, a rank has not failed if the signal killed it or it exited itself.
         if not self.received or (code < 0 and -code not in (*self.received, signal.SIGTERM)):
             self._fail(Failure.of_end(code, rank))
 

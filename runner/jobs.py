@@ -156,8 +156,8 @@ def _continued(job: Job) -> Job:
     """Return the job for this attempt; after a restart by torchrun, one that continues the run.
 
     Every rank must call this. torchrun's store records whether an earlier attempt began. Results in
-    the run's folder do not show it, because they may belong to another run. The caller refuses the
-    folder in that case.
+    the run's folder do not show it: they may belong to another run, whose folder the caller
+    refuses.
     """
     if job.command != "train" or job.dry_run:
         return job

@@ -193,8 +193,8 @@ class Runner:
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
             self._owns_run_dir = True
-            # The count of updates shows whether anything was trained: the count of batches
-            # depends on the number of ranks.
+            # Compare updates, not batches: if the number of ranks has changed, the loop converts
+            # the number of finished batches, even if it trains nothing.
             done = state.step
             loop.run(state, self._hooks)
             if path and state.step == done and get_rank() == 0:
@@ -297,7 +297,7 @@ class Runner:
         folder = self.state.run_dir
         if self._owns_run_dir or folder is None or self.state.step:
             return
-        # The list of rank 0 counts: another rank might already see a checkpoint of this run.
+        # Use rank 0's list: another rank might already see a checkpoint of this run.
         names = broadcast([path.name for path in saved_checkpoints(folder)])
         if names:
             raise FileExistsError(

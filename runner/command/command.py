@@ -142,9 +142,9 @@ class Command(click.Command):
 
 
 def _split_optional_values(options: Options) -> None:
-    """Undo that ``--resume`` or ``--checkpoint`` took the config or an override as its value.
+    """Put back into ``words`` a config or an override that the parser took as an option's value.
 
-    Their values are optional, so the parser takes the next word.
+    ``--resume`` and ``--checkpoint`` have optional values, so the parser takes the next word.
     """
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)

@@ -213,8 +213,8 @@ class Row(NamedTuple):
     default: Any = NOTHING
     # Values that mean the same as our default: the setting is dropped.
     same: tuple[Any, ...] = ()
-    # In a row with neither target nor convert: the text of the miss for any other value. With ""
-    # the value stays in the section.
+    # For a row without target and convert: the text of the miss if the value is not in `same`.
+    # With "" such a value stays in the section.
     refusal: str = ""
 
 

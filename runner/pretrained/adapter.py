@@ -81,10 +81,11 @@ class Adapter:
 
     @contextmanager
     def base_weights(self) -> Iterator[None]:
-        """Let a wrapped model load the base weights: its state dict has them, and no adapter.
+        """Let a wrapped model load the base weights.
 
-        At the end they are copied to the modules that are trained as a whole (modules_to_save).
-        Every rank must enter.
+        Inside this context the model's state dict has the base weights and no adapter. At the end
+        they are copied to the modules that are trained as a whole (modules_to_save). Every rank
+        must enter.
         """
         self._shows_base = True
         try:
