@@ -101,7 +101,7 @@ class Command(click.Command):
     def _check_words(self, words: list[str]) -> None:
         problem = ""
         if len(words) < self._least:
-            problem = f"{self._usage.split()[0]} is missing"
+            problem = f"{self._usage.split()[len(words)]} is missing"
         elif self._most is not None and len(words) > self._most:
             problem = f"unexpected argument {words[self._most]!r}"
         if problem:

@@ -45,6 +45,8 @@ Capture = pytest.CaptureFixture[str]
         (["train", "points.yaml", "--fresh=1"], "Option '--fresh' does not take a value"),
         (["train", "points.yaml", "--run-dir", "--fresh"], "requires a path, got the option --fr"),
         (["train", "--resume="], "CONFIG is missing"),
+        (["compare"], "RUN_A is missing"),
+        (["compare", "runs/a"], "RUN_B is missing; usage: stepwrap compare RUN_A RUN_B ..."),
         (["list", "hoks"], "did you mean HOOKS?"),
         (
             ["list", "hooks", "loops"],
