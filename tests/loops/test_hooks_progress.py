@@ -80,7 +80,8 @@ def test_panel_shows_the_run(terminal: Terminal, columns: int, rows: int) -> Non
         r"[\d.]+ samples/s  data wait \d+%  memory \d+\.\d\d GiB( .*)?", seen[-1][3]
     )
     log = log_of(screens)
-    assert [row.split(" step ")[0] for row in log[:-1]] == [
+    # A slow machine has longer lines, whose ends wrap.
+    assert [row.split(" step ")[0] for row in log[:-1] if " step " in row] == [
         *["epoch 1/2", "epoch 1/2", "val epoch 1/2"],
         *["epoch 2/2", "epoch 2/2", "val epoch 2/2"],
     ]
