@@ -16,7 +16,7 @@ from .imports import FailedImportError, ModuleSources, import_path, where_define
 T = TypeVar("T", bound=Callable[..., Any])
 _log = logging.getLogger(__name__)
 # Messages list all names of a registry that has at most this many.
-_FEW = 20
+_FEW = 30
 # The scope of the innermost `switch_scope_and_registry`.
 _switched_to: ContextVar[str | None] = ContextVar("stepwrap_registry_scope", default=None)
 

@@ -91,6 +91,6 @@ def test_editors_are_offered_names_and_descriptions() -> None:
     names = schema["$defs"]["OPTIMIZERS"]["properties"]["type"]["anyOf"][0]["enum"]
     assert {one.name for one in list_registrations("OPTIMIZERS")["OPTIMIZERS"]} <= {*names}
     arguments = schema["properties"]["hooks"]["properties"]["early_stop"]["anyOf"][1]["properties"]
-    assert arguments["patience"]["description"].startswith("patience: int. The number of")
+    assert arguments["patience"]["description"].startswith("patience: int. the number of")
     batch_size = schema["properties"]["data"]["then"]["properties"]["train"]["then"]
     assert "per batch and rank" in batch_size["properties"]["batch_size"]["description"]
