@@ -16,14 +16,15 @@ export PYTHONUNBUFFERED := 1
 demo: $(DEMO_READY)
 	$(BIN)/stepwrap train configs/digits_ddp.yaml --fresh
 
-# `test` skips tests marked slow. Files run in alphabetical order, which puts many short ones last, so
-# that both processes end at about the same time.
+# `test` skips tests marked slow. Three processes keep two cores busy, because many tests wait for other
+# processes. Files run in alphabetical order, which puts many short ones last, so that all processes end
+# at about the same time.
 test test-torch: SELECTED := -m "not slow"
 test test-all: $(READY) types-link
 	$(BIN)/ruff check -q .
 	$(BIN)/ruff format -q --check .
 	PYTHONPATH=build/types $(BIN)/lint-imports --no-logo --no-cache
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(SELECTED)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(SELECTED)
 
 # Run the tests of `test` with another release of torch in a fresh environment; `SELECTED=` adds the
 # slow tests. Other versions are pinned, except setuptools, which some releases of torch limit.

@@ -183,6 +183,7 @@ class Doubled(nn.Linear):
         return super().forward(inputs) * 2
 
 
+@pytest.mark.slow
 def test_compiled_code_is_made_for_training_first() -> None:
     """A batch of another size before would have it made anew, for sizes that vary."""
 

@@ -202,6 +202,7 @@ def test_the_first_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
         run("-m", "stepwrap.runner", *command.split(), cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_examples_of_loggers_run(tmp_path: Path) -> None:
     shown, custom = blocks(page("loggers"), "python")
     run("-c", f"{shown}\n{custom}\nPrintLogger()", cwd=tmp_path)

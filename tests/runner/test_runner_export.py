@@ -83,7 +83,7 @@ class Named(BaseModel):
         return {"scores": hidden, "total": hidden.sum(1)}
 
 
-@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+@pytest.mark.parametrize("kind", ["pt2", *slow("onnx")])
 def test_named_inputs_and_several_outputs(kind: str, tmp_path: Path) -> None:
     batch = {"tokens": torch.rand(4, 2), "label": torch.zeros(4), "mask": torch.ones(4), "ids": "a"}
     del batch["ids"]
