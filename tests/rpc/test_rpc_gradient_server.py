@@ -112,6 +112,8 @@ def _all_push(world: World, group: RpcGroup, method: str) -> Any:
     group.barrier()
     server.close()
     server.close()
+    # Other members may still be closing theirs.
+    group.barrier()
     return pending[1], weight, group.is_paired("server"), group.is_registered("server_o_server")
 
 
