@@ -166,7 +166,7 @@ class CompiledStep:
     def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
         """Make a step by a program, if there is one; return the values to log.
 
-        If there is no program and only one rank, nothing is done and None is returned. If there is
+        If there is no program and only one rank, this returns None without a step. If there is
         no program but several ranks average gradients, an eager step is made. It averages the
         gradients in the same joined tensors as the programs of the other ranks.
         """
