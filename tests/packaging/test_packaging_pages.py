@@ -103,7 +103,7 @@ def test_the_import_registers_the_strategy_of_lightning(tmp_path: Path) -> None:
     assert "StepStrategy" in run("-c", f"{code}\nprint(type(trainer.strategy))", cwd=tmp_path)
 
 
-def test_the_readme_names_pages_extras_and_commands() -> None:
+def test_the_readme_names_pages_and_commands_and_a_page_all_extras() -> None:
     links = set(found(r"\]\(([^)#]+)\)", README))
     assert {link for link in links if not (ROOT / link).exists()} == set()
     assert len([link for link in links if link.startswith("docs/")]) > 20
@@ -111,7 +111,7 @@ def test_the_readme_names_pages_extras_and_commands() -> None:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     # These extras are for developers of stepwrap only.
-    extras = {*found(r"^\| `(\w+)` \|", README), "docs", "test"}
+    extras = {*found(r"^\| `(\w+)` \|", page("install")), "docs", "test"}
     assert extras == set(parser["options.extras_require"])
 
     (commands,) = [text for text in blocks(README, "") if "make demo" in text]
