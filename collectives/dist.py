@@ -64,8 +64,8 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-# The local group of each default group. References are weak because a group that outlives its
-# destruction keeps threads running, and these abort the process at exit.
+# The local group of each default group. The references are weak: an object that remains after
+# `destroy_process_group` would keep threads running, and these abort the process at exit.
 _local: weakref.WeakKeyDictionary[
     distributed.ProcessGroup, weakref.ref[distributed.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
@@ -118,7 +118,7 @@ def get_default_group() -> distributed.ProcessGroup | None:
 
 
 def get_backend(group: Group = None) -> str | None:
-    """Return the name of the group's backend in lower case, None without a group.
+    """Return the name of the group's backend in lower case, None without a process group.
 
     Several backends are returned in torch's form, such as "cpu:gloo,cuda:nccl".
 
@@ -139,7 +139,7 @@ def get_dist_info(group: Group = None) -> tuple[int, int]:
 
 
 def is_main_process(group: Group = None) -> bool:
-    """Return whether this process is the group's first rank; True without a group."""
+    """Return whether ``get_rank(group)`` is 0; without a group, the launcher decides."""
     return get_rank(group) == 0
 
 
@@ -244,7 +244,7 @@ def _check_places(places: list[tuple[int, int]]) -> None:
 
 
 def get_data_device(data: object) -> torch.device:
-    """Return the device on which all tensors in nested lists, tuples, sets and dicts are.
+    """Return the common device of all tensors in nested lists, tuples, sets and dicts.
 
     Raises:
         ValueError: the tensors are on different devices, or a container is empty.

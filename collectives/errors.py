@@ -28,7 +28,7 @@ _ROOT = Path(__file__).absolute().parents[1]
 _OURS = tuple(
     f"{one.parent}{os.sep}" for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"
 )
-# Frames of context managers lie between this package's frames and the caller's.
+# Frames of `contextlib` lie between a `with` statement and this package's context manager.
 _NOT_CALLERS = _FOLDER, contextlib.__file__
 # The maximum number of keys or differences in an error text.
 _SHOWN = 5
@@ -46,10 +46,11 @@ class Call:
     Attributes:
         name: the function, without parentheses.
         group: the ranks that must make the call.
-        describe: function that describes this rank's arguments, by a text or by the keys of a dict.
-            The description must be the same on all ranks unless the call ``has_headers``.
+        describe: function that returns a description of this rank's arguments: a text, or the keys
+            of a dict. Tracing requires the same description on all ranks unless ``has_headers``.
         detail: a text such as "from rank 0", which must be the same on all ranks.
-        has_headers: whether the call itself begins with ``exchange_headers``.
+        has_headers: whether tracing adds no header exchange, because the call exchanges headers
+            itself or must not exchange any (barriers, messages, ``wait`` of async calls).
     """
 
     name: str
@@ -83,7 +84,8 @@ class Place:
         site: "file:line" of the caller.
         detail: see ``Call``.
         structure: the description of the arguments: a text, or the keys of a dict.
-        problem: why this rank failed, to follow "rank 0 "; "" if it did not.
+        problem: the failure of this rank as a verb phrase, such as "cannot pickle its object: ...";
+            "" if it did not fail.
         when: the time in seconds since the epoch.
     """
 
@@ -151,7 +153,7 @@ def describe_places(
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Run ``action``; return (result, None), or (None, error), so that it can be reported."""
+    """Run ``action``; return (result, None) if it succeeds, otherwise (None, error)."""
     try:
         return action(), None
     except Exception as error:
@@ -180,7 +182,7 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 
 
 def differences(entries: Mapping[int, Mapping[Any, str]]) -> str:
-    """Return how the ranks' texts of one key differ, and which keys are missing where."""
+    """Describe the keys whose texts differ between ranks, and the keys that some ranks lack."""
     parts: list[str] = []
     missing: dict[str, list[str]] = {}
     for key in dict.fromkeys(key for own in entries.values() for key in own):

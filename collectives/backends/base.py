@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BaseDistBackend(ABC):
-    """Base class of the ranks and object collectives that a metric needs.
+    """Base class of backends, which provide the ranks and object collectives that metrics need.
 
     Subclasses must override all five members. All metrics of a process share one instance, so an
     instance must not keep results. A constructor must raise if the backend cannot be used, and must
@@ -22,7 +22,7 @@ class BaseDistBackend(ABC):
     @property
     @abstractmethod
     def is_initialized(self) -> bool:
-        """Whether there are other ranks to communicate with."""
+        """Whether the backend can communicate, possibly with one rank only."""
 
     @property
     @abstractmethod

@@ -6,7 +6,7 @@ import torch
 
 from .base import PicklesInTensors, TensorBaseDistBackend
 
-# Configs can name these.
+# Configs can only name classes in `__all__`.
 __all__ = ["MPI4PyDist"]
 
 

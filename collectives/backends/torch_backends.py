@@ -11,7 +11,7 @@ from ..process.ranks import comm_device, distributed_available, live_world_size,
 from ..trace.calling import calling
 from .base import BaseDistBackend, PicklesInTensors, TensorBaseDistBackend
 
-# Configs can name these.
+# Configs can only name classes in `__all__`.
 __all__ = ["NonDist", "TorchCPUDist", "TorchCUDADist", "TorchDist"]
 
 T = TypeVar("T")

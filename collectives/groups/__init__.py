@@ -1,4 +1,4 @@
 """Groups of ranks with messages and collectives as methods.
 
-Imports objects, process, tensors and trace. Start with group.py.
+Imports the subpackages objects, process, tensors and trace. Start with group.py.
 """

@@ -42,6 +42,7 @@ class CollectiveGroup:
 
     Raises:
         TypeError, ValueError: from every call, if this rank's arguments are wrong; nothing is sent.
+            While tracing, a collective raises a CollectiveError on every rank instead.
         CollectiveError: from every call, if the transport fails or the group's timeout is over; it
             names the missing ranks.
         RuntimeError: from every call except ``destroy``, if the group was destroyed or this process
@@ -154,7 +155,7 @@ class CollectiveGroup:
     def all_gather(
         self, tensor_list: _Tensors, tensor: torch.Tensor, async_op: bool = False
     ) -> _Handle:
-        """Fill the list with the ranks' tensors, in group order, whose shapes may differ."""
+        """Fill the list with the ranks' tensors, in group order; their shapes may differ."""
         return _run(operations.all_gather(self._live(), tensor_list, tensor), async_op)
 
     def gather(
@@ -187,7 +188,7 @@ class CollectiveGroup:
         op: ReduceOp = _SUM,
         async_op: bool = False,
     ) -> _Handle:
-        """Reduce the elements at this rank's index in all lists into ``output``."""
+        """Reduce element ``k`` of all ranks' lists into ``output`` of group rank ``k``."""
         return _run(operations.reduce_scatter(self._live(), output, input_list, op), async_op)
 
     def all_to_all(
@@ -210,7 +211,7 @@ class CollectiveGroup:
     def broadcast_multigpu(
         self, tensor_list: _Tensors, src: int, async_op: bool = False, src_tensor: int = 0
     ) -> _Handle:
-        """Overwrite all tensors of all lists with element ``src_tensor`` of the list of ``src``.
+        """Overwrite each tensor in every rank's list with element ``src_tensor`` of rank ``src``.
 
         As in all ``multigpu`` calls, the ranks' lists may have different lengths and devices.
         """
@@ -222,7 +223,7 @@ class CollectiveGroup:
     def all_reduce_multigpu(
         self, tensor_list: _Tensors, op: ReduceOp = _SUM, async_op: bool = False
     ) -> _Handle:
-        """Reduce all tensors of all lists into each of them; all results have the same bits.
+        """Overwrite each tensor in every rank's list with the same reduction of all these tensors.
 
         Each rank reduces its list in order before the ranks are reduced. A mean is over all
         tensors.
@@ -237,7 +238,7 @@ class CollectiveGroup:
         async_op: bool = False,
         dst_tensor: int = 0,
     ) -> _Handle:
-        """Reduce all lists into element ``dst_tensor`` of rank ``dst``; change no other tensor."""
+        """Reduce all ranks' lists into element ``dst_tensor`` of rank ``dst`` only."""
         steps = operations.reduce(
             self._live(), tensor_list, dst, op, several=True, dst_tensor=dst_tensor
         )
@@ -249,7 +250,7 @@ class CollectiveGroup:
         input_tensor_list: _Tensors,
         async_op: bool = False,
     ) -> _Handle:
-        """Fill each output list, one for each input, with the inputs of all ranks.
+        """Fill each output list with the inputs of all ranks; there is one list for each input.
 
         The order is rank by rank: if all ranks have the same number of inputs, input ``j`` of group
         rank ``k`` is at ``k * len(input_tensor_list) + j``. The ranks exchange the lengths first,
@@ -317,7 +318,7 @@ def _new_group(
         chosen = every if ranks is None else sorted(ranks)
         if not chosen or not set(chosen) <= set(every) or len(set(chosen)) < len(chosen):
             raise ValueError(
-                f"ranks must be different ranks of 0 to {len(every) - 1}, at least one, "
+                f"ranks must be one or more different ranks from 0 to {len(every) - 1}, "
                 f"got {chosen}"
             )
         if timeout_s <= 0:

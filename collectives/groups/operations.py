@@ -1,16 +1,16 @@
 """The operations of a group, and the handle that runs them.
 
-Each function below the handle implements the group's method of that name as a generator, which runs
-in four parts:
+Each public function below implements a method of the group as a generator, which runs in four
+parts:
 
 1. It yields a ``Named``, which identifies the call.
 2. It checks the arguments and yields None.
 3. It starts to communicate and yields torch's ``Work`` objects.
 4. When these are done, it writes the results.
 
-The argument ``several`` marks the ``multigpu`` calls: each rank reduces its list in order, the
-ranks exchange one message, and the result is copied into the list, so all tensors end with the same
-bits.
+``several`` is True for the ``multigpu`` calls, to which each rank passes a list. A reduction first
+reduces this list in order, then the results over the ranks, and copies the total into all targets,
+so that these have the same bits.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Steps: TypeAlias = "Generator[Any, None, T]"
 class Named(NamedTuple):
     """The name, group and arguments of a call.
 
-    For a message between two ranks, ``failed`` is the text of the error if it fails. The other
-    ranks do not make this call, so the error does not report their positions.
+    ``failed`` is set for messages between two ranks: it is the error text if the message fails.
+    That error does not report the positions of other ranks, because they do not make this call.
     """
 
     name: str
@@ -106,7 +106,7 @@ class CollectiveHandle(Generic[T]):
 
     @contextlib.contextmanager
     def _calling(self, *, is_late: bool = False) -> Iterator[None]:
-        """Explain errors of the transport; ``is_late`` means the wait of an async call."""
+        """Explain errors of the transport; ``is_late`` is True in ``wait`` of an async call."""
         name, group, describe, failed = self._named
         name = f"{name}.wait" if is_late else name
         with calling(name, group, describe, has_headers=is_late or bool(failed)) as call:
@@ -247,7 +247,7 @@ def all_gather_several(
     for outputs in lists:
         targets = iter(outputs)
         for count, part in zip(counts, parts, strict=True):
-            # One copy for each device.
+            # Copy the whole part to the device at once.
             values = part.to(outputs[0].device).view(inputs[0].dtype)
             for value in values.view(count, *inputs[0].shape):
                 _write(value, [next(targets)])
@@ -364,7 +364,7 @@ def _check_peer(name: str, rank: int | None, tag: int, group: _Group) -> None:
     if rank is not None:
         place_in_group(rank, group, name)
         if rank == dist.get_rank():
-            raise ValueError(f"{name} must be another rank than this one, got {rank}")
+            raise ValueError(f"{name} must not be this process's own rank, got {rank}")
     if tag < 0:
         raise ValueError(f"tag must not be negative, got {tag}")
 

@@ -1,4 +1,4 @@
 """Python objects across ranks, through the network, shared memory or files; errors on every rank.
 
-Imports trace and process. Start with objects.py.
+Imports the subpackages process and trace. Start with objects.py.
 """

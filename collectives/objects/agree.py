@@ -104,9 +104,9 @@ def agree(
 ) -> tuple[list[Header], list[T] | None]:
     """Compare a text between ranks by its digest, and send ``pieces`` in the same message.
 
-    Every rank must call this. Returns the headers of all ranks, and None if the texts are equal,
-    otherwise each rank's result of ``details``. If ranks have a ``problem``, the first of these is
-    raised on every rank.
+    Every rank must call this. It returns the headers of all ranks, and the results of ``details``
+    of all ranks if the texts differ, otherwise None. If ranks have a ``problem``, every rank raises
+    the first one.
     """
     # A rank with a problem sends a random text, which differs from all others, so all ranks
     # exchange details. Instead of details, this rank reports its problem.

@@ -46,8 +46,8 @@ def broadcast(obj: T, src: int = 0, group: Group = None) -> T:
 def all_gather_object(obj: T, group: Group = None) -> list[T]:
     """Return the objects of all ranks, in rank order, on every rank; every rank must call this.
 
-    All are copies, including the caller's; tensors inside arrive on the CPU. Without a process
-    group the list holds the object itself.
+    All are copies, including the caller's; tensors inside arrive on the CPU. In a group of one
+    rank, or without a group, the list contains the object itself.
 
     Raises:
         CollectiveError: on every rank, if some rank's object cannot be pickled or unpickled; or if
@@ -106,8 +106,7 @@ def pad_to_largest_tensor(
 ) -> tuple[list[int], torch.Tensor]:
     """Return all ranks' element counts, and the tensor padded with zeros to the largest of them.
 
-    Every rank must call this. The tensor itself is returned if it needs no padding, and without a
-    process group.
+    Every rank must call this. The tensor itself is returned if it needs no padding.
 
     Args:
         tensor: a tensor of shape ``(n,)``; ``n`` may differ between ranks.

@@ -34,8 +34,8 @@ def collect_results(
 ) -> list[T] | None:
     """Return the results of all ranks on the group's first rank; every rank must call this.
 
-    The results have the order of the data set, which a distributed sampler divided: the first
-    result of each rank in rank order, then the second ones, and so on. The other ranks get None.
+    The order is the first result of each rank, then the second of each rank, and so on: the order
+    of a data set that a distributed sampler divided. The other ranks get None.
 
     Args:
         results: this rank's results; the ranks may have different numbers of them.
@@ -47,8 +47,8 @@ def collect_results(
     Raises:
         NotImplementedError: the device is unknown.
         AssertionError: the device is not "cpu" and ``tmpdir`` is given.
-        TypeError, ValueError: the results are not a sequence, the size is negative, or
-            ``remove_tmpdir`` is given without ``tmpdir``.
+        TypeError, ValueError: on every rank, if some rank's results are not a sequence or its size
+            is negative; or if ``remove_tmpdir`` is given without ``tmpdir``.
         CollectiveError: see ``all_gather_object_cpu``.
     """
     if device not in ("cpu", "gpu", "npu"):
@@ -219,7 +219,7 @@ def _check_results(results: object, size: int) -> None:
 
 def interleaved(gathered: Iterable[Iterable[T]]) -> list[T]:
     """Return the first result of each rank, then the second ones; lengths may differ."""
-    # None may be a result.
+    # Not None, which may be a result.
     missing: Any = object()
     turns = chain.from_iterable(zip_longest(*gathered, fillvalue=missing))
     return [result for result in turns if result is not missing]

@@ -38,7 +38,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # NumPy lacks these dtypes. Only these are viewed as bytes, which takes twice as long.
 _WITHOUT_NUMPY = {torch.bfloat16, torch.complex32, *_FLOAT8}
-# Modules that every rank can import, because it runs this package.
+# Modules that every rank can import: this package, its dependencies and the standard library.
 _KNOWN_MODULES = {
     *("builtins", "collections", "datetime", "decimal"),
     *("numpy", "pathlib", "stepwrap", "torch"),

@@ -63,11 +63,11 @@ def init_dist(
 ) -> None:
     """Start the default process group; every rank must call this.
 
-    Also sets multiprocessing's start method to "spawn" if it is unset. For "slurm" and "mpi" it
-    sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT unless they are
-    set already; MASTER_ADDR for "mpi" only if all ranks are on one host. Unless the backend is for
-    CPUs only, the local rank's GPU becomes the current one. The group is destroyed when the process
-    exits, if it still exists then.
+    It also sets multiprocessing's start method to "spawn" if it is unset. For "slurm" (unless RANK
+    is set) and "mpi", it sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT if they are unset; "mpi" sets MASTER_ADDR only if all ranks are on one host. If the
+    backend's name contains "nccl" or "cuda", the local rank's GPU becomes the current one. A group
+    that still exists when the process exits is destroyed.
 
     Args:
         launcher: "pytorch" (torchrun), "slurm", "mpi" (Open MPI) or "none", which starts nothing.
@@ -114,7 +114,7 @@ def meet_at_master(
     """Return store, rank and world size for ``init_process_group``; every rank must call this.
 
     The store is torchrun's if torchrun shares its store; otherwise rank 0 opens one at MASTER_ADDR
-    and MASTER_PORT. If all ranks are on this host, the store listens on the loopback interface
+    and MASTER_PORT. If all ranks are on this host, rank 0's store listens on the loopback interface
     only, and so does gloo unless GLOO_SOCKET_IFNAME is set.
 
     Args:
@@ -159,7 +159,7 @@ def agent_store(timeout: timedelta = default_pg_timeout) -> TCPStore | None:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-    # Does not wait for workers, because the store may be older than this attempt.
+    # Do not wait for workers: a store from before a restart has counted them already.
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 

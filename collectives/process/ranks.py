@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# Imported here, before any group exists: default arguments in this module keep the default group
-# of that moment, and its threads, alive. The first DistributedDataParallel would import it later.
+# Import this module before any group exists: its default arguments keep the default group of the
+# time of import, and its threads, alive. Otherwise the first DistributedDataParallel imports it.
 import torch.distributed.nn.functional
 
 from ..errors import CollectiveError, Group

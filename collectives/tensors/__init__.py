@@ -1,4 +1,4 @@
 """Tensors, dicts of tensors and scalars across ranks, in every dtype.
 
-Imports objects, process and trace. Start with tensors.py.
+Imports the subpackages objects, process and trace. Start with tensors.py.
 """

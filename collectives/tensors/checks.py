@@ -124,7 +124,7 @@ def tensor_of(name: str, value: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[None]:
-    """Surround the local checks before a collective that does not exchange headers itself.
+    """Surround the checks of this rank's arguments before a collective without header exchange.
 
     While tracing, an error in this context is raised on all ranks: this rank reports it in the
     header exchange that precedes the collective.
@@ -133,7 +133,7 @@ def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[N
         yield
     except Exception as error:
         if is_tracing() and len(members(group)) > 1:
-            text = f"{describe()}, refused by {text_of(error)}"
+            text = f"{describe()}, which raised {text_of(error)}"
             with calling(name, group, lambda: text):
                 # If all ranks report the same text, each raises its own error.
                 pass

@@ -38,9 +38,9 @@ def all_reduce_dict(
     Args:
         py_dict: tensors or numbers by key; a Python float counts as float64.
         reduce_op: "sum", "mean", "min" or "max".
-        to_float: whether to return floating-point results: float64 for integers, which are summed
-            exactly first, and float32 for half types. Otherwise dtypes are kept, except for the
-            mean of integers, which is always float64.
+        to_float: if True, results are floating-point: float64 for integers, whose sums are exact
+            before this conversion, and float32 for half types. If False, dtypes are kept; only the
+            mean of integers is float64 in any case.
 
     Raises:
         TypeError, ValueError: on every rank, if the operation is unknown, a value is neither a
@@ -110,7 +110,7 @@ def all_reduce_params(
     Args:
         params: the tensors to reduce.
         coalesce: whether to send the tensors of one dtype together instead of one by one.
-        bucket_size_mb: MiB to send at once; -1 sends everything at once.
+        bucket_size_mb: approximate MiB to send at once; -1 sends all tensors of one dtype.
         op: an operation of ``all_reduce``.
 
     Raises:
@@ -223,8 +223,8 @@ def _agree_on_entries(
     texts, problem = made or {}, problem or unclear
     in_order = sorted(texts)
     content = repr((setting, [(text, entries[texts[text]]) for text in in_order]))
-    # Different keys of other types may have the same text. Then a random text, which differs from
-    # the other ranks' texts, makes all ranks compare the keys themselves.
+    # Keys of any other type than `_CLEAR_KEYS` may differ and still have the same text. A random
+    # text, which differs from the other ranks' texts, makes all ranks compare the keys themselves.
     is_clear = all(type(key) in _CLEAR_KEYS for key in entries)
     own = dict(entries), setting, call_site()
     text = content if is_clear else uuid.uuid4().hex

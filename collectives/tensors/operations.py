@@ -78,7 +78,11 @@ def as_sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class Memory:
-    """A tensor's values as bytes on a device: its own memory if possible, otherwise a copy."""
+    """A tensor as bytes on a device: its own memory if possible, otherwise other memory.
+
+    With ``is_read`` the bytes hold the tensor's values. Without it they are to be filled, and
+    ``store`` must be called afterwards.
+    """
 
     def __init__(self, tensor: torch.Tensor, device: torch.device, *, is_read: bool) -> None:
         self._tensor = self._carrier = tensor.detach()
@@ -216,9 +220,7 @@ class Reduction:
 
 
 def carrier(dtype: torch.dtype, *, is_wide: bool) -> torch.dtype:
-    """Return a dtype that every backend can reduce; if wide, one in which small types cannot
-    overflow.
-    """
+    """Return a dtype that every backend can reduce; if wide, sums of small dtypes fit into it."""
     if dtype.is_complex:
         return torch.promote_types(dtype, torch.complex64)
     if dtype.is_floating_point:

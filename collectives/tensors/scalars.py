@@ -25,12 +25,12 @@ def mean_scalars(
     """Return each scalar's mean over the ranks that have it; every rank must call this.
 
     Tensors must have one element. A NaN or infinity only affects its own key. The result has the
-    caller's order, or the order of the union if the ranks' keys differ. With one process the
-    scalars are returned as floats.
+    order of this rank's keys; if keys differ between ranks, lower ranks' keys come first. With one
+    process the scalars are returned as floats.
 
     Each rank sends 1 KiB to all others: digests of the call and of its sorted keys, and the first
     124 values as float64. Each rank adds the values in rank order, so all get the same bits. This
-    is one collective, and a second one for more than 124 values. Only if keys differ or a value is
+    is one collective, and a second one for more than 124 values. If keys differ or a value is
     invalid, the whole dicts or the errors are gathered afterwards.
 
     Raises:

@@ -35,8 +35,8 @@ from .operations import (
 def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None:
     """Reduce a tensor over the ranks in place; every rank must call this.
 
-    Shapes and dtypes must be the same on all ranks, which is not checked. The sum of booleans is
-    True if any of them is. The mean keeps the dtype: for integers it is rounded to the nearest,
+    Shapes and dtypes must be the same on all ranks; only tracing checks this. The sum of booleans
+    is True if any of them is. The mean keeps the dtype: for integers it is rounded to the nearest,
     halves to even, and a warning is logged once if that changes a value.
 
     Args:
@@ -46,8 +46,8 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
 
     Raises:
         TypeError, ValueError: the data is not a dense tensor, or the operation is unknown or not
-            defined for its dtype. Only this rank raises it. The other ranks raise a CollectiveError
-            that names this rank, at the timeout, or at once while tracing.
+            defined for its dtype. Only this rank raises it, and the others raise a CollectiveError
+            that names this rank at the timeout. While tracing, all ranks raise it immediately.
     """
     world_size = live_world_size(group)
     with checking("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):
@@ -66,7 +66,7 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
 def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the mean of the ranks' tensors as a new tensor; every rank must call this.
 
-    The shapes must be the same on all ranks, which is not checked. For integers the result is
+    The shapes must be the same on all ranks; only tracing checks this. For integers the result is
     float32. It is detached, so no gradient flows to any rank. With one process the tensor itself is
     returned. Errors are as for ``all_reduce``.
     """
@@ -89,9 +89,9 @@ def reduce_mean(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
 def broadcast(data: torch.Tensor, src: int = 0, group: Group = None) -> None:
     """Overwrite a tensor in place with the tensor of rank ``src``; every rank must call this.
 
-    Shapes and dtypes must be the same on all ranks, which is not checked. ``src`` is a global rank,
-    even in a sub-group; a rank outside of the group raises ValueError. Other errors are as for
-    ``all_reduce``.
+    Shapes and dtypes must be the same on all ranks; only tracing checks this. ``src`` is a global
+    rank, even in a sub-group; a rank outside of the group raises ValueError. Other errors are as
+    for ``all_reduce``.
     """
     world_size = live_world_size(group)
     with checking("dist.broadcast", group, lambda: f"{describe_tensor(data)} from rank {src}"):
@@ -163,7 +163,7 @@ def start_barrier(group: Group = None) -> dist.Work:
     """Start torch's barrier; every rank must call this."""
     device_ids = None
     if "cuda:nccl" in dist.get_backend_config(group).split(","):
-        # Not get_local_rank(), which every rank must call: not all may be members of the group.
+        # Not get_local_rank(): all ranks must call it, but only members of the group are here.
         # A host may also have more ranks than devices.
         local_rank = launched_local_rank()
         is_device = local_rank is not None and local_rank < torch.cuda.device_count()
@@ -196,7 +196,10 @@ def _gather_bytes(
     problem: Exception | None,
     dst: int | None,
 ) -> list[torch.Tensor]:
-    """Return all ranks' tensors as bytes if this rank receives them; ``made`` is this rank's."""
+    """Return the tensors of all ranks as bytes, [] on ranks that receive none.
+
+    ``made`` is this rank's tensor as bytes, or None if it has a ``problem``.
+    """
     group, own, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
     if made is not None:
         memory = made

@@ -1,4 +1,4 @@
 """Records of collective calls, header exchange, and errors that say which rank waits where.
 
-Imports process. Start with calling.py.
+Imports the subpackage process. Start with calling.py.
 """

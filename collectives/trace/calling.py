@@ -20,7 +20,7 @@ from ..errors import Call, CollectiveError, Group, Place, describe_places, user_
 from ..process.ranks import live_world_size, members
 from . import tracing as trace
 
-# Seconds within which ranks that wait for each other fail.
+# Ranks that wait for each other time out within this many seconds of each other.
 _PATIENCE_S = 1.0
 # Seconds to wait for a rank whose process is known to run: it may be slow on an overloaded host.
 _BUSY_S = 20.0
@@ -131,7 +131,7 @@ def _is_of_the_transport(error: BaseException) -> bool:
 
 
 class _FailureHistory(NamedTuple):
-    """Keys in the store: of failures that this rank reported, and of ranks that did not answer."""
+    """Keys in the store: for this rank's reports of failures, and for ranks that did not answer."""
 
     posted: set[str]
     silent: set[str]
@@ -213,7 +213,7 @@ def _ask(
             answers |= trace.answers(store, question, [r for r in keys if r not in answers])
         missing = {key: r for r, key in keys.items() if r not in places and r not in answers}
         waited_s = time.monotonic() - started
-        # Ranks that were silent before may still answer, but will not report a failure.
+        # Ranks that were silent before will not report a failure: wait only for their answers.
         was_silent = missing.keys() <= history.silent
         if waited_s > (bool(question) * _PATIENCE_S if was_silent else patience):
             will_answer = (trace.will_answer(store, rank) for rank in missing.values())

@@ -123,9 +123,10 @@ def gather_rows(message: torch.Tensor, group: Group) -> list[memoryview]:
 def gather_numbers(
     numbers: Sequence[float], group: Group, kind: str = "q"
 ) -> list[tuple[int, ...]]:
-    """Return all ranks' numbers in 64 bits, "q" for integers or "d" for floats.
+    """Return the numbers of all ranks, by group rank; every rank must call this.
 
-    Every rank must call this with equally many numbers.
+    All pass equally many numbers. 64 bits are sent for each: an integer if ``kind`` is "q", a
+    float if it is "d".
     """
     layout = struct.Struct(f"<{len(numbers)}{kind}")
     rows = gather_rows(_to_tensor(bytearray(layout.pack(*numbers)), group), group)

@@ -77,7 +77,7 @@ def is_tracing() -> bool:
 
 @contextlib.contextmanager
 def answering(progress: Callable[[], str]) -> Iterator[None]:
-    """Let another thread report this rank's position to ranks that ask, during this context."""
+    """Answer other ranks' questions about this rank's position in a thread, during this context."""
     global _progress
     outer, _progress = _progress, progress
     _Responder.start_once()
@@ -94,7 +94,7 @@ def is_in_progress() -> bool:
 
 
 def is_answering() -> bool:
-    """Return whether this rank answers questions; only then it may ask other ranks."""
+    """Return whether this rank answers questions; a rank that does not must not ask any."""
     return _Responder.running is not None and _Responder.running.world() is dist.group.WORLD
 
 
@@ -133,7 +133,7 @@ def answers(store: Any, question: str, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def will_answer(store: Any, rank: int) -> bool:
-    """Return whether the rank's process is known to run, so that it will answer, perhaps late."""
+    """Return whether the rank's process is seen running on this host, and so may answer late."""
     key = f"{_WATCHED}/{rank}"
     if not store.check([key]):
         return False
@@ -162,7 +162,7 @@ class _Responder(threading.Thread):
         self.world = weakref.ref(world)
         self.rank, self.store = world.rank(), world.get_group_store()
         self.ended = threading.Event()
-        # Registered first, because ranks that ask wait longer for registered processes.
+        # Register before the start, because ranks that ask wait longer for registered processes.
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{_WATCHED}/{self.rank}", f"{process_space().hex()} {os.getpid()}")
 
@@ -188,7 +188,7 @@ class _Responder(threading.Thread):
                 cls.running = None
 
     def run(self) -> None:
-        # Once the process that serves the store has ended, other ranks cannot ask any more.
+        # An error means that the process that serves the store has ended: no rank can ask any more.
         with contextlib.suppress(RuntimeError):
             questions = _questions()
             question = next(questions)

@@ -112,9 +112,9 @@ def test_a_group_ends_with_the_default_group() -> None:
 
 
 MISTAKES: list[tuple[Any, dict[str, Any], str, str]] = [
-    ([0, 0], {}, "ValueError", "ranks must be different ranks of 0 to 1, at least one, got [0, 0]"),
-    ([0, 2], {}, "ValueError", "ranks must be different ranks of 0 to 1, at least one, got [0, 2]"),
-    ([], {}, "ValueError", "at least one, got []"),
+    ([0, 0], {}, "ValueError", "ranks must be one or more different ranks from 0 to 1, got [0, 0]"),
+    ([0, 2], {}, "ValueError", "ranks must be one or more different ranks from 0 to 1, got [0, 2]"),
+    ([], {}, "ValueError", "one or more different ranks from 0 to 1, got []"),
     (1, {}, "TypeError", "'int' object is not iterable"),
     (None, {"timeout_s": 0}, "ValueError", "timeout_s must be positive, got 0"),
     ([1], {}, "ValueError", "must get the same ranks, timeout_s and backend on all ranks, got "),

@@ -83,10 +83,10 @@ def test_complex_views_and_parameters_are_received() -> None:
 MISTAKES = [
     ("send", (torch.ones(1), 2), "ValueError", "dst must be a rank of the group [0, 1], got 2"),
     ("isend", ([1.0], 1), "TypeError", "tensor must be a torch.Tensor, got list"),
-    ("send", (torch.ones(1), 0), "ValueError", "dst must be another rank than this one, got 0"),
+    ("send", (torch.ones(1), 0), "ValueError", "dst must not be this process's own rank, got 0"),
     ("send", (torch.ones(1), 1, -1), "ValueError", "tag must not be negative, got -1"),
     ("recv", (torch.ones(1), 7), "ValueError", "src must be a rank of the group [0, 1], got 7"),
-    ("irecv", (torch.ones(1), 0), "ValueError", "src must be another rank than this one, got 0"),
+    ("irecv", (torch.ones(1), 0), "ValueError", "src must not be this process's own rank, got 0"),
     ("recv", (torch.ones(1).expand(3),), "ValueError", "tensor must not be expanded"),
     ("irecv", (torch.eye(2).to_sparse(),), "ValueError", "tensor must be a dense"),
 ]

@@ -125,8 +125,8 @@ def test_while_tracing_a_mistake_ends_all_ranks() -> None:
             assert kind == "CollectiveError"
             assert " in group." in text
             assert HERE in text
-        assert "refused by TypeError: tensor must be a torch.Tensor, got list" in endings[0][1]
-        assert "refused by ValueError: tensor_list must not be empty" in endings[3][1]
+        assert "which raised TypeError: tensor must be a torch.Tensor, got list" in endings[0][1]
+        assert "which raised ValueError: tensor_list must not be empty" in endings[3][1]
         assert "rank 1: sum of torch.float32 of shape (2,) on cpu to rank 1" in endings[4][1]
 
 

@@ -156,7 +156,7 @@ def test_calls_without_a_first_message_agree_while_tracing() -> None:
     for outcomes in run_ranks(_make_traced_mistakes, 2):
         for (name, message), (_, _, _, error, text) in zip(outcomes[:-1], RAW, strict=True):
             assert name == "CollectiveError"
-            assert f"refused by {error}: " in message
+            assert f"which raised {error}: " in message
             assert text in message
             assert "rank 1: " in message
         assert outcomes[-1] == ("TypeError", "data must be a torch.Tensor, got float")
