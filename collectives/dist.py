@@ -230,10 +230,12 @@ def _live_local_group() -> distributed.ProcessGroup | None:
 
 def _check_places(places: list[tuple[int, int]]) -> None:
     size = places[0][1]
+    if size < 1:
+        raise ValueError(f"num_gpus_per_node must be positive, got {size} on rank 0")
     for rank, (node, own_size) in enumerate(places):
-        if own_size < 1 or own_size != size:
+        if own_size != size:
             raise ValueError(
-                "num_gpus_per_node must be the same positive number on all ranks, "
+                "num_gpus_per_node must be the same number on all ranks, "
                 f"got {size} on rank 0 and {own_size} on rank {rank}"
             )
         if node != rank // size:

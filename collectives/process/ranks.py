@@ -72,9 +72,9 @@ def get_local_rank() -> int:
     """Return this process's rank on its host; 0 without a process group and a launcher.
 
     The first of these that exists is used: LOCAL_RANK, SLURM_LOCALID, the rank modulo
-    LOCAL_WORLD_SIZE, the host names of the group's ranks. For the last one the ranks exchange host
-    names once, through the group's store: every rank must call this, and the first call waits until
-    all lower ranks have called it.
+    LOCAL_WORLD_SIZE, the host names of the group's ranks. In a process group, SLURM_LOCALID of an
+    interactive shell is ignored. Host names are exchanged once, through the group's store: every
+    rank must call this, and the first call waits until all lower ranks have called it.
 
     Raises:
         CollectiveError: lower ranks have not called it within the store's timeout; it names them.
@@ -207,15 +207,19 @@ def _integer(variable: str) -> int | None:
 
 def _environment_local_rank() -> int | None:
     local_rank = _integer("LOCAL_RANK")
-    return _integer("SLURM_LOCALID") if local_rank is None else local_rank
+    if local_rank is None and not (distributed_available() and _in_slurm_shell()):
+        return _integer("SLURM_LOCALID")
+    return local_rank
 
 
 def _launcher_value(variable: str, slurm: str) -> int | None:
     value = _integer(variable)
+    return _integer(slurm) if value is None and not _in_slurm_shell() else value
+
+
+def _in_slurm_shell() -> bool:
     # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
-    if value is None and os.environ.get("SLURM_JOB_NAME") != "bash":
-        return _integer(slurm)
-    return value
+    return os.environ.get("SLURM_JOB_NAME") == "bash"
 
 
 def _warn_if_different(variable: str, live: int) -> None:

@@ -203,13 +203,14 @@ def _gather_bytes(
     group, own, memory = call.group, "", torch.empty(0, dtype=torch.uint8)
     if made is not None:
         memory = made
-        own = f"{data.dtype} of shape {tuple(data.shape)}{f' for rank {dst}' if dst else ''}"
+        own = f"{data.dtype} of shape {tuple(data.shape)}"
+        own += "" if dst is None else f" for rank {dst}"
     is_small = memory.numel() <= INLINE_BYTES
     pieces = [memory.cpu().numpy().data] if is_small else []
     text = f"{own} on {memory.device.type}"
     headers, texts = agree(call, text, lambda: own, problem=problem, pieces=pieces)
     if texts is not None:
-        _check_same(call, texts)
+        _check_same(call, "shape and dtype" if dst is None else "shape, dtype and dst", texts)
         # Only the devices differ: use a device that all ranks support.
         memory = memory.to(comm_device(group))
     receives = dst is None or dst == dist.get_rank()
@@ -224,12 +225,12 @@ def _gather_bytes(
     return parts
 
 
-def _check_same(call: Call, texts: Sequence[str]) -> None:
-    """Raise ValueError on every rank if shapes or dtypes differ."""
+def _check_same(call: Call, names: str, texts: Sequence[str]) -> None:
+    """Raise ValueError on every rank if the arguments with these names differ."""
     ranks_of = ranks_by_text(dict(zip(members(call.group), texts, strict=True)))
     if len(ranks_of) > 1:
         got = "; ".join(f"{t} on rank {', '.join(map(str, on))}" for t, on in ranks_of.items())
-        raise ValueError(f"{call.name}() must get the same shape and dtype on all ranks, got {got}")
+        raise ValueError(f"{call.name}() must get the same {names} on all ranks, got {got}")
 
 
 def _copy_of(data: memoryview) -> torch.Tensor:

@@ -191,6 +191,7 @@ def _local_ranks() -> list[int]:
         {"LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "6"},
         {"LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "6", "LOCAL_RANK": "5"},
         {"LOCAL_RANK": "", "SLURM_LOCALID": "", "LOCAL_WORLD_SIZE": ""},
+        {"SLURM_LOCALID": "0", "SLURM_JOB_NAME": "bash"},
     ):
         os.environ |= variables
         told.append(get_local_rank())
@@ -202,7 +203,7 @@ def _local_ranks() -> list[int]:
 def test_local_ranks_of_a_live_group() -> None:
     """What the launcher says, else the place among the processes of the host."""
     told = run_ranks(_local_ranks, 4)
-    assert told == [[rank, rank % 2, 6, 5, rank] for rank in range(4)]
+    assert told == [[rank, rank % 2, 6, 5, rank, rank] for rank in range(4)]
 
 
 @rank_zero_only

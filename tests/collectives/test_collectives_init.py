@@ -68,6 +68,7 @@ def _use_group() -> tuple[int | None, dict[str, tuple[str, str]]]:
         "size": outcome(get_local_size),
         "place": outcome(init_local_group, 0, 2),
         "number": outcome(init_local_group, rank // 2, 2 if rank < 3 else 3),
+        "none": outcome(init_local_group, 0, 0),
         "timeout": outcome(barrier, None, -1),
     }
     os.environ["LOCAL_WORLD_SIZE"] = "4"
@@ -104,6 +105,8 @@ def test_a_group_of_four_on_two_hosts() -> None:
         assert errors["place"] == ("ValueError", wrong)
         assert errors["number"][0] == "ValueError"
         assert "got 2 on rank 0 and 3 on rank 3" in errors["number"][1]
+        none = "num_gpus_per_node must be positive, got 0 on rank 0"
+        assert errors["none"] == ("ValueError", none)
         assert errors["timeout"] == ("ValueError", "timeout_s must be positive, got -1")
     assert "rank 3 is not a member of the group" in results[3][1]["backend"][1]
     # The local group of an earlier default group is none of the next one.

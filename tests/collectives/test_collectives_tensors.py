@@ -149,6 +149,7 @@ def test_subgroups_take_global_ranks() -> None:
     assert texts[1].endswith("): dst must be a rank of the group [1, 3], got 5")
     assert texts[2] == texts[3] == "rank 3 is not a member of the group and cannot use it"
     assert "shape (2,) for rank 3 on rank 1; torch.float32 of shape (4,)" in texts[4]
+    assert texts[5].startswith("gather() must get the same shape, dtype and dst on all ranks, got")
     assert "(1,) for rank 1 on rank 1; torch.float32 of shape (1,) for rank 3 on" in texts[5]
 
 
