@@ -2,8 +2,9 @@
 
 A ledger is a file of hashes of each step of a run; comparing two ledgers shows the first difference
 between runs. The tools attach through hooks and through commands (entry-point group
-``stepwrap.commands``). No other folder imports this one, and it may import all others. Start
-reading in commands.py. Torch is imported lazily, so that the command line starts fast.
+``stepwrap.commands``). This folder may import all others, and none of them imports it; a registry
+and the entry points name its modules. Start reading in commands.py. Torch is imported lazily, so
+that the command line starts fast.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..wrappers.sharding.layout import local_part
 
-# The bytes that are hashed at once on an accelerator, which avoids a copy of the whole model.
+# The bytes that an accelerator hashes at once: blocks avoid a copy of the whole model.
 _BLOCK = 1 << 23
 # The state of Python's generator: 624 words and a position.
 _WORDS = struct.Struct("<625I")
@@ -30,8 +30,9 @@ _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 def hash_tensors(tensors: Iterable[Tensor]) -> int | Tensor:
     """Return a hash of all bits of ``tensors`` in their order (this rank's parts if sharded).
 
-    The hash is computed on the device of the first tensor: on an accelerator by ``hash_words``, as
-    a 0-d int64 tensor without waiting; on the CPU by SHA-1, which is faster there, as a number.
+    The hash is computed on the device of the first tensor. On an accelerator, ``hash_words``
+    computes a 0-d int64 tensor, and the host does not wait. On the CPU, SHA-1 is faster, and the
+    hash is an int.
     """
     parts = [_bytes_of(tensor) for tensor in tensors]
     if parts and parts[0].device.type != "cpu":

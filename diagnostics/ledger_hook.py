@@ -173,7 +173,7 @@ class LedgerHook(Hook):
 
     def _write(self, step: int) -> None:
         assert self._writer is not None
-        # Log values of the last batch are added after the gradients; put them first.
+        # The log values of the last batch were added after the gradients; put them first.
         items = sorted(self._entry, key=lambda item: item.stage in _OF_THE_WINDOW)
         hashes = fetch([torch.as_tensor(self._entry[item]) for item in items])
         self._writer.write(step, dict(zip(items, hashes, strict=True)))

@@ -71,7 +71,7 @@ class Replayed:
     rates: dict[str, list[float]] = field(default_factory=dict)
     skipped: bool = False
     profile: str = ""
-    # The checkpoint of the step itself, and whether all its weights are the same; "" for none.
+    # The run's checkpoint of this step ("" for none), and whether the replayed weights equal it.
     saved: str = ""
     equal: bool = False
 
@@ -119,7 +119,7 @@ def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
 
 
 def replay(job: Job, watch: Watch) -> Replayed:
-    """Train a run up to and including the step without writing; every rank must call this.
+    """Train a run up to and including the step, without writing files; every rank must call this.
 
     Raises:
         ValueError: the run does not have that rank, or ends before the step.
@@ -150,7 +150,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
 
 
 def _recall(state: LoopState, latest: Path) -> None:
-    """Load the spike guards from the run's last checkpoint, which has all steps it skipped."""
+    """Load the spike guards from the last checkpoint: it lists all steps that the run skipped."""
     guards = {n: one for n, one in state.stateful.items() if isinstance(one, SpikeGuardHook)}
     saved = load_checkpoint(latest).read("state.pt")["stateful"] if guards else {}
     for name in guards.keys() & saved.keys():

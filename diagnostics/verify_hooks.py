@@ -24,7 +24,7 @@ from ..collectives import all_gather_object, get_rank
 from ..loops import Hook, LoopState, ShardedBatchSampler, save_checkpoint
 from ..registry import is_users_file
 
-# The prefix for a generator of the process, followed by its library.
+# The start of the description of a process-wide generator; the name of its library follows.
 GLOBAL = "the global generator of "
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _VALUES = (bool, int, float, complex, str, bytes, *_GENERATORS)
@@ -170,7 +170,7 @@ class TraceHook(Hook):
 
 
 def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the names and values that a frame can change, each with the name of their owner."""
+    """Yield the owners whose values a frame can change, each with its values by name."""
     streams: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
     # As arrays, since pickles of equal tensors may differ.
     streams["torch"] = torch.get_rng_state().numpy()
@@ -188,7 +188,7 @@ def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _iterators_used(frame: FrameType) -> Iterator[tuple[str, int]]:
-    """Yield the iterators of module and ``self`` that a function uses, each with the line.
+    """Yield the iterators of the module and of ``self`` that a function uses, each with a line.
 
     The position of an iterator cannot be compared without advancing it.
     """

@@ -152,7 +152,7 @@ def _last_checkpoint(run: Path) -> Checkpoint:
 
 
 def _middle(end: Mapping[str, Any]) -> int:
-    """Return a step, at least the third, in the middle of an epoch in the middle of the run."""
+    """Return a step in the middle of an epoch in the middle of the run, 3 or later if possible."""
     passes = max(1, end["epoch"] + (end["batch"] > 0))
     steps = end["step"] / passes
     return int(min(end["step"], passes // 2 * steps + max(_LOST + 1, steps / 2)))

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = [one.parent for one in _ROOT.glob("*/py.typed") if one.parent.name != "configs"]
 _LIBRARIES = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
 _NOT_USERS = tuple(f"{path.resolve()}/" for path in (*_PACKAGES, *map(Path, _LIBRARIES)))
-# The most characters of a name or value in a message.
+# The maximum number of characters of a name or value in a message.
 MOST_SHOWN = 80
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -88,7 +88,7 @@ def nearest(
     """Return the candidates that a user who wrote ``name`` may have meant, best first.
 
     Args:
-        cutoff: the least similarity, from 0 to 1 (equal).
+        cutoff: the minimum similarity, from 0 to 1 (equal).
     """
     by_lower: dict[str, str] = {}
     # Keys of a config may be numbers.
@@ -110,7 +110,7 @@ def nearest(
 
 
 def meant_by(names: Iterable[str], candidates: Sequence[str]) -> set[str]:
-    """Return the candidates of which the unknown names may be misspellings."""
+    """Return the candidates that a user who wrote the unknown ``names`` may have meant."""
     return {near for name in names for near in nearest(name, candidates)}
 
 

@@ -33,7 +33,7 @@ _EXTRAS = {
     "transformers": "transformers",
 }
 _OTHER_BUILD = (
-    "; this torchvision was built for another release of PyTorch: install two that belong together"
+    "; this torchvision was built for another release of PyTorch: install matching releases"
 )
 
 
@@ -41,7 +41,7 @@ def import_path(path: str) -> Any:
     """Import "package.module.Name" and return the object, which may be of any type.
 
     Raises:
-        ImportError: the object cannot be imported; the text says which part and why.
+        ImportError: the object cannot be imported; the message names the part and the reason.
     """
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
@@ -230,7 +230,7 @@ def make_importable(folder: Path) -> None:
 
 
 def make_found_in(folder: Path, modules: Iterable[str]) -> None:
-    """Make ``folder`` importable if it has one of ``modules`` that is not found elsewhere."""
+    """Make ``folder`` importable if one of ``modules`` is there and is not found elsewhere."""
     for top in {name.partition(".")[0] for name in modules}:
         if not _is_importable(top) and PathFinder.find_spec(top, [str(folder)]) is not None:
             make_importable(folder)
@@ -303,7 +303,10 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_top(path: Path) -> bool:
-    """Return whether an import of that name in its folder would load this file or folder."""
+    """Return whether importing the name of this file or folder would load it.
+
+    Another file or package on the import path may have the same name.
+    """
     loaded = getattr(sys.modules.get(path.stem), "__spec__", None)
     spec = loaded or PathFinder.find_spec(path.stem, [str(path.parent), *sys.path])
     found = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
@@ -312,7 +315,7 @@ def _is_top(path: Path) -> bool:
 
 def _definitions_in(tree: ast.Module, name: str, path: Path) -> Iterator[str]:
     module = ".".join(path.with_suffix("").parts)
-    # Not getattr, with which a lazy module may import something.
+    # Read `__dict__`: getattr may make a lazy module import something.
     loaded = [getattr(one, "__dict__", {}).get("__file__") for one in list(sys.modules.values())]
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:

@@ -49,10 +49,10 @@ _REGISTRIES = {
 def config_schema() -> Schema:
     """Return the JSON schema (draft 2020-12) of run configs.
 
-    It allows what a file may hold: sections without their required settings, since ``_base_`` or
-    another file may set these, and ``${...}`` as any value. A ``type`` may be any text,
-    because configs can name import paths; the registered names are suggestions. Nothing is
-    imported to describe our own classes.
+    The schema describes single files. Required settings may be missing, since ``_base_`` or another
+    file may set them, and any value may be ``${...}``. A ``type`` may be any text, because configs
+    can name import paths; the registered names are suggestions. Nothing is imported to describe our
+    own classes.
     """
     registered = list_registrations()
     components = {

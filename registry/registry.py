@@ -46,8 +46,8 @@ class Registry:
     """A table of classes and functions that a config names by ``type``.
 
     Names are looked up in the table itself, then in its ``locations`` and ``namespaces``, then in
-    its ancestors. For "scope.Name", the registry with that scope is searched: this registry (then
-    without its ancestors), otherwise its child, otherwise the root or a child of the root. A name
+    its ancestors. The look-up of "scope.Name" starts in the child, the root or the child of the
+    root with that scope; if this registry has the scope, its ancestors are not searched. A name
     that is not registered is tried as an import path ("torch.optim.SGD").
 
     Args:
@@ -203,11 +203,11 @@ class Registry:
 
     @contextmanager
     def switch_scope_and_registry(self, scope: str | None) -> Iterator["Registry"]:
-        """Make a scope the default within ``with``, and yield the family's registry that has it.
+        """Make a scope the default in a ``with`` block, and yield the family's registry with it.
 
-        All registries of all families use the default scope when they build: the one of the
-        innermost ``with``, otherwise mmengine's ``DefaultScope`` if it is in use. Inside ``with``
-        mmengine has the same default scope. If no registry has the scope, yield this one.
+        In the block every registry of every family builds with this scope, and so does mmengine.
+        With None the default stays: the scope of the enclosing block, or mmengine's
+        ``DefaultScope`` if it is in use. If the family has no such scope, this registry is yielded.
         """
         with _mmengine_scope(scope) as theirs:
             wanted = scope or _switched_to.get() or theirs
@@ -321,10 +321,10 @@ def _is_stale(present: object, target: object) -> bool:
 
 
 def missed(registry: Registry, key: str) -> RegistryKeyError:
-    """Return an error whose text names, on one line, the key and the searched registries.
+    """Return an error whose message, one line, names the key and the searched registries.
 
-    If modules failed to import, the text begins with them: they may be the only reason. It also
-    names similar names, and files that define the name.
+    If modules failed to import, the message begins with them: they may be the only reason. It also
+    contains similar names, and the files that define the name.
     """
     first: list[ImportError] = []
     remarks: list[str] = []

@@ -144,7 +144,7 @@ def _call(
 
 @contextmanager
 def _blaming(target: Any, given: Mapping[str, Any]) -> Iterator[None]:
-    """Add the argument that an error of ``target`` names, and a suggestion, to the error."""
+    """If an error of ``target`` names an argument, store its key and add a suggestion as a note."""
     try:
         yield
     except Exception as error:

@@ -43,8 +43,8 @@ class Export:
 
     Attributes:
         path: the file.
-        inputs: names and shapes of the program's inputs, with "batch" for the dimension of the
-            samples; empty for ``.safetensors``, which has only weights.
+        inputs: shapes of the program's inputs by name, with "batch" as the size of the batch
+            dimension; empty for ``.safetensors``, which has only weights.
         difference: the largest absolute difference between the outputs of the file and the
             model's, on the example batch and on a part of it.
     """
@@ -89,7 +89,8 @@ class _TensorForward(nn.Module):
         args, kwargs = as_call(batch)
         outputs = self.model(*args, **without_targets(self.model, kwargs), mode="tensor")
         if is_dataclass(outputs) and isinstance(outputs, Mapping):
-            # An output of transformers: leave out the loss and the caches of a decoder.
+            # The model is from transformers: keep only tensors, without the loss. A decoder's
+            # output also has caches.
             return {k: v for k, v in outputs.items() if isinstance(v, Tensor) and k != "loss"}
         return outputs
 
@@ -133,7 +134,8 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
                 run = write(program, outputs, draft)
             difference = _compare(outputs, run)
         check_export(path)
-        # Weights of large ONNX models are in a second file, named after the first.
+        # Large ONNX models have a second file with weights. Move the main file last, so that it
+        # never exists without the other one.
         for file in sorted(Path(folder).iterdir(), key=lambda one: one == draft):
             os.replace(file, path.with_name(file.name))
     inputs = {} if path.suffix == ".safetensors" else _shapes(outputs)
@@ -143,18 +145,21 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
 def export_adapter(
     adapter: Any, base: nn.Module, path: str | os.PathLike[str], batch: Any
 ) -> Export:
-    """Write a folder for ``peft.PeftModel.from_pretrained``, after comparing the outputs.
+    """Write an adapter to a folder that ``peft.PeftModel.from_pretrained`` reads.
+
+    Plain peft must compute the same outputs from this folder, otherwise no folder is written.
 
     Args:
         adapter: the ``Adapter`` in a model on the CPU.
-        base: a second model with the base weights and without an adapter; the written adapter is
-            loaded into it for the comparison.
+        base: a second model with the base weights and without an adapter. For the check, plain
+            peft adds the written adapter to it.
         path: the new folder.
         batch: as for ``export_model``.
 
     Raises:
-        ExportError: the outputs of plain peft differ.
+        ExportError: plain peft computes other outputs.
         FileExistsError: ``path`` exists.
+        ImportError: peft is not installed.
     """
     from peft import PeftModel
 
@@ -163,7 +168,7 @@ def export_adapter(
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         draft = Path(folder, path.name)
         adapter.save(draft)
-        # peft changes the module that it is given.
+        # peft adds the adapter in place, so the result is not needed.
         PeftModel.from_pretrained(base.get_submodule(adapter.net), str(draft))
         outputs = _TensorForward(adapter.model, batch)
         with evaluation_mode(adapter.model), evaluation_mode(base), torch.no_grad():
@@ -183,12 +188,12 @@ def check_export(path: Path, kind: str = "") -> None:
         kind: the format; default: the suffix.
 
     Raises:
-        FileExistsError, ImportError, ValueError: as ``export_model``.
+        FileExistsError, ImportError, ValueError: as for ``export_model``.
     """
     kind = kind or path.suffix.removeprefix(".")
     if kind not in FORMATS:
         known = ", ".join(f".{one}" for one in FORMATS if one != "peft")
-        raise ValueError(f"a model is exported to a file that ends in {known}, got {path.name!r}")
+        raise ValueError(f"an export needs a file that ends in {known}, got {path.name!r}")
     if path.exists():
         raise FileExistsError(
             f"an export needs a new file, and {path} exists: remove it, or choose another name"
@@ -245,7 +250,7 @@ def _traced(outputs: _TensorForward) -> tuple[ExportedProgram, _TensorForward]:
 
 
 def _is_used(node: torch.fx.Node) -> bool:
-    """Return whether an input is used for more than the size of the batch."""
+    """Return whether the outputs depend on more of an input than its batch size."""
     return any(user.target is not torch.ops.aten.sym_size.int for user in node.users)
 
 
@@ -317,7 +322,7 @@ def _compare(outputs: _TensorForward, run: Callable[..., Any]) -> float:
     """Return the largest difference between an exported form and the model.
 
     Raises:
-        ExportError: it is too large, or the number or shapes of the outputs differ.
+        ExportError: the difference is too large, or the number or shapes of the outputs differ.
     """
     size = _batch_size(outputs)
     differences = [0.0]

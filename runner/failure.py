@@ -34,7 +34,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
-        """Describe ``error``, with the line of the user's own files that led to it."""
+        """Describe ``error``, with the line in the user's files that led to it."""
         kind, message = type(error).__name__, str(error).strip()
         all_notes = (note for one in causes(error) for note in getattr(one, "__notes__", []))
         notes = [note for note in all_notes if note not in message]
@@ -78,7 +78,7 @@ class LaunchError(RuntimeError):
 
     Attributes:
         failures: the errors of all ranks, the cause first.
-        is_stopping: whether the launcher had received a stop signal before.
+        is_stopping: whether the launcher has received a stop signal.
     """
 
     def __init__(self, failures: Sequence[Failure], *, is_stopping: bool = False) -> None:
@@ -114,7 +114,7 @@ class TrainingFailed(RuntimeError):
 class Terminated(BaseException):
     """Raised if a signal such as SIGTERM ends a command at once, without an orderly stop.
 
-    ``saved`` is the last checkpoint that the run had saved before, or an empty string.
+    ``saved`` is the last checkpoint that the run saved, or an empty string.
     """
 
     def __init__(self, number: int, saved: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Start ranks, forward signals to them, and end them with the launcher."""
+"""Start ranks, forward signals to them, and kill them if the launcher dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .watch_parent import STOP_SIGNALS
 # SIGHUP: the terminal was closed. SIGUSR1: some schedulers send it before they end a job.
 COUNT_AS_SIGTERM = (signal.SIGHUP, signal.SIGUSR1)
 
-# How long a rank may continue after another one failed, and how long if it is saving.
+# Seconds that ranks may continue after another rank failed: normally, and while a rank is saving.
 _GRACE_S = 3.0
 _SAVING_S = 600.0
 _POLL_S = 0.05
@@ -32,7 +32,7 @@ _POLL_S = 0.05
 
 @contextmanager
 def with_parent_watched() -> Iterator[None]:
-    """Make processes that are spawned inside this context die with this one.
+    """Make processes that are spawned inside this context die when this process dies.
 
     The watch starts before the process imports anything, which may take seconds. It also applies
     to processes that other threads spawn at the same time.
@@ -54,7 +54,10 @@ def with_parent_watched() -> Iterator[None]:
 
 
 def unblock_signals() -> None:
-    """Unblock stop signals; signals that arrived earlier are delivered now."""
+    """Unblock stop signals, which delivers pending ones.
+
+    SIGHUP and SIGUSR1 are handled like SIGTERM, unless they are ignored or have a handler.
+    """
     for number in COUNT_AS_SIGTERM:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, pass_on_as_sigterm)
@@ -140,13 +143,13 @@ class Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Kill the ranks that are still running and wait until they ended."""
+        """Kill the ranks that are still running and wait until they have ended."""
         for one in self._running.values():
             one.process.kill()
             one.process.join()
 
     def start(self, rank: int, main: Callable[..., None], *args: Any) -> None:
-        """Start a process that calls ``main(pipe, *args)`` and dies with this one."""
+        """Start a process that calls ``main(pipe, *args)`` and dies when this process dies."""
         context = get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
         with sender, with_parent_watched():
@@ -155,12 +158,12 @@ class Ranks:
         self._running[rank] = _Rank(process, receiver)
 
     def wait(self) -> None:
-        """Wait until all ranks ended, and fill ``results`` and ``failures``."""
+        """Wait until all ranks have ended, and fill ``results`` and ``failures``."""
         while self._running:
             self._poll()
 
     def memory_of(self, rank: int) -> int:
-        """Wait until a rank finished its imports and return its memory in bytes, 0 if it failed."""
+        """Wait for a rank to finish its imports; return its memory in bytes, 0 if it failed."""
         one = self._running[rank]
         while one.memory is None and rank in self._running:
             self._poll()
@@ -196,7 +199,7 @@ class Ranks:
     def _note_end(self, rank: int, one: _Rank) -> None:
         code = one.process.exitcode or 0
         if self.failures and self.failures[0].rank == rank:
-            # The others lose their connections to it only now, so their grace period starts here.
+            # Only now the others lose their connections to it: their grace period starts here.
             self._deadline = time.monotonic() + _GRACE_S
         has_reported = rank in self.results or any(rank == each.rank for each in self.failures)
         if (has_reported and code >= 0) or one.is_killed:
@@ -289,7 +292,7 @@ def raising_stops() -> Iterator[None]:
         except Exception as error:
             if not received:
                 raise
-            # An import, for instance, may replace the exception of the handler by another error.
+            # An import, for instance, may replace the handler's exception with another error.
             raise _stop(received[0]) from error
 
 

@@ -135,10 +135,11 @@ def run_dir_error(config: Config, what: str) -> ConfigError:
 
 
 def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
-    """Raise if another run uses the folder of a training, or left results that must be kept.
+    """Raise if a training's folder is not free: in use, or with results that must be kept.
 
     Every rank must call this: rank 0 checks, and all raise the same ConfigError. Pass ``is_locked``
-    if this run has locked the folder, so that only results are checked.
+    if this run has locked the folder, so that only results are checked. Commands other than
+    ``train`` and dry runs are not checked.
     """
     if job.command != "train" or job.dry_run:
         return
@@ -153,11 +154,10 @@ def require_free_run_dir(job: Job, *, is_locked: bool = False) -> None:
 
 
 def _continued(job: Job) -> Job:
-    """Return the job for this attempt; after a restart by torchrun, one that continues the run.
+    """Return the job; if torchrun has restarted the ranks, return a job that continues the run.
 
     Every rank must call this. torchrun's store records whether an earlier attempt began. Results in
-    the run's folder do not show it: they may belong to another run, whose folder the caller
-    refuses.
+    the run's folder are not a sign of it, because they may belong to another run.
     """
     if job.command != "train" or job.dry_run:
         return job
@@ -173,7 +173,7 @@ def _continued(job: Job) -> Job:
 
 
 def next_attempt(job: Job, *, has_saved: bool) -> Job:
-    """Return the job that continues a failed one; ``has_saved`` says if it left a checkpoint."""
+    """Return the job that continues a failed job, which left a checkpoint if ``has_saved``."""
     if has_saved:
         return replace(job, resume=True, fresh=False)
     # `fresh` removes the records of the failed attempt.
@@ -330,7 +330,8 @@ def _console_log(debug: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         if is_shown:
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
-            # Always shown: resumed checkpoint, loaded weights, chosen wrapper, result of compiling.
+            # Always shown: resumed checkpoint, loaded weights, frozen parameters, profile, chosen
+            # wrapper, result of compiling.
             ours = (
                 f"{__package__}.runner",
                 f"{__package__}.pretrained",

@@ -83,9 +83,9 @@ def launch(
     the cell.
 
     Args:
-        fn: a module-level function, or any function defined in a notebook or at a prompt. The
-            default process group exists while it runs, except on a single rank in this process. It
-            is destroyed afterwards, unless it existed before.
+        fn: a module-level function, or any function defined in a notebook or at a prompt. While
+            ``fn`` runs, the default process group exists, except on a single rank in this process.
+            Afterwards the group is destroyed, unless it existed before.
         args: the arguments of ``fn``, as a tuple or a list.
         nproc: number of processes to start on this machine.
         backend: an argument of ``torch.distributed.init_process_group``. "auto" means NCCL for CUDA
@@ -111,7 +111,7 @@ def launch(
     if not isinstance(args, tuple | list):
         # A string or a dict would be unpacked into its elements.
         given = reprlib.repr(args)
-        raise TypeError(f"args must be a tuple or list, got {given}; pass one as ({given},)")
+        raise TypeError(f"args must be a tuple or list, got {given}; write ({given},)")
     if started_outside():
         with process_group(backend, timeout_s):
             return {dist.get_rank(): _call_as_rank(fn, args)}

@@ -94,7 +94,7 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
 
 
 def needs_group(run: RunSections) -> bool:
-    """Return whether the wrapper or an optimizer needs a process group, even on one process."""
+    """Return whether the wrapper or an optimizer needs a process group, even with one rank."""
     if works_over_ranks(run.optimizer):
         return True
     wrapper = wrapper_class(run)
@@ -141,14 +141,14 @@ def layout_problems(run: RunSections, ranks: int) -> Iterator[Problem]:
 
 
 def preparation_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield mistakes in preparing the model that do not depend on the model."""
+    """Yield mistakes in the preparation settings that can be found without the model."""
     for key, what in check_preparation(_preparation(run)):
         name = key.removeprefix("tensor_parallel.plan.")
         yield Problem(key, what.removeprefix(f"{name}: "))
 
 
 def tables_with(name: str) -> list[str]:
-    """Return the key paths under which ``auto`` accepts the option ``name`` of its wrappers."""
+    """Return the key paths of the option ``name`` in those tables of ``auto`` that allow it."""
     return [
         f"wrapper.{table}.{name}"
         for table in AUTO_TABLES

@@ -92,7 +92,7 @@ def build_parts(
     seed_rng(run.seed)
     attempts = Attempts()
     if "train" not in only:
-        # An evaluation restores a checkpoint.
+        # An evaluation loads a checkpoint, which replaces the weights of `load_from`.
         run = run.without_loaded()
     model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
@@ -217,8 +217,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             options["in_memory"] = device_of_rank(run) if on_device else section.in_memory
             loader = build_loader(
                 dataset,
-                # A loader for training repeats samples, so that all ranks have equally many; with
-                # uneven inputs this is not necessary.
+                # A loader for training repeats samples, so that all ranks have the same number;
+                # with uneven inputs this is not necessary.
                 train=name == "train" and not (run.wrapper or {}).get("uneven_inputs"),
                 seed=seed,
                 shard=shard,
@@ -235,7 +235,7 @@ def _build_collate(setting: Any) -> Any:
 
 
 def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
-    """Return the first batch of the first of the sets that the run has."""
+    """Return the first batch of a data set: of the first one in ``sets`` that the run has."""
     name = next(one for one in sets if getattr(run.data, one) is not None)
     section = run.data.loader(next(iter(run.data.sets_of(name).values())))
     if not isinstance(section, dict):

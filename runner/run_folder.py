@@ -38,7 +38,8 @@ def locked_run_dir(run_dir: Path) -> Iterator[None]:
     lock ends with the process.
 
     Raises:
-        BlockingIOError: another run uses the folder; the text names it. Raised on every rank.
+        BlockingIOError: another run uses the folder; the message names its process. Raised on
+            every rank.
         OSError: the folder or the file cannot be created. Raised on every rank.
     """
     with ExitStack() as stack:
@@ -57,7 +58,7 @@ def locked_run_dir(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file that names its owner, and delete it at the end."""
+    """Lock a file and write the name of its owner into it; delete it at the end."""
     for attempt in range(_TRIES):
         time.sleep(_PAUSE_S if attempt else 0.0)
         file = path.open("a+")
@@ -107,7 +108,7 @@ def _owner(path: Path) -> str:
         about = json.loads(path.read_text())
         return f"process {about['pid']} on {about['host']}, since {about['since']}"
     except (OSError, ValueError, KeyError, TypeError):
-        # The owner has not written its name yet.
+        # The owner is still writing its name.
         return "another process"
 
 

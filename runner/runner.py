@@ -83,7 +83,8 @@ class Runner:
             Default: the default hooks of a config (progress, log, checkpoint, ...). Pass ``()``
             for none.
         run_dir: the folder for records and checkpoints. None writes nothing.
-        seed: seed of this rank's random number generators. None leaves them unchanged.
+        seed: seed of the random number generators, the same on every rank; ranks with different
+            data draw different numbers. None leaves the generators unchanged.
         train_step: a function ``(wrapper, batch, optim_wrapper)`` that trains on one batch and
             returns the values to log. It replaces the wrapper's ``train_step``; ``model`` must not
             be wrapped.
@@ -175,7 +176,7 @@ class Runner:
             ValueError: the runner has no training loop or no optimizer wrapper.
             CheckpointError: the checkpoint does not exist or is damaged.
             FileExistsError: ``run_dir`` holds checkpoints of another run and ``resume`` is False.
-            BlockingIOError: another run uses ``run_dir``; the text names its process and host.
+            BlockingIOError: another run uses ``run_dir``; the message names its process and host.
         """
         loop = _required("train", "train_loop", self._train_loop)
         _required("train", "optim_wrapper", self.state.optim_wrapper)
@@ -193,8 +194,8 @@ class Runner:
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
             self._owns_run_dir = True
-            # Compare updates, not batches: if the number of ranks has changed, the loop converts
-            # the number of finished batches, even if it trains nothing.
+            # Compare updates, not batches: for another number of ranks, the loop converts the
+            # number of finished batches even if it trains nothing.
             done = state.step
             loop.run(state, self._hooks)
             if path and state.step == done and get_rank() == 0:
@@ -208,7 +209,7 @@ class Runner:
 
     @contextmanager
     def hold_run_dir(self) -> Iterator[None]:
-        """Keep other runs out of ``run_dir``; every rank must enter. ``train`` does so itself."""
+        """Keep other runs out of ``run_dir``; every rank must enter. ``train`` enters it itself."""
         if self._holds_run_dir or self.state.run_dir is None:
             yield
             return
@@ -243,11 +244,11 @@ class Runner:
         loader: Iterable[Any] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
     ) -> int:
-        """Write what ``test_step`` returns to a file, one row per sample, in the data set's order.
+        """Write the outputs of ``test_step`` to a file, one row per sample, in the data's order.
 
-        Every rank must call this; rank 0 writes the file. The weights are those that evaluations
-        use: the EMA averages if the run evaluates with its ``EMAHook``. Memory does not grow with
-        the data set.
+        Every rank must call this; rank 0 writes the file. Predictions use the same weights as
+        evaluations, for instance the averages of an ``EMAHook``. Memory does not grow with the data
+        set.
 
         Args:
             path: the new file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` determines the
@@ -332,7 +333,7 @@ def load_model(
 
     The model is built from ``config.yaml`` in the run folder, on a single device. Its weights are
     those that were evaluated at the checkpoint, for instance the averages of an ``EMAHook``. If the
-    run has an adapter, its base weights are loaded as for the training, and the adapter is merged
+    run has an adapter, its base weights are loaded as in training, and the adapter is merged
     into them. Files are read with ``weights_only=True``. Inside a process group every rank must
     call this.
 
@@ -345,7 +346,7 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint does not exist, is damaged, or does not fit the model.
         FileNotFoundError: the folder has no ``config.yaml``, for instance because the ``Runner``
-            was built from objects; the text shows how to load the model.
+            was built from objects; the message shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.
     """
     model, adapter = load_run_model(Path(run_dir), str(which))

@@ -765,7 +765,7 @@ function drawAllCharts() {
   );
 }
 
-/* Draw a section again only if its data has changed, so that an update does not close what is open. */
+/* Draw a section again only if its data has changed: drawing closes its open parts. */
 function redraw(key, state, drawSection) {
   const text = JSON.stringify(state);
   if (states.get(key) !== text) drawSection();

@@ -22,7 +22,7 @@ from ...registry import did_you_mean
 _FIXED = {"step", "epoch", "phase", "time"}
 _SKIPPED = {"checkpoints", "ledger", "media", "profile", "tensorboard", "wandb"}
 _MARKS = ("metrics.jsonl", "config.yaml", "events.jsonl")
-# A page shows at most twice as many points of a curve: the lowest and highest of each interval.
+# A page shows the ends of a curve, and up to three points in each of this many intervals.
 _INTERVALS = 750
 _LARGEST_FILE, _TAIL_BYTES = 4 << 20, 1 << 14
 _MAX_SETTINGS, _MAX_DEPTH, _MAX_TEXT, _MAX_RUNS = 3000, 50, 300, 2000
@@ -51,11 +51,11 @@ class Curve(NamedTuple):
 
 
 class RunError(ValueError):
-    """A path is not a run folder; the text names the nearest one."""
+    """A path is not a run folder; the message suggests another one."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Return the run folders in ``root``, nested ones too, by their paths relative to it.
+    """Return up to 2,000 run folders in ``root``, also nested ones, by their relative paths.
 
     Symbolic links are not followed.
     """
@@ -230,7 +230,7 @@ class Run:
             return "failed", f"step {last.get('step')}, rank {last.get('rank')}: {text}"
         if last.get("event") == "end":
             return ("stopped", text) if text else ("ended", "")
-        return "unknown", "the run has recorded no end: it was killed, or is of an older version"
+        return "unknown", "the run has recorded no end: it was killed, or an older version wrote it"
 
     def checkpoints(self) -> list[Json]:
         """Return the descriptions of the checkpoints, oldest first."""

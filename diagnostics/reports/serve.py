@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: RunServer
     server_version, sys_version = "stepwrap", ""
-    # A client that sends nothing does not hold a thread for longer.
+    # In seconds: a client that sends nothing must not hold a thread for longer.
     timeout = 20
 
     def do_GET(self) -> None:

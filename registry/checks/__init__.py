@@ -1,4 +1,5 @@
-"""Checks every name, key and value of a run config before anything is built.
+"""Check every name, key and value of a run config before anything is built.
 
-All problems are reported at once. Start with check_config.py.
+All problems are reported at once. Imports ``text``, ``tree`` and the modules below them. Start with
+check_config.py.
 """

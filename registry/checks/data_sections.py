@@ -46,10 +46,10 @@ def _is_loader(key: Any, value: Any) -> bool:
 def without_sets(
     values: Mapping[str, Any], problems: list[Problem]
 ) -> tuple[dict[str, Any], dict[str, SetsSection]]:
-    """Take the ``data`` sections with several sets out of the settings, and check them.
+    """Separate the ``data`` sections with several sets from the other settings, and check them.
 
-    Problems are appended to ``problems``. Returns the other settings, and the sections without
-    problems.
+    Problems are appended to ``problems``. Returns the other settings, and those sections with
+    several sets that have no problems.
     """
     found = sets_in(values)
     single = dict(values)
@@ -133,4 +133,4 @@ def _loader_checks(loader: Any, where: str) -> Iterator[Problem | Later]:
 
 def _collate_function(path: str) -> None:
     if isinstance(import_path(path), type):
-        raise TypeError(f"{path} is a class, whose object is needed: write {{type: {path}}}")
+        raise TypeError(f"{path} is a class; write {{type: {path}}} to use an instance")

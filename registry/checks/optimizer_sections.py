@@ -27,9 +27,9 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
 
 
 def stepping_class(settings: Mapping[str, Any]) -> Any:
-    """Return the class whose arguments are the options of an optimizer's groups; None if unknown.
+    """Return the class that makes the updates, whose arguments parameter groups may set.
 
-    For an optimizer that wraps another one, this is its ``optimizer_class``.
+    For an optimizer that wraps another one, this is its ``optimizer_class``. None if unknown.
     """
     wanted = settings.get("optimizer_class", settings.get("type"))
     if isinstance(wanted, Mapping):

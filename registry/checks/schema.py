@@ -37,16 +37,16 @@ METRIC_KEYS = ("sets", "head", "transform")
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSection:
-    """How to make batches from a dataset.
+    """A loader that makes batches from a dataset.
 
     Attributes:
-        dataset: a class with ``__len__`` and ``__getitem__``, or an iterable one.
+        dataset: a map-style or iterable dataset.
         batch_size: samples per batch and rank.
         shuffle: whether each pass over the data has a new order.
         num_workers: processes that read samples; 0 reads in the process of the rank.
         drop_last: whether to leave out a last batch with fewer samples.
-        collate: the import path of a function that makes a batch of a list of samples, or the dict
-            of such a collator with a ``type``.
+        collate: the import path of a function that makes a batch from a list of samples, or a dict
+            with the ``type`` and the arguments of such a collator.
         pin_memory: whether batches are in pinned memory; "auto" pins them for CUDA devices.
         prefetch_factor: batches that each worker reads ahead.
         seed: the seed of the order and of the workers; default: the run's seed.
@@ -71,7 +71,7 @@ class SetsSection:
     """The loaders of several sets by name.
 
     Attributes:
-        sets: the names are keys of the section itself.
+        sets: the loaders by name; in a config, the names are keys of the section itself.
     """
 
     sets: dict[str, LoaderSection | Component]
@@ -127,14 +127,14 @@ class MetricSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection:
-    """The number of processes, how they connect, and how often all restart when one dies.
+    """The number of processes, how they connect, and how often they are restarted.
 
     Attributes:
         nproc: processes on this machine.
         oversubscribe: whether to start more processes than fit on the machine.
-        max_restarts: restarts of all ranks after one of them died.
+        max_restarts: how often all ranks are restarted after one of them died.
         backend: of the process group, such as "gloo"; "auto" selects it by device.
-        timeout_s: seconds after which a rank that does not arrive is an error.
+        timeout_s: seconds that a collective waits for a rank.
     """
 
     nproc: int = field(default=1, metadata={"minimum": 1})
@@ -187,7 +187,7 @@ class ParamwiseSection:
         norm_decay_mult: factor of the weight decay in norm layers.
         flat_decay_mult: factor of the weight decay of other parameters with one dimension.
         dwconv_decay_mult: factor of the weight decay in depthwise convolutions.
-        layer_decay: factor of the learning rate, once for each of ``layers`` above a parameter.
+        layer_decay: factor of the learning rate, applied once for each layer above a parameter.
         layers: paths of the layers, from input to output.
         bypass_duplicate: whether a shared parameter gets the options of its first name.
         as_mmengine: classify parameters and match custom keys like mmengine.
@@ -256,7 +256,8 @@ class LoadFromSection:
             folder with weights in the layout of Hugging Face.
         map: beginnings of names in the file, and their replacements in the model.
         ignore: names, paths of modules or patterns of weights that are not loaded.
-        strict: whether each weight must fit; if false, the others keep their initial values.
+        strict: whether each weight must fit; if false, weights that do not fit keep their initial
+            values.
     """
 
     path: str
@@ -293,7 +294,7 @@ class RunSections:
         metrics: the metrics by name.
         limit_batches: the largest number of batches per pass and rank, for a quick try.
         overfit: train and evaluate on this many batches of the training data only, in order.
-        val, test: None if ``data`` lacks them.
+        val, test: the evaluation loop; None if ``data`` has no such section.
         ledger: the section ``ledger``, an alternative to ``hooks.ledger``.
         init_device: "meta" builds parameters without memory, which the wrapper allocates.
         load_from: the weights that a new training starts from, or only their path.
@@ -357,7 +358,7 @@ class RunSections:
 
     @property
     def frozen_until(self) -> dict[str, int]:
-        """The names in ``freeze`` that are trained later, with their number of updates."""
+        """The names in ``freeze`` that are trained later, with their last frozen update."""
         given = self.freeze if isinstance(self.freeze, dict) else {}
         steps = {name: (one or {}).get("until_step") for name, one in given.items()}
         return {name: step for name, step in steps.items() if step is not None}

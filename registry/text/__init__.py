@@ -1,1 +1,4 @@
-"""Reads and merges YAML and Python configs with the origin of each value. Start with config.py."""
+"""Read and merge YAML and Python configs with the origin of each value.
+
+Imports ``errors`` and ``imports``. Start with config.py.
+"""

@@ -114,8 +114,8 @@ def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] =
             are created; a number is an index into a list.
 
     Raises:
-        ConfigError: a file, an override or an interpolation is not valid; the text names file and
-            line.
+        ConfigError: a file, an override or an interpolation is not valid; the message names file
+            and line.
     """
     path = find_config(path_or_name, Path.cwd())
     values, origins = read_config(path)
@@ -137,7 +137,7 @@ def load_config(path_or_name: str | os.PathLike[str], overrides: Iterable[str] =
 
 
 def config_from_dict(values: Mapping[str, Any], name: str = "run") -> Config:
-    """Return the config of settings in a dict, with ``${...}`` resolved.
+    """Return a config with the settings in a dict, with ``${...}`` resolved.
 
     Raises:
         ConfigError: the type of a value is not allowed in a config, or a value cannot be resolved.
@@ -206,7 +206,7 @@ def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Co
 def _places(
     value: Any, origins: Mapping[str, str], at: str, inherited: str
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield each value and its origin by path; values of an interpolation have its origin."""
+    """Yield each value and its origin by path; the values in a ``${...}`` have its origin."""
     origin = origins.get(at, inherited)
     yield at, (value, origin)
     for key, child in below(value):

@@ -23,7 +23,7 @@ _IN_FILES = {
 # Recursive functions use several frames of Python's stack per level.
 MAX_DEPTH = 50
 TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
-# The most values that aliases and interpolations may add by repeating others.
+# The maximum number of values that aliases and interpolations may repeat.
 MAX_REPEATED = 10_000
 _OPEN = "${"
 _MISSING = "???"
@@ -31,7 +31,8 @@ _REFERENCE = re.compile(r"\$\{([^${}:]+)\}")
 # The start of an interpolation, unless escaped, and its possible end.
 _BRACKETS = re.compile(r"(?<!\\)\$\{|\}")
 _MAX_TEXT = 10_000
-# The most unknown names with suggestions: each is compared with every name of the config.
+# The maximum number of unknown names with suggestions, which are slow: each name is compared with
+# every name of the config.
 _MAX_HINTS = 20
 
 
@@ -79,7 +80,7 @@ def plain(value: Any, path: KeyPath = ()) -> Any:
     """Return a copy as dicts, lists and scalars; a class or function becomes its import path.
 
     Raises:
-        TypeError: the type of a value is not allowed in a config; the text names the value's path.
+        TypeError: the type of a value is not allowed in a config; the message names its path.
     """
     if len(path) > MAX_DEPTH:
         raise TypeError(f"{dotted(path[:3])}: {TOO_DEEP}")
@@ -112,9 +113,10 @@ def refuse_file_keys(values: dict[str, Any], origins: Mapping[str, str]) -> None
 
 
 def resolve(values: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Replace every ``${...}`` in the settings by its value, or raise ConfigError.
+    """Replace every ``${...}`` in the settings with its value.
 
-    Values that are ``???`` are errors too.
+    Raises:
+        ConfigError: a value cannot be resolved, or is ``???``.
     """
     texts = {path: one for path, one in walk(values) if isinstance(one, str)}
     waiting = {path: text for path, text in texts.items() if _OPEN in text}

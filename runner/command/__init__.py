@@ -1,6 +1,6 @@
 """The command line and its output.
 
-Commands are found through the entry-point group ``stepwrap.commands``. Start with cli.py.
-command.py declares the arguments of a command. Its body, which may import torch, is imported when
-called.
+Commands are found through the entry-point group ``stepwrap.commands``. Start with cli.py. The
+commands in entries.py are declared with the class in command.py. Their functions, which may import
+torch and everything in ``runner``, are imported when a command is called.
 """

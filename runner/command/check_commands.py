@@ -52,7 +52,8 @@ def _size(options: Options, trains: bool) -> Iterator[str]:
     """Yield lines about the model's size, or a line with the error that prevented measuring it.
 
     Raises:
-        ConfigError: ``trains``, and the training data cannot be read, or does not fit the model.
+        ConfigError: the training data cannot be read or does not fit the model; only raised if
+            ``trains`` is true.
     """
     try:
         summary = summary_of(options, trains=trains)

@@ -35,7 +35,7 @@ class CommandGroup(click.Group):
 
     @cached_property
     def entries(self) -> dict[str, EntryPoint]:
-        """Map each command to its entry point; our commands win over others of the same name."""
+        """Map names to entry points; our commands take precedence over others of the same name."""
         found = entry_points(group=GROUP)
         ours_last = sorted(found, key=lambda entry: entry.value.startswith("stepwrap."))
         return {entry.name: entry for entry in ours_last}

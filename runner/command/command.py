@@ -91,7 +91,7 @@ class Command(click.Command):
     def _proposals(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Propose files to a shell, or the shipped configs if no file has such a name."""
+        """Propose files to a shell, or shipped configs if no file name starts with the word."""
         is_config = self._usage.startswith("CONFIG") and not ctx.params.get("words")
         if not is_config or glob.glob(f"{glob.escape(incomplete)}*"):
             return [CompletionItem(incomplete, type="file")]

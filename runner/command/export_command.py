@@ -15,7 +15,7 @@ from .command import Options, mistake
 
 
 def run_export(options: Options) -> int:
-    """Export the model of a run, and print how much its outputs for a batch differ afterwards."""
+    """Export a run's model; print the difference between its outputs and the export's."""
     run = read_sections(options.examined)
     if options.to is None and options.out is None:
         raise mistake(f"stepwrap export: --to ({', '.join(FORMATS)}) or --out is required")

@@ -1,4 +1,4 @@
-"""The command that creates a project: a config, a model, data and a test that run at once."""
+"""The command that creates a runnable project: a config, a model, data and a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from .command import Options, mistake
 
 _CONFIG = """\
-# The run that `stepwrap train config.yaml` trains. `type` names a class; the other keys are its
+# The settings of `stepwrap train config.yaml`. `type` names a class; the other keys are its
 # arguments. `stepwrap check config.yaml` reports mistakes.
 name: {name}
 seed: 0

@@ -23,7 +23,7 @@ from ...registry import (
 )
 from .command import Options
 
-# The curve of `steps_per_s` would look like the curve of `samples_per_s`; `slowest_rank` is a name.
+# `steps_per_s` has nearly the same curve as `samples_per_s`; `slowest_rank` identifies a rank.
 _NOT_CURVES = {"step", "epoch", "phase", "time", "steps_per_s", "slowest_rank"}
 _COLORS = {"train": "C0", "val": "C1", "test": "C2"}
 # A longer legend would hide the curves.
@@ -96,13 +96,13 @@ def plots_available() -> bool:
 
 
 def draw_curves(run_dir: Path) -> Path:
-    """Plot every logged value except ``steps_per_s`` against the step, and return the image's path.
+    """Plot the logged values against the step, and return the image's path.
 
-    The image is ``run_dir/curves.png``. The training and validation curves of one value, of all
-    sets, share a panel, and so do the learning rates of all parameter groups.
+    The image is ``run_dir/curves.png``. A panel shows one value in all phases and on all sets, or
+    the learning rates of all parameter groups.
 
     Raises:
-        ImportError: matplotlib is missing; the text names the extra.
+        ImportError: matplotlib is missing; the message names the extra.
         FileNotFoundError: the folder has no records.
     """
     if not plots_available():

@@ -48,7 +48,7 @@ def run_with_restarts(job: Job) -> dict[int, Outcome]:
                 if failed[cause.kind, cause.message, step] == _MAX_EQUAL_FAILURES:
                     end = f"the same error at the same step {_MAX_EQUAL_FAILURES} times"
                 elif count == max_restarts:
-                    end = f"no restart is left of {max_restarts} (launch.max_restarts)"
+                    end = f"no restarts are left (launch.max_restarts is {max_restarts})"
                 if end:
                     _print(f"not restarted: {end}")
                     raise

@@ -53,9 +53,13 @@ def run_train(options: Options) -> int:
 
 
 def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | str:
-    """Return the checkpoint to resume from so that ``step`` has not been trained yet.
+    """Return the value of ``resume`` for a run that skips ``step``.
 
-    This is the latest such checkpoint, unless the user named one.
+    This is the checkpoint that the user named, or the latest one before ``step``; True if there are
+    no checkpoints.
+
+    Raises:
+        ConfigError: every checkpoint, or the named one, already includes ``step``.
     """
     if resume is True:
         path = find_checkpoint(run_dir, before=step)
@@ -130,7 +134,7 @@ def _run(job: Job) -> int:
 def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
     """If the run fails or is stopped after saving checkpoints, raise an error that names the last.
 
-    An error of ``validate``, ``test`` or ``predict`` is raised as it is.
+    Errors of ``validate``, ``test`` and ``predict`` are raised unchanged.
     """
     # Not `find_checkpoint`: every rank must call it, but a signal may stop only one of them.
     before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
@@ -227,7 +231,7 @@ def _report_files(folder: Path, best_by: str) -> None:
 
 
 def _report_evaluated(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Print where the evaluated weights are, unless they are the model's own weights."""
+    """Print where the evaluated weights are, unless they are the weights in model.pt."""
     file, *keys = meta.get("evaluated", ["model.pt"])
     if keys:
         where = f"{file} of the checkpoint, under {' / '.join(keys)}"

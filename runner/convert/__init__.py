@@ -2,5 +2,5 @@
 
 Start with convert.py, which has the table of settings and the functions of its rows. hooks.py has
 the rows of hooks and schedules. draft.py applies the rows. source.py reads the file and finds the
-line of each setting. Of our folders, only the registry is imported here.
+line of each setting. Imports only ``registry``.
 """

@@ -56,7 +56,7 @@ class Conversion(NamedTuple):
     misses: list[Miss]
 
     def text(self) -> str:
-        """Return the settings as YAML, with the others as comments at the end."""
+        """Return the converted settings as YAML, with the misses as comments at the end."""
         lines = [format_config(self.config)]
         if self.misses:
             lines.append("\n# Without a counterpart, or with another meaning:\n")
@@ -125,9 +125,9 @@ def _text(draft: Draft, value: Any, path: str, why: str) -> str:
 
 
 def _default_type(table: str, default: str, refusal: str, *rows: Row) -> Take:
-    """Return a row's function for a dict whose type should be mmengine's default.
+    """Return the function of a row for a dict that is converted by ``rows``.
 
-    Any other type is listed as a miss with the text ``refusal``.
+    If its type is not mmengine's default, the type is listed as a miss with the text ``refusal``.
     """
 
     def make(given: Section) -> Any:

@@ -52,7 +52,7 @@ class Draft:
         self.misses.append(Miss(key, what, self.lines.origin(key)))
 
     def metric(self, wanted: str, key: str) -> str | None:
-        """Return our name of a metric in mmengine's logs, or list a miss and return None."""
+        """Convert a metric's name in mmengine's logs; if ambiguous, list a miss and return None."""
         prefix, _, rest = wanted.partition("/")
         if rest and prefix in self.prefixes:
             return wanted
@@ -114,14 +114,14 @@ class Draft:
         return text
 
     def known_as(self, wanted: Any, kind: str) -> str:
-        """Return the bare name of a class of mmengine or torch, the import path of any other."""
+        """Return the bare name of a class from mmengine or torch, otherwise its import path."""
         found = self.look_up(wanted, kind)
         module = str(getattr(found, "__module__", ""))
         is_own = found is not None and module.partition(".")[0] not in ("mmengine", "torch")
         return _path(found) if is_own else bare_name(wanted)
 
     def plain(self, value: Any) -> Any:
-        """Return a value as an argument of an mmengine class, which builds nested dicts itself."""
+        """Convert an argument of an mmengine class, which builds dicts with a type itself."""
         if isinstance(value, Mapping):
             if "type" not in value:
                 return {key: self.plain(one) for key, one in value.items()}

@@ -73,7 +73,7 @@ def _schedule(section: Section, optimizer: str | None, use_mmengine: bool) -> di
 
 
 def _unit(section: Section) -> str:
-    """Return the unit of a schedule, converting epochs to batches if asked; "" if unknown."""
+    """Return the unit of a schedule, "" if unknown; apply ``convert_to_iter_based``."""
     draft, by_epoch = section.draft, section.pop("by_epoch", True)
     by_batches = "step" if draft.batches == 1 else "batch"
     if not section.pop("convert_to_iter_based", False):
@@ -267,7 +267,8 @@ def _ema(section: Section, key: str) -> Any:
         begin = (epochs - 1) * int(draft.epoch_length or 0) + 1
     times, steps = max(draft.batches // interval, 1), max(interval // draft.batches, 1)
     if draft.batches > 1:
-        section.miss(key, f"averages per update here, not per batch: decay {keep:g}**{times}")
+        what = "the average is updated after each update here, not after each batch"
+        section.miss(key, f"{what}: decay {keep:g}**{times}")
     settings = {"decay": keep**times, "start_step": -(-max(begin, 1) // draft.batches)}
     return settings | ({"every_steps": steps} if steps != 1 else {})
 

@@ -86,7 +86,7 @@ def _merged(base: Any, top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Lines:
-    """The line of each value in a file and its base files; a value in the file itself wins.
+    """The line of each value in a file and its base files; the file itself takes precedence.
 
     Attributes:
         read: names of the variables that expressions in the files use.

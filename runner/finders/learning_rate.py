@@ -109,7 +109,7 @@ def run_range_test(job: Job, first: float, last: float, steps: int, optimizer: s
     """Run a range test without writing any file; every rank must call this.
 
     Args:
-        job: the run; its schedules and hooks are left out.
+        job: the run; its schedules and the hooks in its section ``hooks`` are left out.
         first: the learning rate of the first update.
         last: the learning rate of the last update.
         steps: number of updates.

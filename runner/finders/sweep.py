@@ -1,4 +1,4 @@
-"""Search for good settings: the search space, the study of Optuna, and one run for each trial."""
+"""Search for good settings: the search space, Optuna's study, and one run for each trial."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class TrialHook(Hook):
 
 
 class Sweep:
-    """Manage the trials of a sweep, which are stored in its folder and survive a kill.
+    """Manage the trials of a sweep, which are stored in its folder so that it can be resumed.
 
     Args:
         folder: the sweep's folder.
@@ -289,7 +289,7 @@ class Sweep:
         return self.folder / str(trial.user_attrs["folder"])
 
     def repeat_interrupted(self) -> None:
-        """Queue interrupted trials again; each continues with its values in its folder."""
+        """Queue interrupted trials again; each keeps its folder and its values."""
         import optuna
 
         for one in self._study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
@@ -298,7 +298,7 @@ class Sweep:
             self._study.enqueue_trial(one.params, user_attrs=one.user_attrs)
 
     def next_trial(self) -> Trial:
-        """Return the next interrupted trial in the queue, or else a trial with new values."""
+        """Return the next interrupted trial in the queue, otherwise a trial with new values."""
         trial = self._study.ask({key: one.distribution() for key, one in self.space.items()})
         if "folder" not in trial.user_attrs:
             trial.set_user_attr("folder", f"trial_{trial.number:04d}")

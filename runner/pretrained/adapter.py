@@ -24,8 +24,8 @@ from ...wrappers import SupervisedModel
 _NAME = "default"
 # Settings of peft that list modules.
 _LISTS = ("modules_to_save", "target_modules", "feedforward_modules", "exclude_modules")
-# A checkpoint may have other values of these settings, because they do not change what its weights
-# compute. The same is true of settings whose names end in "dropout".
+# A checkpoint may have other values of these settings and of settings whose names end in "dropout",
+# because they do not change the outputs of the trained model.
 _IRRELEVANT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights"),
     *("init_weights", "peft_version", "revision", "runtime_config", "task_type"),
@@ -190,7 +190,7 @@ class Adapter:
         for key in sorted({*saved, *own} - {"base"} - _IRRELEVANT):
             if saved.get(key) != own.get(key) and not key.endswith("dropout"):
                 raise CheckpointError(
-                    f"the checkpoint is of another adapter: adapter.{key} was "
+                    f"the checkpoint belongs to another adapter: adapter.{key} was "
                     f"{saved.get(key, 'not set')} and is {own.get(key, 'not set')} now; set it "
                     "back, or start a new run"
                 )
@@ -219,9 +219,9 @@ def add_adapter(model: nn.Module, config: Any, *, base: str = "") -> Adapter:
 
     Args:
         model: the model; the adapter of a ``SupervisedModel`` is added to its ``net``.
-        config: a config of peft that adapts layers, such as ``peft.LoraConfig``. Lists of modules
-            may have names of the model, ends of names as in peft, and patterns (fnmatch).
-        base: where the weights of the model are, for messages.
+        config: a config of peft that adapts layers, such as ``peft.LoraConfig``. Its lists of
+            modules may contain full names, suffixes of names as in peft, and fnmatch patterns.
+        base: the path of the model's weights; checkpoints store it for error messages.
 
     Raises:
         ImportError: peft is not installed.
@@ -235,7 +235,7 @@ def add_adapter(model: nn.Module, config: Any, *, base: str = "") -> Adapter:
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a state dict without copying them."""
+    """Return the tensors of a model's state dict without copying them."""
     state = model.state_dict(keep_vars=True)
     return {name: one for name, one in state.items() if isinstance(one, Tensor)}
 
@@ -284,7 +284,7 @@ def _fingerprint(tensors: dict[str, Tensor]) -> str:
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Replace parameters on the meta device by NaN, so that peft creates real weights next to them.
+    """Replace meta parameters with NaN, so that peft creates real weights next to them.
 
     The replacements take almost no memory, and are removed at the end.
 
@@ -318,7 +318,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
 
 
 def _find_modules(config: Any, root: nn.Module, prefix: str) -> None:
-    """Replace names and patterns in the lists of ``config`` by names in ``root``."""
+    """Replace the names and patterns in the lists of ``config`` with names in ``root``."""
     saved: list[str] = []
     for key in _LISTS:
         given = getattr(config, key, None)

@@ -29,7 +29,7 @@ class Fit:
         missing: names in the model for which the file has no weight.
         unexpected: names in the file for which the model has no weight.
         reshaped: names in the model of weights with another shape in the file.
-        ignored: names that ``load_from.ignore`` leaves out, in the model or only in the file.
+        ignored: names, in the model or in the file, that ``load_from.ignore`` leaves out.
         shapes: by name, the shapes in the model and in the file.
     """
 

@@ -47,7 +47,7 @@ def load_weights(
 ) -> list[str]:
     """Load weights of another run or program into ``model``; return the names that it loaded.
 
-    Every rank must call this. The log gets a table of the weights that are not loaded.
+    Every rank must call this. A table of the weights that are not loaded is logged.
 
     Args:
         model: the model, wrapped or not.
@@ -58,8 +58,8 @@ def load_weights(
         rename: maps beginnings of names in the file to beginnings of names in the model; the
             longest match is used. In a config this is ``load_from.map``.
         ignore: names, paths of modules or patterns (fnmatch) that are not loaded.
-        strict: whether all names and shapes must fit; otherwise the rest of the model stays as it
-            is.
+        strict: whether all names and shapes must fit; otherwise weights that do not fit stay
+            unchanged.
 
     Raises:
         CheckpointError: the file cannot be read, or does not fit; nothing is loaded then.
@@ -101,7 +101,7 @@ def add_configured(
     Its initial weights depend on ``seed`` only.
 
     Raises:
-        BuildError: it cannot be added; it names the key.
+        BuildError: the adapter cannot be added; the error names the key.
     """
     if settings is None:
         return None
@@ -131,7 +131,7 @@ def load_run_model(folder: Path, which: str = "") -> tuple[nn.Module, Adapter | 
         which: as for ``resolve_checkpoint``.
 
     Raises:
-        CheckpointError, ConfigError, FileNotFoundError: as ``load_model``.
+        CheckpointError, ConfigError, FileNotFoundError: as for ``load_model``.
     """
     path = resolve_checkpoint(folder, which)
     settings = folder / "config.yaml"
@@ -160,7 +160,7 @@ def load_run_model(folder: Path, which: str = "") -> tuple[nn.Module, Adapter | 
 
 
 def build_base(sections: Mapping[str, Any]) -> nn.Module:
-    """Build the model of a config with the weights that its adapter adapts; collective."""
+    """Build a config's model with the base weights of its adapter; every rank must call this."""
     with preserved_rng():
         # A run without load_from adapts the initial weights.
         seed_rng(sections.get("seed", 0))
@@ -176,7 +176,7 @@ def _load_from(sections: Mapping[str, Any]) -> LoadFromSection | str | None:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return the weights at ``path``; of a run with an adapter, the merged weights."""
+    """Return the weights at ``path``; if the run has an adapter, merge it into them."""
     saved = read_weights(path)
     if ADAPTER not in saved:
         return saved

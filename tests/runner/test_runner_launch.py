@@ -243,7 +243,7 @@ def test_semaphores_of_failed_ranks_cause_no_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("args", ["text", {"key": 1}, 3])
 def test_arguments_that_are_no_tuple_are_refused(args: Any) -> None:
-    message = re.escape(f"args must be a tuple or list, got {args!r}; pass one as ({args!r},)")
+    message = re.escape(f"args must be a tuple or list, got {args!r}; write ({args!r},)")
     for nproc in (1, 2):
         with pytest.raises(TypeError, match=message):
             launch(get_world_size, args, nproc=nproc)

@@ -100,7 +100,7 @@ def test_the_error_of_the_last_restart_is_that_of_the_command(start: Start, tmp_
     code, _, err = start(*TRAIN, *BAD, *deadly, "--nproc=2", "--max-restarts=1").finish()
     assert code == 1
     assert "restarting all 2 ranks from the beginning; 0 of 1 restarts left" in err
-    assert "not restarted: no restart is left of 1 (launch.max_restarts)\nProcessKilled: " in err
+    assert "not restarted: no restarts are left (launch.max_restarts is 1)\nProcessKilled: " in err
 
 
 @pytest.mark.slow
