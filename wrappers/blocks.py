@@ -33,10 +33,10 @@ def find_blocks(model: nn.Module, spec: BlockSpec | None) -> dict[str, nn.Module
     Args:
         spec: a class or its name (subclasses match too), the path of a module, an ``fnmatch``
             pattern for paths, or a list of these. A pattern selects only the outermost of its
-            matches: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping of
-            ``classes`` (such a list) and ``min_params`` (a number). In addition to ``classes`` it
-            selects the smallest modules that have at least ``min_params`` parameters, not counting
-            the parameters of the modules in ``classes``.
+            matches: ``net.blocks.*`` does not include modules inside the blocks. Or a mapping with
+            ``classes`` (such a list), ``min_params`` (a number) or both. ``min_params`` selects the
+            smallest modules with at least this number of parameters, not counting the parameters of
+            modules in ``classes``.
 
     Raises:
         ValueError: a name matches nothing, or matches a container without a ``forward``.
@@ -105,11 +105,11 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _by_size(modules: dict[str, nn.Module], chosen: set[str], min_params: float) -> list[str]:
-    """Return the smallest modules with enough parameters outside of the modules in ``chosen``."""
+    """Return the smallest modules with enough parameters, not counting ``chosen`` modules."""
     taken = {id(one) for path in chosen for one in modules[path].parameters()}
     found: list[str] = []
     largest = 0
-    # Children come after their parents in module order, so backwards they come first.
+    # In reverse module order, children come before their parents.
     for path, module in reversed(modules.items()):
         if not path or not _can_run(module) or path in chosen:
             continue

@@ -38,7 +38,7 @@ class ModelFeatures:
         return False
 
     def average(self, value: Tensor) -> Tensor:
-        """Return the mean of a detached ``value`` over the data ranks; each of them must call."""
+        """Average a detached ``value`` over the data ranks; every data rank must call this."""
         return value
 
     def sync_buffers(self) -> None:
@@ -69,8 +69,8 @@ class OptimFeatures:
         max_counts: total number of micro-batches of the training; -1 if unknown.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
-        batch_counts: whether the next micro-batch is real. A rank without data also runs batches
-            of weight 0, because the other ranks wait for its communication.
+        batch_counts: whether the next micro-batch is real. False gives it the weight 0: a rank
+            without data runs such batches, because other ranks wait for its communication.
         window_weight: total weight of the micro-batches whose gradients this rank holds.
         guard: decides before each update whether it happens.
         grad_norm: total norm of the gradients before clipping.

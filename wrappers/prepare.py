@@ -153,8 +153,8 @@ def prepare_model(
         localise: as for ``parallelize``.
 
     Raises:
-        ValueError: there is a plan but no tensor axis, or a tensor axis but no plan, or
-            ``parallelize`` raises it.
+        ValueError: there is a plan but no tensor axis, or a tensor axis but no plan, or a setting
+            does not fit the model.
     """
     freeze_parameters(model, preparation.freeze)
     plan = preparation.tensor_parallel

@@ -79,7 +79,7 @@ class StepDataParallel(Steps, ReplicationCallbackDataParallel):
         super().__init__(module, device_ids, output_device, dim, **options)
         self._prepare_steps(detect_anomalous_params)
         if self.scatter_strategy is None and drops_mode(module):
-            # A detector, whose images have different sizes.
+            # A detector gets lists of images of different sizes, so the lists must be split.
             self.scatter_strategy = scatter_samples
         self._loss_weight: Any = None
 

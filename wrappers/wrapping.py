@@ -90,9 +90,8 @@ def wrap_model(
         options: arguments of the wrapper.
 
     Raises:
-        TypeError: the model is wrapped already, and an argument other than ``device`` is given or
-            its wrapper has no ``train_step``; ``wrapper`` cannot be called; or an option is
-            unknown.
+        TypeError: a wrapped model is given together with arguments other than ``device``, or its
+            wrapper has no ``train_step``; ``wrapper`` cannot be called; or an option is unknown.
         ValueError: wrapper, mesh and preparation contradict each other, or differ between ranks.
             An error on one rank is raised on every rank.
         RuntimeError: there is no process group, and the wrapper is a subclass of
@@ -143,8 +142,8 @@ def compile_step(
     """Compile the whole training step of ``wrapper``, from forward to update; return ``wrapper``.
 
     Every rank must call this, with the same arguments. Compilation starts at the fourth update.
-    Steps that cannot be compiled run as usual, and a warning gives the reason; docs/performance.md
-    lists all reasons.
+    Steps that cannot be compiled (see docs/performance.md) run as usual, and a warning gives the
+    reason.
 
     Args:
         wrapper: a SingleDevice or StepDistributedDataParallel; steps of other wrappers run as
@@ -325,14 +324,13 @@ def auto(
 
     Args:
         memory_gib: memory of each rank for weights, gradients and optimizer state, in 2**30 bytes.
-            Default: 70% of the free memory of the rank that has the least. This is the free memory
-            of its CUDA device or, on the CPU, of the machine, divided by the number of ranks that
-            use it.
+            Default: 70% of the free memory of the rank that has the least. Ranks on the same CUDA
+            device, or on the CPU of the same machine, share its free memory equally.
         optimizer_states: tensors that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with
             momentum.
         single: options of ``SingleDevice``, used if it is chosen.
-        ddp: the same of ``StepDistributedDataParallel``.
-        fsdp: the same of ``StepFullyShardedDataParallel``.
+        ddp: options of ``StepDistributedDataParallel``.
+        fsdp: options of ``StepFullyShardedDataParallel``.
 
     Raises:
         TypeError: an option of ``single``, ``ddp`` or ``fsdp`` is unknown.

@@ -259,7 +259,7 @@ def test_the_option_on_one_process() -> None:
 def test_wrong_order(kind: Any) -> None:
     wrapped = kind(_model())
     name = kind.__name__
-    inside = f"^Sequential is already inside {name}: convert the model first and wrap it then"
+    inside = f"^Sequential is already inside {name}: convert the model before you wrap it"
     for module, text in (
         (wrapped, f"^the model is already wrapped in {name}"),
         (nn.ModuleList([wrapped]), f"^'0' of the model is already wrapped in {name}"),

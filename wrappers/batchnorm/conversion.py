@@ -49,7 +49,7 @@ _PAIRS: list[tuple[type[_BatchNorm], type[SynchronizedBatchNorm]]] = [
 _FORWARDS = (_BatchNorm.forward, SyncBatchNorm.forward, SynchronizedBatchNorm.forward)
 # The attribute with the class that a layer had before it was first converted.
 _ORIGIN = "_converted_from"
-_WRAP_LATER = "convert the model first and wrap it then, or wrap it with sync_batchnorm=True"
+_WRAP_LATER = "convert the model before you wrap it, or wrap it with sync_batchnorm=True"
 
 
 def convert_sync_batchnorm(
@@ -64,8 +64,9 @@ def convert_sync_batchnorm(
     The layers change their class and remain the same objects: parameters, buffers, hooks, flags
     and existing optimizers remain valid. Synchronised layers of the other implementation are
     converted too and keep their group. With "stepwrap", each ``DataParallel`` in the model is
-    patched to run the replication callbacks that the layers need. Layers that override ``forward``
-    or are parametrized are not converted, and a warning names them.
+    patched to run the replication callbacks that the layers need. Layers that override ``forward``,
+    are parametrized or extend torch's ``_BatchNorm`` directly are not converted, and a warning
+    names them.
 
     Args:
         implementation: "stepwrap" for ``SynchronizedBatchNorm1d``, ``2d`` and ``3d``, which run on
@@ -153,6 +154,7 @@ def patch_sync_batchnorm() -> Iterator[None]:
 
 def _check_arguments(implementation: str, precision: str | None) -> None:
     if implementation not in get_args(Implementation):
+        # The message begins like mmengine's.
         raise ValueError(
             'sync_bn should be "torch" or "stepwrap", but got '
             f"{implementation!r} as implementation; pass a process group as process_group=..."
@@ -188,7 +190,7 @@ def _can_change_class(path: str, layer: _BatchNorm, current: str, *, is_known: b
     if is_known and not overrides and not is_parametrized(layer):
         return True
     name = f"{path or 'the model itself'} ({type(layer).__name__})"
-    logger.warning("%s has a custom forward or custom parameters and stays %s", name, current)
+    logger.warning("%s has a custom class, forward or parametrization and stays %s", name, current)
     return False
 
 

@@ -41,7 +41,7 @@ class Statistics(NamedTuple):
 
     Attributes:
         var: the biased variance.
-        inv_std: the factor of the deviations from the mean; see ``statistics`` for the formula.
+        inv_std: the factor by which deviations from the mean are multiplied; see ``statistics``.
         slope: for each channel, 1 if ``inv_std`` depends on the variance, 0 if ``eps`` replaced the
             variance; None if all are 1.
         is_centred: whether all means are so near zero that they need not be subtracted first.

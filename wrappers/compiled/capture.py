@@ -146,7 +146,7 @@ def _traced(
             raise errors[0] from None
         raise
     if len(found) != 1:
-        raise NotCompilableError("torch.compile is disabled here, or sees no tensors")
+        raise NotCompilableError("torch.compile is disabled for its forward, or finds no tensors")
     return found[0], result
 
 

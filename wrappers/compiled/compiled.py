@@ -42,7 +42,7 @@ class StepVariant:
     """A compiled step for one gradient plan, one kind of batch and one state of the model.
 
     It has one program. If several ranks average gradients, it has two: one computes the gradients,
-    the other makes the update. ``Verifier`` compares some of its steps with the usual step, which
+    the other runs the update. ``Verifier`` compares some of its steps with the usual step, which
     runs on copies.
 
     Args:
@@ -150,7 +150,7 @@ class StepVariant:
         return [one.data_ptr() for one in self._fixed] if is_graph else []
 
     def is_outdated(self, plan: GradientPlan, batch: Any) -> bool:
-        """Return whether the model or a setting changed soon after this variant was compiled."""
+        """Return whether this variant, which does not fit, became invalid soon after compiling."""
         return self._uses < _FEW_USES and plan == self._plan and _kind(batch) == self._kind
 
     def repeats(self, optim_wrapper: Any) -> bool:
@@ -162,10 +162,10 @@ class StepVariant:
         self._verifier.expect_change(self._uses)
 
     def again(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Make one step without checking the model; return the values to log.
+        """Run one step without checking the model; return the values to log.
 
         If the plan may differ, if settings or the kind of batch have changed, or if a verification
-        is due, no step is made and None is returned.
+        is due, no step is run and None is returned.
         """
         if (
             not self._verifier.is_due(self._uses + 1)
@@ -182,7 +182,7 @@ class StepVariant:
         return None
 
     def run(self, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-        """Make one step and return the values to log.
+        """Run one step and return the values to log.
 
         Every rank that averages its gradients must call this.
 
@@ -239,7 +239,7 @@ class StepVariant:
         try:
             return self._verified_update(parts, kept)
         except NotCompilableError as reason:
-            # The other ranks have already made this step, so make it in eager mode.
+            # The other ranks have already run this step, so run it in eager mode.
             self.failure = reason
             norm = update(self._places, self._clip, self._gradient_factor.tensor, kept)
             self._optimizer.zero_grad()
@@ -335,7 +335,7 @@ class _Interpreter(Interpreter):
 
 
 def step_in_eager_mode(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-    """Make an eager step that averages the gradients in joined tensors, as programs do.
+    """Run an eager step that averages the gradients in joined tensors, as programs do.
 
     This is necessary because other ranks may run a program for their batches.
     """

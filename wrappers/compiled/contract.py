@@ -36,12 +36,13 @@ class Contract:
     - the Python state that the forward read, by Dynamo's guards: attributes, globals, closures,
       hooks of modules, autocast and other modes, shapes and strides;
     - the methods of the modules' classes;
-    - the parameters, buffers and optimizer state: identities, data types, strides and addresses;
+    - the parameters, buffers and optimizer state: identities, data types and strides; after a
+      change of addresses, also that they do not share memory;
     - the optimizer's class, methods and settings, except for learning rates;
     - hooks on parameters, on the optimizer and on all modules.
 
     It does not detect methods that are replaced on classes other than modules, hooks on nodes of
-    the autograd graph, and state that a custom operator reads.
+    the autograd graph, or state that a custom operator reads.
     """
 
     def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
@@ -83,7 +84,7 @@ class Contract:
         ]
 
     def holds(self, batch: Any) -> bool:
-        """Return whether the program would compute for ``batch`` the same as the usual step."""
+        """Return whether the program would compute the same for ``batch`` as the usual step."""
         self._scope["batch"] = batch
         try:
             return (

@@ -19,11 +19,12 @@ class CudaGraph:
     A graph uses tensors by their addresses and does not check whether these are still valid.
 
     Args:
-        inputs: the inputs of the program, all on one GPU. It reads and changes them in place,
-            except for the last ``given`` inputs: these are copied to fixed tensors before each
-            launch.
+        inputs: the inputs of the program, all on one GPU. The graph reads and changes them in
+            place, except for the last ``given`` inputs, which are copied to fixed tensors before
+            each launch.
         given: number of inputs at the end of ``inputs`` that differ from call to call.
-        changed: the first ``changed`` of the given inputs are copied back after a launch.
+        changed: number of inputs, from the first given one, that the program changes; they are
+            copied back after each launch.
 
     Raises:
         NotCompilableError: the program does something that a graph cannot contain, such as waiting

@@ -63,7 +63,7 @@ class EagerStep:
         return {name: one.detach() for name, one in logs.items() if isinstance(one, Tensor)}
 
     def parts(self, plan: GradientPlan) -> list[Tensor]:
-        """Return the joined gradients, divided by the number of ranks, for the sum over them."""
+        """Return the joined gradients, scaled so that their sum over the ranks is the mean."""
         wanted = self.places.trained_tensors()
         return [one / plan.ranks for one in join_gradients(wanted, [one.grad for one in wanted])]
 
@@ -131,11 +131,11 @@ def largest_difference(
     """Return the name of the tensor that differs most from an eager step; None if all agree.
 
     First the program is compared with an eager step. Kinds of values that differ by more than
-    rounding errors are then compared with an exact step: an eager step in double precision. To
-    measure how far rounding alone can lead, several eager steps are compared with the exact one:
-    the usual step, and ``_NUDGES`` steps whose weights are changed by one rounding error. The
-    program may differ from the exact step by ``_FACTOR`` times the largest of these differences,
-    plus the tolerances of ``_is_close``.
+    rounding errors are then compared with an exact step: an eager step in double precision. Several
+    eager steps (the usual step, and ``_NUDGES`` steps whose weights are changed by one rounding
+    error) show how far rounding alone can lead away from the exact step. The program may differ
+    from it by ``_FACTOR`` times the largest of their differences, plus the tolerances of
+    ``_is_close``.
 
     Args:
         made: the values that the program has computed.

@@ -90,7 +90,7 @@ class CompiledStep:
         # If True, no more variants are compiled, but existing ones still run.
         self._compiles_no_more = False
         self._clock = _Clock()
-        # The model is checked once per block of steps; this many steps are left in the block.
+        # Steps per check of the model, and the number of steps that are left until the next check.
         self._block, self._left = 1, 0
         self._outdated = 0
         self._is_autocast, self._device_type = False, "cpu"
@@ -157,18 +157,18 @@ class CompiledStep:
         return True
 
     def _again(self, data: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Make a step without checking the model again; return None if no step was made."""
+        """Run a step without checking the model again; return None if no step was run."""
         if not self._left:
             return None
         self._left -= 1
         return None if self._is_autocast else self.programs[0].again(data, optim_wrapper)
 
     def _step(self, batch: Any, optim_wrapper: Any) -> dict[str, Any] | None:
-        """Make a step by a program, if there is one; return the values to log.
+        """Run a step by a program, if there is one, and return the values to log.
 
-        If there is no program and only one rank, this returns None without a step. If there is
-        no program but several ranks average gradients, an eager step is made. It averages the
-        gradients in the same joined tensors as the programs of the other ranks.
+        Without a program, a single rank returns None and runs no step. If several ranks average
+        gradients, an eager step runs instead, which averages them in the same joined tensors as the
+        programs of the other ranks.
         """
         wrapper = self._wrapper
         self._left = 0

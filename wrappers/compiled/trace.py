@@ -279,7 +279,7 @@ def _settings(optimizer: Any) -> list[Any]:
 
 
 def _separate(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Return gradients with separate memory; the terms of a sum may share one gradient."""
+    """Return gradients in separate memory; autograd returns one tensor for both terms of a sum."""
     separate: list[Tensor | None] = []
     seen: set[int] = set()
     for one in gradients:

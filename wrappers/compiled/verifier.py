@@ -21,7 +21,7 @@ _SLACK = 16.0
 
 
 class StepMismatchError(RuntimeError):
-    """Raised if a compiled step differs from the eager step, and earlier ones were not compared."""
+    """Raised if a compiled step differs from the eager step after steps that were not compared."""
 
 
 class Verifier:

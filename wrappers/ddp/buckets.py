@@ -45,9 +45,9 @@ class FixedBuckets(DistributedDataParallel):
         if self._is_static:
             # Not needed with static_graph: the recorded graph shows which parameters are unused.
             options["find_unused_parameters"] = False
-        # In buckets rebuilt by the constructor, torch passes the parameters of the first bucket to
-        # every call of a hook while it records a static graph. If the hook may read parameters, the
-        # buckets therefore keep torch's order. Hooks with `averages` do not read them.
+        # If the constructor rebuilds the buckets, torch passes the parameters of the first bucket
+        # to every call of a hook while it records a static graph. So the buckets keep torch's order
+        # if the hook may read parameters. Hooks with `averages` do not.
         may_inspect = self._is_static and self._hook is not None and not self._hook.averages
         rebuilds = not options.get("find_unused_parameters", False)
         self._is_reversed = is_known and rebuilds and not may_inspect

@@ -27,7 +27,7 @@ _STATIC = (
 )
 _REMEDY = (
     "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
-    "gradients of each child separately, as a GAN needs it. Or: "
+    "gradients of each child separately, for example of a GAN. Or: "
 )
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
@@ -229,8 +229,8 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         if self._comm_hooks and not getattr(self._hook, "averages", False):
             raise ValueError(
                 "loss_weight needs gradients that are averaged over the ranks, but the comm_hook "
-                f"{self._comm_hooks[0][0].__qualname__} need not average: use allreduce, "
-                "fp16_compress or bf16_compress, or a custom CommHook with averages = True"
+                f"{self._comm_hooks[0][0].__qualname__} may combine them in another way: use "
+                "allreduce, fp16_compress or bf16_compress, or a CommHook with averages = True"
             )
         if self._is_joined:
             raise ValueError(
@@ -279,7 +279,7 @@ def _explain_unused(error: BaseException, names: Mapping[int, str], failure: str
         raise RuntimeError(
             f"the last update raised {failure} before its backward ended, and "
             "DistributedDataParallel cannot continue after that: create a new wrapper around the "
-            "bare model and clear the gradients. The failed update did not change weights and "
+            "bare model and clear the gradients. The failed update changed neither weights nor "
             "optimizer"
         ) from error
     found = re.search(r"did not receive grad for rank \d+:((?:\s\d+)+)", text)

@@ -25,7 +25,7 @@ _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs
     name=["SeparateDistributedDataParallel", "MMSeparateDistributedDataParallel", "separate"]
 )
 class SeparateDistributedDataParallel(Steps, nn.Module):
-    """A wrapper that averages the gradients of each direct child separately, as a GAN needs it.
+    """A wrapper that averages the gradients of each direct child separately, for example of a GAN.
 
     Needs a process group, and every rank must construct it. Each child with trained parameters is
     wrapped in a ``StepDistributedDataParallel``; other children are only moved to the model's
@@ -36,7 +36,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     After several calls of a child, only the first backward averages its gradients: sum the losses
     for one backward, or run a backward after each call. For gradient accumulation, enter
     ``optim_wrapper[name].optim_context(child)``, which skips unnecessary communication. If a
-    backward passes through a child that it should not train, freeze this child for that time
+    backward passes through a child that it should not train, freeze the child during this backward
     (``requires_grad_(False)``). Otherwise its gradients are averaged too, and you must clear them.
 
     Args:
@@ -190,8 +190,8 @@ def check_children(module: nn.Module) -> None:
             )
     if not any(_is_trained(child) for child in module.children()):
         raise ValueError(
-            f"{kind} has no child with parameters that require a gradient: there is nothing to "
-            "average; use StepDistributedDataParallel"
+            f"{kind} has no child with parameters that require a gradient, so there is nothing to "
+            "average: unfreeze a child before wrapping, or use SingleDevice"
         )
 
 

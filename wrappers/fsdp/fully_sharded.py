@@ -75,10 +75,10 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     names; outside of a forward they are DTensors. All ranks get the weights and buffers of the
     first rank. Parameters on the meta device are initialised here (see ``meta_parameters``).
 
-    Create the optimizer from the wrapper's ``parameters()`` after wrapping. If some ranks call
-    ``parameters()``, all must: it frees parameters that a forward without a backward has gathered.
-    Evaluate and clear gradients through the wrapper as well, because the model's own ``val_step``
-    and ``zero_grad`` see only shards.
+    Create the optimizer from the wrapper's ``parameters()`` after wrapping. If one rank calls
+    ``parameters()``, every rank must: it frees parameters that a forward without a backward has
+    gathered, and the next forward gathers them on all ranks. Evaluate and clear gradients through
+    the wrapper as well, because the model's own ``val_step`` and ``zero_grad`` see only shards.
 
     If the model has its own ``train_step``, the wrapper calls it; docs/wrappers.md describes which
     modules this step may call. To replace the step, override ``train_step(data, optim_wrapper)`` in
@@ -251,7 +251,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         )
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """Update as other wrappers do, and search the gathered parameters of the last forward."""
+        """Update, and log the gathered parameters of the last forward that got no gradient."""
         self._shows_leaves = True
         try:
             super().update_and_detect(total, optim_wrapper)

@@ -238,7 +238,7 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
-    """Read a wrapping policy of FSDP1; return a choice of blocks or a function; one is None."""
+    """Return the blocks that a wrapping policy of FSDP1 names, or its function; None if missing."""
     kind, settings = _split_type(value)
     if isinstance(kind, CustomPolicy):
         raise TypeError(

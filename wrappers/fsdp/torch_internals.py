@@ -1,4 +1,4 @@
-"""The undocumented state of FSDP2 that this room uses; no other file reads it.
+"""The undocumented state of FSDP2 that this folder uses; no other file reads it.
 
 FSDP2 holds each parameter twice: as the *shard* of this rank, and as the *whole* parameter, which
 layers use while it is gathered.

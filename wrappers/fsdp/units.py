@@ -150,8 +150,8 @@ def find_roots(model: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Mod
     """Return the root modules by path; each parameter is in exactly one of them.
 
     Usually the only root is the model. If its step may call its children in any order, with several
-    backwards, each child with parameters is a root, provided that every parameter is in exactly one
-    of them.
+    backwards, the roots are the outermost modules inside it that have a forward and parameters,
+    unless a parameter would then be in no root or in several.
     """
     roots: dict[str, nn.Module] = {}
     if not calls_children(model) or not _collect_roots(model, "", ignored, roots):
@@ -200,7 +200,7 @@ def full_precision_units(
 
 
 def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]:
-    """Return the parameters that ``named`` gives as parameters, modules, or names and patterns."""
+    """Return the parameters in ``named``, given directly, by a module, or by a name or pattern."""
     found: set[nn.Parameter] = set()
     for one in named:
         if isinstance(one, nn.Parameter):
@@ -213,8 +213,8 @@ def find_ignored(model: nn.Module, named: Iterable[object]) -> set[nn.Parameter]
     trained = [name for name, p in parameters if p in found and p.requires_grad]
     if trained:
         logger.warning(
-            "%s: ignored parameters that require gradients; each rank updates its copy with the "
-            "gradients of the batches of this rank only",
+            "the gradients of ignored parameters are not averaged over the ranks, so each rank "
+            "updates its own copy of %s",
             ", ".join(trained),
         )
     return found
@@ -274,7 +274,7 @@ def _reason_against(
 
 
 def _drop_overlaps(units: dict[str, nn.Module], owning: set[nn.Module]) -> None:
-    """Remove two units that share a module with parameters, unless one contains the other."""
+    """Remove both of two units that share a module with parameters, unless one is in the other."""
     parts = {path: set(unit.modules()) for path, unit in units.items()}
     for (path, own), (other, others) in combinations(parts.items(), 2):
         if own & others & owning and not own <= others and not others <= own:
@@ -326,7 +326,7 @@ def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:
 
 
 def in_backward_order(units: Iterable[str]) -> list[str]:
-    """Sort paths in module order for the backward, which starts where the forward ended."""
+    """Return paths, given in module order, in backward order: the last block to end comes first."""
     ended: list[str] = []
     running: list[str] = []
     for path in units:

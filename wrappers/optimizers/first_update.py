@@ -1,4 +1,4 @@
-"""A check of the first update: no gradients may be missing or differ between ranks."""
+"""Check the first update: a parameter must have a gradient, and the ranks must have the same."""
 
 from __future__ import annotations
 

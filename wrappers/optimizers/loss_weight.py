@@ -48,6 +48,7 @@ class LossWeight:
 
         Raises:
             KeyError: an entry is missing in the batch.
+            TypeError: the targets for "tokens" are not in a tensor.
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
         found = self._measure(fields_of(batch))

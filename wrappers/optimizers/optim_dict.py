@@ -107,7 +107,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     @property
     def batch_counts(self) -> bool:
-        """Whether the next batch is real; setting it sets it for all members."""
+        """Whether the next batch is real; setting it sets all members with a ``loss_weight``."""
         return all(one.batch_counts for one in self._weighted())
 
     @batch_counts.setter
@@ -139,9 +139,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        In two cases return instead whether the last micro-batch of any member ended its window: if
-        ``begin_batch`` was not called, or if no member accumulates and no micro-batch was counted
-        since that call.
+        This needs ``begin_batch``. Without it, or if no member accumulates and none has counted a
+        micro-batch since then, return whether the last micro-batch of any member ended its window.
         """
         before = self._before
         if before is None or all(
@@ -164,8 +163,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def followers(self) -> list[OptimWrapper]:
         """Return the members whose counts the training loop sets.
 
-        A member is a follower if its ``max_counts`` is negative now, or was negative in an earlier
-        call. So members that you initialised yourself are not included.
+        These are the members whose ``max_counts`` is negative (unknown), now or in an earlier call.
+        Members that you initialised yourself have a known ``max_counts``.
         """
         self._followers.update(
             n for n, wrapper in self.items() if optim_features(wrapper).max_counts < 0

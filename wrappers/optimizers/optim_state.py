@@ -44,8 +44,8 @@ def has_sharded_state(optimizer: Optimizer) -> bool:
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state, with parts of tensors as ``DTensor``s.
 
-    With ``ZeroRedundancyOptimizer`` every rank must call this. Only the first rank of its group
-    then gets the state of the parameters; the others get only the settings of the groups.
+    With ``ZeroRedundancyOptimizer`` every rank must call this. Only the first rank of its process
+    group gets the state of the parameters; the others get only the settings of parameter groups.
     """
     state = dict(
         _consolidated(optimizer) if _is_zero_redundancy(optimizer) else optimizer.state_dict()

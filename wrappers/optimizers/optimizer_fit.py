@@ -1,8 +1,8 @@
 """Build optimizers with fused kernels, and check whether an optimizer can update given parameters.
 
-Most optimizers update each element independently, so they can update a part of a tensor. torch's
-other optimizers were compared with runs of one process: ``_UNSUPPORTED`` lists the layouts of
-parameters that they cannot update, and why.
+Most optimizers update each element independently, so they can update a part of a tensor. For
+torch's other optimizers, ``_UNSUPPORTED`` lists the layouts of parameters that they cannot update,
+and why. It was found by comparing them with runs of one process.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[_FindProblem, ...]]] = {
     "Adafactor": ("scales by norms of whole tensors and of their rows", (_split, _dtensor)),
     "LBFGS": ("takes all parameters as one vector", (_split, _uneven, _two_meshes)),
     "Muon": ("orthogonalises whole matrices", (_split, _uneven)),
-    "PostLocalSGDOptimizer": ("averages copies of parameters, and fsdp has none", (_dtensor,)),
+    "PostLocalSGDOptimizer": ("averages whole copies of the parameters", (_dtensor,)),
     "Rprop": ("selects elements by sign, which torch cannot do in DTensors", (_dtensor,)),
     "SparseAdam": ("needs sparse gradients, which parts do not have", (_split, _dtensor)),
     "ZeroRedundancyOptimizer": ("shards the state, as fsdp does already", (_dtensor,)),

@@ -192,9 +192,9 @@ def param_groups(
         model: a model, wrapped or not, or some of its parameters, from ``named_parameters``.
         lr: base value for the factors; default: the default of ``optimizer``.
         weight_decay: the same for weight decay.
-        paramwise: a mapping with the factors above and these keys. ``custom_keys``: for each key a
-            mapping with ``lr_mult`` and ``decay_mult``, or absolute values of ``lr``,
-            ``weight_decay`` and other arguments of ``optimizer``. ``layer_decay`` and ``layers``.
+        paramwise: a mapping with the factors above, ``layer_decay``, ``layers`` and these keys.
+            ``custom_keys``: for each key a mapping with ``lr_mult`` and ``decay_mult``, or absolute
+            values of ``lr``, ``weight_decay`` and other arguments of ``optimizer``.
             ``bypass_duplicate``: if a shared parameter would get different options under its
             names, use the first name. ``as_mmengine``: define the kinds of parameters and match
             custom keys as mmengine does (see docs/configs.md).

@@ -36,13 +36,14 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
         optimizer_class: the optimizer of each part: a class, its name or ``{"_ref_": name}``.
         process_group: the ranks that share the work; default: all ranks. If layers are split over
             a tensor group, use the ``data_group`` of the model's wrapper.
+        parameters_as_bucket_view: as in torch's class.
         overlap_with_ddp: not supported.
         defaults: options of the optimizer.
 
     Raises:
         TypeError: an option of the optimizer is unknown.
-        ValueError: the ranks hold different parts of a parameter, as under fsdp, or
-            ``overlap_with_ddp`` is set.
+        ValueError: the ranks hold different parts of a parameter, as under fsdp, the optimizer
+            needs a closure, or ``overlap_with_ddp`` is set.
     """
 
     def __init__(

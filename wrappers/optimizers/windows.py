@@ -47,7 +47,7 @@ class CountWindow(Gate):
         self.counts = counts
 
     def weigh(self, batch: Any) -> float | Tensor | None:
-        """Set and return the weight of the next micro-batch; 0 if ``batch`` is None."""
+        """Set and return the weight of the next batch, 0 if it is None; None without weights."""
         return None
 
     def loss_factor(self) -> float | Tensor:

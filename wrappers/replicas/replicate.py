@@ -341,8 +341,8 @@ def _is_first_in_thread(master: nn.Module, devices: Sequence[torch.device]) -> b
     Autograd has one thread per device, and runs the node with the highest number first. Each thread
     numbers the nodes of its forward, and the calling thread has counted further than a new thread.
     So the backward of a copy in the calling thread would run completely before the others, and its
-    gradients would stay in memory until the others' are added. If they are larger than the CPU's
-    caches, this costs more than a thread.
+    gradients would stay in memory until the gradients of the others are added. If they are larger
+    than the CPU's caches, this costs more than a thread.
     """
     if not torch.is_grad_enabled() or len(set(devices)) == len(devices):
         return False

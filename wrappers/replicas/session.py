@@ -128,7 +128,7 @@ class ReplicationSession:
             self._changed.notify_all()
 
     def abort(self, error: BaseException) -> None:
-        """Make every copy that waits, now or later, raise ``error``; a second call does nothing."""
+        """Make every copy that waits now or later raise ``error``; a second call does nothing."""
         with self._changed:
             if self._aborted is None:
                 self._aborted = error
@@ -220,7 +220,7 @@ def _copy_of(error: BaseException) -> BaseException:
         except Exception:
             continue
         if alike and made is not error:
-            # Tracebacks show the notes of the cause.
+            # Removed, because tracebacks show the notes of the cause already.
             vars(made).pop("__notes__", None)
             return made
     return ReplicationError(f"another copy failed: {type(error).__name__}: {error}")

@@ -106,7 +106,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of ``tensor``, in the same memory; a plain tensor is returned."""
+    """Return this process's part of ``tensor``, in the same memory; a plain tensor is unchanged."""
     if not is_dtensor(tensor):
         return tensor
     # With gradients enabled, to_local() would add a node to the graph.
@@ -179,8 +179,8 @@ def copy_whole_(target: Tensor, source: Any) -> None:
 def reshard(model: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered, so that only shards are left.
 
-    Not every rank must call this. After a forward without a backward, the outermost module keeps
-    its parameters gathered, and the next forward would ignore changes of the shards.
+    Each rank may call this independently. After a forward without a backward, the outermost module
+    keeps its parameters gathered, and the next forward would ignore changes of the shards.
     """
     module: Any
     for module in model.modules():
@@ -249,8 +249,8 @@ fsdp_roots: WeakSet[Any] = WeakSet()
 def drop_unreduced_gradients(parameters: Iterable[Tensor]) -> None:
     """Drop gradients of ``parameters`` that fsdp has not reduced over the ranks yet.
 
-    Such gradients come from forwards under ``no_sync``, and from a backward that raised. Not every
-    rank must call this.
+    Such gradients come from forwards under ``no_sync``, and from a backward that raised. Each rank
+    may call this independently.
     """
     chosen = {id(one) for one in parameters} if fsdp_roots else ()
     for root in list(fsdp_roots):

@@ -89,8 +89,8 @@ def check_axes(axes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Check axes; return the size of every axis, from the outermost to the innermost.
 
     Args:
-        axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
-            of ``tensor``. One size may be -1, for the remaining ranks.
+        axes: sizes of the axes: either ``data`` (default: 1), or ``shard`` and optionally
+            ``replicate``; and optionally ``tensor``. One size may be -1, for the remaining ranks.
 
     Raises:
         ValueError: the axes cannot be combined, or their product is not ``world_size``.
@@ -119,8 +119,8 @@ def build_mesh(axes: Mapping[str, int], device_type: str = "cpu") -> Mesh:
     """Build a mesh of all ranks; every rank must call this with the same ``axes``.
 
     Args:
-        axes: sizes of ``data`` (default: 1), or of ``shard`` with or without ``replicate``; and
-            of ``tensor``. One size may be -1, for the remaining ranks.
+        axes: sizes of the axes: either ``data`` (default: 1), or ``shard`` and optionally
+            ``replicate``; and optionally ``tensor``. One size may be -1, for the remaining ranks.
         device_type: the type of the device that holds the model, "cpu" or "cuda".
 
     Raises:

@@ -26,9 +26,9 @@ def meta_parameters() -> Iterator[None]:
     """Construct modules in this context with their parameters on the meta device.
 
     The parameters have shapes but no memory; buffers are real, because they cannot be computed
-    again later. No random numbers are drawn, so a wrapper that is constructed next gives the model
-    the same weights as a construction without this context and with the same seed. The context
-    affects all threads. Weights that a constructor sets outside of ``reset_parameters`` are lost.
+    again later. Constructors draw no random numbers; a wrapper that is constructed next draws them,
+    so with the same seed the weights are the same as without this context. The context affects all
+    threads. Weights that a constructor sets outside of ``reset_parameters`` are lost.
     """
     handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
     try:

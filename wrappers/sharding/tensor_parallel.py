@@ -33,7 +33,7 @@ Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 # "sequence": do not split the layer; split its inputs along the sequence.
 # "colwise_replicate_output": like "colwise", but gather the outputs afterwards.
 STYLES = ("colwise", "rowwise", "sequence", "colwise_replicate_output")
-# The id of a hook; torch counts from 0.
+# The id of the hook that restores local parts; torch's own ids start at 0.
 _RESTORE_HOOK_ID = -1
 _DOUBLE = (
     "would be wrong for layers that are split over a tensor axis, because torch's collectives "

@@ -1,4 +1,4 @@
-"""Models that do not know stepwrap: calling them, naming their outputs, explaining their errors.
+"""Call models that are not written for stepwrap, name their outputs and explain their errors.
 
 Models of transformers return an output with the loss, and accept any keyword argument. Detectors of
 torchvision return losses in training mode and predictions in eval mode, and take no ``mode``.
@@ -167,7 +167,7 @@ def explain_forward(model: nn.Module, error: BaseException, batch: Any) -> None:
         raise BatchMismatchError(
             f"the batch does not fit {name}.forward: {'; '.join(hints) or mismatch}. The batch has "
             f"{_described(batch)}; forward takes {', '.join(known)}. Change the data set, or "
-            "rename and leave out entries in collate"
+            "rename or leave out entries in collate"
         ) from error
 
 

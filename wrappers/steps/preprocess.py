@@ -1,4 +1,4 @@
-"""Moving batches to the device of the model."""
+"""Move batches to the device of the model, and normalise their input."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def move(data: Any, device: torch.device, non_blocking: bool | None = None) -> A
     if (items := fields_of(data)) is not data:
         moved = copy(data)
         for name, item in items.items():
-            # A frozen dataclass has no other way.
+            # Unlike setattr(), this works for frozen dataclasses too.
             object.__setattr__(moved, name, move(item, device, non_blocking))
         return moved
     if not isinstance(data, Sequence) or isinstance(data, (range, memoryview)):

@@ -156,7 +156,7 @@ class Steps(ModelFeatures):
             total, logs = parse(losses)
             stage = "update"
             if self.detect_anomalous_params:
-                # `update_and_detect` explains errors of the update itself.
+                # `update_and_detect` already explains errors of the update.
                 stage = "detection"
                 self.update_and_detect(total, optim_wrapper)
             else:
@@ -358,10 +358,7 @@ def only_moves(wrapper: Any) -> bool:
 
 
 def overrides_train_step(model: nn.Module) -> bool:
-    """Return whether ``model`` has a ``train_step`` other than the default of ``BaseModel``.
-
-    This is stepwrap's class or mmengine's.
-    """
+    """Return whether ``model`` has a ``train_step`` other than stepwrap's or mmengine's default."""
     step = getattr(type(model), "train_step", None)
     # Compared by name: mmengine is not a dependency, and importing model.py here would be a cycle.
     if getattr(step, "__qualname__", "") == "BaseModel.train_step":

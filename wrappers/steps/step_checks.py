@@ -84,9 +84,9 @@ class ThawWatch:
             if one.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     f"{name!r} was frozen when {self._kind} wrapped the model and requires a "
-                    "gradient now, which would not be averaged over the ranks. Wrap the model "
-                    "while every parameter that is ever trained requires gradients and freeze it "
-                    "after that (with find_unused_parameters=True), or use fsdp"
+                    "gradient now, which would not be averaged over the ranks. Every parameter "
+                    "that is ever trained must require a gradient when the model is wrapped: "
+                    "freeze it after that (with find_unused_parameters=True), or use fsdp"
                 )
 
 

@@ -74,13 +74,13 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
     - ``bias``, the value of every bias (default: 0), or ``bias_prob``, a probability whose logit is
       that value.
     - ``layer``: the class names of the layers to initialise. Subclasses are included.
-    - ``override``: a list of mappings, each with the ``name`` of a submodule. Every layer of this
-      submodule is initialised by the other keys of its mapping. If there are none, it is
-      initialised by the outer mapping.
+    - ``override``: a list of mappings, each with the ``name`` of a submodule. All layers of this
+      submodule, whatever their class, are initialised by the other keys of its mapping, or by the
+      outer mapping if it has only a name.
 
-    Pretrained has none of the last three. It takes ``checkpoint``, a file that contains only
-    weights, and ``prefix``: only weights whose names begin with the prefix are loaded, under the
-    rest of the name.
+    Pretrained takes none of ``bias``, ``layer`` and ``override``. It takes ``checkpoint``, a file
+    that contains only weights, and ``prefix``: only weights whose names begin with the prefix are
+    loaded, under the rest of the name.
 
     Args:
         init_cfg: one mapping, or several that are applied in order.
