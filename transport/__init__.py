@@ -2,5 +2,5 @@
 
 Used by collectives, parallel and rpc. Imports none of our folders, and torch only when a value
 contains tensors. Start with wire.py (a value as one message), then pickling.py. Unpickling runs
-code, so the folders above must only pass data from the user's own processes.
+code, so callers must only pass data from the user's own processes.
 """

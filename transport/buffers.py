@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 # A placeholder in a pickle. On loading, pickle replaces it with the next item of its `buffers`,
-# of whatever type. It must be writable, because pickle wraps read-only buffers in a view.
+# which may be any object. It is writable, because pickle would replace a read-only one with a
+# read-only view of the item.
 MARK = pickle.PickleBuffer(bytearray())
 # Buffers of at least this many bytes are kept out of the pickle.
 OUT_OF_BAND_BYTES = 16 * 1024

@@ -10,9 +10,9 @@ import resource
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 
-# The most descriptors that Linux sends with one message.
+# The maximum number of descriptors that Linux sends with one message.
 _MAX_PER_MESSAGE = 253
-# The most descriptors of one value: a pool's task message carries a function and its arguments.
+# The maximum number for one value. A pool's task message has two: a function and its arguments.
 MAX_PER_VALUE = _MAX_PER_MESSAGE // 2
 _SIZE = array.array("i").itemsize
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_MAX_PER_MESSAGE * _SIZE)

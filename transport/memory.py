@@ -16,15 +16,15 @@ import sys
 from collections.abc import Sequence
 from itertools import accumulate
 
-# For vector instructions.
+# Vector instructions are faster on aligned data.
 _ALIGNMENT = 64
-# The most buffers that Linux accepts in one writev call.
+# The maximum number of buffers that Linux accepts in one writev call.
 _MAX_WRITEV_PIECES = 1024
 _COUNT = struct.Struct("<Q")
 
 
 def aligned_pieces(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """Return the pieces, padding included, that ``write`` writes one after the other; copy none."""
+    """Return the layout of the buffers as pieces for ``write``, without copying the buffers."""
     index = struct.pack(f"<{len(buffers) + 1}Q", len(buffers), *(b.nbytes for b in buffers))
     pieces: list[memoryview] = []
     for buffer in (memoryview(index), *buffers):

@@ -56,8 +56,8 @@ def mark_static_module(module: ModuleType) -> None:
 class _Reducers(dict[type, Any]):
     """cloudpickle's reducers, then multiprocessing's (connections, sockets) and copyreg's.
 
-    Other code may add to the last two at any time. A ``ChainMap`` would search in Python for every
-    object without a reducer.
+    The last two are looked up each time, because other code may add to them. A ``ChainMap`` would
+    do the same, but more slowly.
     """
 
     def __missing__(self, kind: type) -> Any:
@@ -69,9 +69,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Writes objects to a file, each ``dump`` as a separate message.
 
     Functions and classes that other processes cannot import (lambdas, local ones) are sent by
-    value, with only the globals that they use. Functions and classes of the script are looked up
-    by name if the receiver has loaded the script, as multiprocessing's spawned workers do, and
-    sent by value otherwise.
+    value, with only the globals that they use. Functions and classes at the top level of the script
+    are sent by name, for receivers that have loaded the script, as multiprocessing's spawned
+    workers do. The script's others are sent by value; a receiver that has the name uses its own.
 
     Args:
         file: has ``write(bytes)``.
@@ -79,8 +79,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             the receiver gets globals that are set under ``if __name__ == "__main__"``.
         copy_tensor: True writes the elements that each tensor views; the receiver gets a tensor on
             the same device. False moves CPU tensors into shared memory, where sender and receiver
-            see the same numbers, and sends handles of CUDA tensors; a process must keep the
-            tensors until they are loaded. Overlapping tensors overlap afterwards in both cases.
+            see the same numbers, and sends handles of CUDA tensors; some process must keep the
+            tensors until they are loaded. In both cases, overlapping tensors still overlap.
 
     Raises:
         RuntimeError: from ``dump`` without ``copy_tensor``, for a tensor that is the result of a
@@ -97,7 +97,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._recurse = recurse
         self._copy_tensor = copy_tensor
         self._parts: list[Any] = []
-        # Not a method: a reference cycle would keep all tensors until garbage collection.
+        # The callback is not a method, because a reference cycle would keep all tensors until
+        # garbage collection.
         super().__init__(self._stream, 5, divider(self._parts, self._apart_from))
 
     def dump(self, obj: object) -> None:
@@ -165,7 +166,7 @@ _MAIN = "__main__"
 # In processes that multiprocessing has spawned, the script has the second name.
 _MAIN_NAMES = (_MAIN, "__mp_main__")
 
-# Pickles of the script's classes: a class may be sent with each of its instances.
+# Caches pickles of the script's classes, because a class may be sent with each of its instances.
 _pickled_classes: weakref.WeakKeyDictionary[type, bytes] = weakref.WeakKeyDictionary()
 
 

@@ -14,9 +14,9 @@ from .pickling import dumps, loads
 
 _T = TypeVar("_T")
 
-# The most characters of a text. Of longer texts the first quarter and the end are kept.
+# The maximum number of characters in a text. Longer texts keep their beginning and their end.
 TEXT_LIMIT = 64 * 1024
-# The most bytes of a pickled exception; larger ones are sent as text.
+# The maximum number of bytes in a pickled exception. Larger exceptions are sent as text.
 PICKLE_LIMIT = 16 * 1024 * 1024
 # Python 3.10 has no exception groups.
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
@@ -25,9 +25,8 @@ _GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
 class ExceptionWithTraceback:
     """Wraps an exception so that pickling keeps its traceback.
 
-    Unpickling returns the exception itself, with a ``RemoteTraceback`` that contains the text of
-    the traceback as its ``__cause__``. An exception that cannot be pickled becomes a
-    ``RemoteError``.
+    Unpickling returns the exception itself. Its ``__cause__`` is a ``RemoteTraceback`` with the
+    text of the traceback. An exception that cannot be pickled becomes a ``RemoteError``.
 
     Args:
         tb: the traceback (default: the exception's own).
@@ -139,8 +138,8 @@ def dump_checked(
 ) -> tuple[_T | None, str]:
     """Dump an exception so that it loads as the same type, if possible with the same message.
 
-    Return None and the reason as a text if there is no such form. The reason is not kept as an
-    exception, which would keep the frames of the task alive.
+    Return None and the reason if it does not. The reason is a text, because an exception would keep
+    the frames of the task alive.
     """
     second_best = None
     reason = ""

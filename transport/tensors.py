@@ -1,4 +1,4 @@
-"""Encode tensors outside of a pickle: each as a view of a storage, and the storages' contents."""
+"""Encode tensors outside of a pickle: as views of storages, next to the storages' contents."""
 
 from __future__ import annotations
 
@@ -124,9 +124,10 @@ def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tupl
 
 
 def by_name(storage: UntypedStorage) -> Content:
-    """Return the shared memory of a storage by file name, which does not depend on the sender.
+    """Return the shared memory of a storage by file name; the sender need not keep the storage.
 
-    If the storage is already shared by descriptor, the sender must keep it until it is loaded.
+    If the storage is already shared by descriptor, return the descriptor's number in this process,
+    which must then keep the storage until it is loaded.
     """
     if not storage.nbytes():
         return (_empty,)
@@ -135,7 +136,7 @@ def by_name(storage: UntypedStorage) -> Content:
         inode, device = reductions.fd_id(descriptor)  # type: ignore[no-untyped-call]
         return _of_process, os.getpid(), descriptor, inode, device, size
     manager, name, size = storage._share_filename_cpu_()
-    # Keeps the file for the receiver, which decrements the count again.
+    # Keep the file for the receiver, which decrements the count again.
     storage._shared_incref()  # type: ignore[no-untyped-call]
     _remember(name, storage)
     return _of_file, manager, name, size
@@ -204,7 +205,8 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
     known: UntypedStorage | None = reductions.storage_from_cache(UntypedStorage, key)  # type: ignore[no-untyped-call]
     if known is not None:
         return known
-    # If the sender has ended, this process may still have the memory: it may have created it.
+    # If the sender has ended, this process may still have a descriptor of the memory, for example
+    # because it has created it.
     own = (f"/proc/self/fd/{own}" for own in os.listdir("/proc/self/fd"))
     for path in (f"/proc/{process}/fd/{number}", *own):
         with contextlib.suppress(FileNotFoundError), explaining():
@@ -218,7 +220,7 @@ def _gone(place: str) -> OSError:
     return OSError(
         errno.ESTALE,
         f"the memory of a tensor passed by reference is gone: it was shared by {place}, and the "
-        "processes that had it have ended or dropped the tensor",
+        "processes that had it have ended or deleted the tensor",
     )
 
 
@@ -262,7 +264,7 @@ class _Message:
 
 
 def load(stream: bytes | memoryview, encoded: Iterable[Any], contents: Iterable[Content]) -> Any:
-    """Return the object of a pickle and of the parts that ``encode_parts`` encoded."""
+    """Return the object from its pickle and the result of ``encode_parts``."""
     storages = [rebuild(*arguments) for rebuild, *arguments in contents]
     return pickle.loads(stream, buffers=[_decode_part(part, storages) for part in encoded])
 
@@ -271,7 +273,9 @@ def encode_parts(parts: list[Any], share: Share | None) -> tuple[list[Any], list
     """Return the parts, with tensors as views of numbered storages, and the storages' contents.
 
     Args:
-        share: puts a storage into shared memory; None writes the bytes that are viewed.
+        parts: tensors, storages and buffers.
+        share: puts a storage into shared memory; None writes the bytes that tensors view, or the
+            whole storage if it is one of the parts.
     """
     encoded, contents = list(parts), list[Content]()
     owners: dict[int, tuple[UntypedStorage, list[int]]] = {}
@@ -341,7 +345,7 @@ def _reduced_tensor(tensor: Tensor, parts: list[Any], *, copy_tensor: bool) -> A
     is_plain = is_strided and tensor.device.type in ("cpu", "cuda")
     is_handle = tensor.is_cuda and not copy_tensor
     if not is_plain or (is_handle and (tensor.is_conj() or tensor.is_neg())):
-        # Not left to pickle, which would use the reducers that torch registers.
+        # Called here, because pickle would use the reducers that torch registers.
         return tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     if is_handle:
         return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
@@ -373,7 +377,7 @@ def _sparse(
     requires_grad: bool,
     parts: tuple[Tensor, Tensor | None, Tensor, bool],
 ) -> Tensor:
-    """Return a sparse tensor. torch's own function would keep every tensor in a global list."""
+    """Return a sparse tensor; torch's function for this keeps every tensor in a global list."""
     first, second, values, is_coalesced = parts
     if second is None:
         tensor = torch.sparse_coo_tensor(

@@ -16,17 +16,17 @@ from . import descriptors as _descriptors
 from . import memory as _memory
 from .buffers import OUT_OF_BAND_BYTES, divider
 
-# The most bytes of a message without memory.
+# The maximum size of a message without memory.
 INLINE_BYTES = 32768
 
-# The tag, with which no pickle starts, and the flags.
+# The tag and the flags. A pickle never starts with the tag.
 _HEADER = struct.Struct("<BB")
 _TAG = 1
 # The flags: the first descriptor is memory; the pickle contains a pickle and its tensors; there is
 # one descriptor, which carries all others.
 _IN_MEMORY, _WITH_PARTS, _BUNDLED = 1, 2, 4
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-# Longer lists are not searched for values other than scalars.
+# The maximum length of a list whose items' types are checked, because the check takes time.
 _SHORT_LIST = 256
 
 
@@ -66,7 +66,7 @@ def pack(value: object, *, copy_tensor: bool, recurse: bool = False) -> Packed:
 
 
 def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
-    """Return the value of ``pack``. This closes the descriptors, even if it raises.
+    """Return the value from a message of ``pack``, and close the descriptors, also after an error.
 
     Raises:
         OSError: the memory or the descriptors of tensors cannot be opened.
@@ -91,7 +91,7 @@ def unpack(data: bytes | memoryview, fds: Sequence[int] = ()) -> Any:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether the C pickler takes the value without any of our reducers."""
+    """Return whether plain ``pickle`` suffices for the value, without our reducers."""
     if type(value) is list and len(value) <= _SHORT_LIST:
         return _SCALARS.issuperset(map(type, value))
     return type(value) in _SCALARS
@@ -100,7 +100,7 @@ def _is_plain(value: object) -> bool:
 def _packed(
     stream: bytes, parts: list[Any], descriptors: list[int], *, copy_tensor: bool
 ) -> Packed:
-    """Return a message. Its descriptors are added to the list as soon as they are open."""
+    """Return a message; append its descriptors to the list as soon as they are open."""
     flags = 0
     if not all(isinstance(part, pickle.PickleBuffer) for part in parts):
         stream, parts = _pickle_parts(stream, parts, descriptors, copy_tensor=copy_tensor)

@@ -32,7 +32,7 @@ _OPTIM_WRAPPER_TYPES = (
 )
 # Lightning saves these itself.
 _TORCH_KEYS = ("state", "param_groups")
-# A key next to the names of the optimizer wrappers, which cannot contain spaces.
+# Stored next to the optimizer wrappers' names, which are keyword arguments and have no spaces.
 _STEP_STATES = "step_state of all ranks"
 
 
@@ -64,13 +64,14 @@ class StepLightningModule(LightningModule):
             one, or a config with the key ``optimizer``. None if the module is only evaluated.
         schedulers: a list of configs or functions. A config of a scheduler can also have ``by``
             ("step" or "epoch"), ``metric`` (the logged value that ReduceLROnPlateau watches) and
-            ``optimizer`` (its name, if there are several). A function takes the optimizer and
+            ``optimizer`` (its name, if there are several). A function takes the only optimizer and
             returns a scheduler, which is stepped after each epoch.
         metrics: torchmetrics by name, updated with the outputs of ``val_step`` and ``test_step``.
 
     Raises:
         TypeError: ``model``, ``optim_wrapper`` or ``metrics`` has the wrong type.
-        ValueError: in ``fit``, if a setting of the Trainer is the optimizer wrapper's task.
+        ValueError: in ``fit``, if the Trainer is configured to accumulate, clip or use mixed
+            precision, which the optimizer wrapper does, or if a scheduler is invalid.
         RuntimeError: in ``fit``, if the Trainer has a distributed strategy that does not wrap
             ``model``.
     """
@@ -259,7 +260,7 @@ def _measure(module: StepLightningModule, stage: str, batch: Any) -> None:
 
 
 def _check_trainer_settings(trainer: Trainer) -> None:
-    """Raise for settings that the optimizer wrapper replaces and for other strategies.
+    """Check that the Trainer leaves updates to the optimizer wrapper and wraps the model.
 
     Raises:
         ValueError: a setting or callback of the Trainer has no effect on a StepLightningModule.

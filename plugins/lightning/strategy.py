@@ -118,7 +118,8 @@ class StepStrategy(FullStateStrategy):
             return wrapped
         check_not_sharded(model)
         if not getattr(model, "automatic_optimization", True):
-            # Since 2.6, Lightning averages the gradients of a static graph's first backward.
+            # Lightning has this method since 2.6. Without it, a static graph's first gradients are
+            # not averaged.
             averages = "post_backward" in vars(DDPStrategy)
             if self.wrapper_options.get("static_graph") and not averages:
                 raise ValueError(
@@ -197,7 +198,6 @@ class StepStrategy(FullStateStrategy):
 
 
 def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T:
-    """Run backward; if ``detect_anomalous_params`` is set, log parameters without gradient."""
     if not model_features(wrapped).detect_anomalous_params:
         return plain(loss)
     results: list[T] = []
@@ -259,7 +259,8 @@ class StepFabricStrategy(FabricDDPStrategy):
 
 
 _OURS = wrap_model.__module__.rpartition(".")[0]
-# stepwrap's wrappers have options for communication hooks, which work on the CPU as well.
+# Options of Lightning's strategy that are not accepted: stepwrap's wrappers have their own options
+# for communication hooks, which work on the CPU as well.
 _EXCLUDED = {
     "kwargs",
     "ddp_comm_hook",

@@ -38,9 +38,9 @@ SPARE_THREADS = 4
 
 
 def served_immediately(func: F) -> F:
-    """Mark a short function that never waits, so that it is served even while all slots are busy.
+    """Mark a short function that never waits: it is served even while all slots are busy.
 
-    Tables and reference counts stay available in a busy process this way.
+    Tables and reference counts therefore stay available in a busy process.
     """
     func._served_immediately = True  # type: ignore[attr-defined]
     return func
@@ -93,7 +93,7 @@ def _send(
 
     def lost(error: RuntimeError) -> RpcError:
         if not _TIME_OUT.search(str(error)):
-            # Not after a time-out, when the message may have arrived or may still arrive.
+            # Not after a time-out, because the message may have arrived or may still arrive.
             release_unsent(message)
         return transport_error(error, to, what or func)
 
@@ -106,8 +106,8 @@ def _send(
 def set_failure(future: Future[Any], fail: Callable[[], Any]) -> None:
     """Complete a future so that each wait calls ``fail``, which raises a new error.
 
-    A stored error would keep the frames of its traceback, and these the future: a reference cycle
-    that garbage collection cannot see.
+    An error stored in the future would keep the frames of its traceback alive, and the frames would
+    keep the future alive. Garbage collection cannot see such a reference cycle.
     """
     future._set_unwrap_func(lambda _: fail())
     future.set_result(None)
@@ -124,8 +124,8 @@ def own_name() -> str:
 class _CallSlots:
     """A limit on the calls that this process serves at once; further calls wait in a queue.
 
-    They must not wait in torch's threads, which also complete time-outs, errors and answers. If all
-    of these were blocked in services, not even the death of a process would be noticed.
+    They do not wait in torch's threads, which also handle answers, time-outs and errors: if
+    services blocked all of these threads, not even the death of a process would be noticed.
     """
 
     def __init__(self, count: int) -> None:
@@ -232,8 +232,9 @@ def devices() -> list[int | str | torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-# torch's text for a time-out, and our texts by words that occur in torch's other texts.
+# Matches torch's text for a time-out.
 _TIME_OUT = re.compile(r"RPCErr:1:.*?\((\d+) ms\)", re.DOTALL)
+# Our text for torch's other errors: the first whose key has a word that occurs in torch's text.
 _TEXTS = {
     ("has not been initialized", "rpc not initialized"): (
         "{what} cannot be called on {to!r}: the world has been stopped"
@@ -260,7 +261,8 @@ def checked_timeout(timeout: float) -> float:
         raise TypeError(f"timeout must be a number of seconds, got {timeout!r}")
     if not math.isfinite(timeout) or timeout < 0:
         raise ValueError(
-            f"timeout must be in seconds, 0 (no limit) or -1 (rpc_timeout), got {timeout!r}"
+            "timeout must be a number of seconds, 0 (no limit) or -1 (the world's rpc_timeout), "
+            f"got {timeout!r}"
         )
     return min(max(float(timeout), _SHORTEST), _LONGEST) if timeout else 0
 

@@ -20,12 +20,12 @@ Kind = Literal["value", "service"]
 # The kind, the group and the key of a value or service.
 Place = tuple[Kind, str, Hashable]
 
-# How many results are kept for members that gave up just before the last arrival.
+# How many results are kept for members that give up just after the last arrival.
 _REMEMBERED = 1000
 
 
 class MeetingResult(NamedTuple):
-    """The result of a meeting: its number, which is equal for all, and the dead members."""
+    """The result of a meeting: its number, the same for all members, and the dead members."""
 
     number: int
     gone: list[str]
@@ -34,8 +34,8 @@ class MeetingResult(NamedTuple):
 class MissingMembers(NamedTuple):
     """The absent members of a meeting.
 
-    If ``state`` is "not come", they have never arrived. If it is "timed out", all members have
-    arrived at some time, and these timed out before this process did.
+    If ``state`` is "not arrived", they have never arrived. If it is "timed out", they arrived, but
+    gave up before this process did.
     """
 
     names: list[str]
@@ -103,8 +103,8 @@ class Directory:
         """Arrive at a place; the future completes when all living members have arrived.
 
         A name that arrives twice is counted in the next round; ``token`` identifies each arrival.
-        If members name different ``members``, the futures of all arrivals raise ValueError. If the
-        meeting ``needs_all`` members, it ends as soon as one has died.
+        If the arrivals differ in ``members``, all their futures raise ValueError. If the meeting
+        ``needs_all`` members, it ends as soon as one has died.
         """
         arrival: Future[MeetingResult] = Future()
         with self._lock:
@@ -119,8 +119,8 @@ class Directory:
             ended: list[_Ended] = []
             if set(found.members) != set(members):
                 self._rounds.remove(found)
-                text = f"{others} the members {_list(found.members)}"
-                error = ValueError(f"{name!r} names the members {_list(members)}, {text}")
+                text = f"{others} gave the members {_list(found.members)}"
+                error = ValueError(f"{name!r} gave the members {_list(members)}, but {text}")
                 ended = [(one, error) for _, one in found.arrived.values()]
             ended += self._take_complete()
         _answer(ended)
@@ -142,7 +142,9 @@ class Directory:
         # The result is not read, but the transport cannot end before every call is answered.
         arrival.set_result(MeetingResult(0, []))
         return (
-            MissingMembers(missing, "not come") if missing else MissingMembers(absent, "timed out")
+            MissingMembers(missing, "not arrived")
+            if missing
+            else MissingMembers(absent, "timed out")
         )
 
     def _forget(self, holder: str, group: str | None = None) -> None:

@@ -27,10 +27,10 @@ _STATES = {"value": "paired to", "service": "registered in"}
 class RpcGroup:
     """A group of named processes that call each other and find values and services by key.
 
-    Created by ``World.create_rpc_group``. In another process, a group that was sent becomes that
-    process's own group of this name or, without one, a handle for calls and lookups only.
+    Created by ``World.create_rpc_group``. A group can be sent: a member receives its own group of
+    this name, any other process a handle that only supports calls and lookups.
 
-    Timeouts are in seconds; -1 is the world's default, 0 means no limit.
+    Timeouts are in seconds; -1 is the world's ``rpc_timeout``, 0 means no limit.
 
     Args:
         group_name: the name of the group.
@@ -38,11 +38,12 @@ class RpcGroup:
         first_create: has no effect; kept for compatibility.
 
     Raises:
-        KeyError: from every method with a key: the key is taken or not found; ``unpair`` and
-            ``deregister`` only find keys of this process.
+        KeyError: from methods with a key, except ``is_paired`` and ``is_registered``: the key is in
+            use or not found; ``unpair`` and ``deregister`` only find keys of this process.
         RuntimeError: from ``barrier`` and methods that offer or withdraw keys: this process is not
             a member or has destroyed the group.
-        RpcError: from every call: a process is gone or late; the text names it.
+        RpcError: from all methods that communicate: a process has died or does not answer in time;
+            the text names it.
     """
 
     def __init__(
@@ -63,8 +64,8 @@ class RpcGroup:
 
         Args:
             to: a member's name, its rank in the world, or its WorkerInfo of torch.
-            func: any function, including lambdas and local functions. Tensors in arguments and
-                results are sent by torch.
+            func: any function, including lambdas and local functions. torch sends the tensors in
+                arguments and results.
             timeout: in seconds.
             args: positional arguments.
             kwargs: keyword arguments.
@@ -211,14 +212,14 @@ class RpcGroup:
         name = _name_of(to)
         if name not in self.group_members:
             raise RuntimeError(
-                f"RPC target is not a member of group. {to!r} is none of "
-                f"{', '.join(map(repr, self.group_members))} of group {self.group_name!r}"
+                f"RPC target is not a member of group. {to!r} must be one of the members of "
+                f"{self.group_name!r}: {', '.join(map(repr, self.group_members))}"
                 f"{did_you_mean(name, self.group_members)}"
             )
         return str(name)
 
     def _member_node(self) -> Node:
-        """Return the node; raise RuntimeError if the group does not live in this process."""
+        """Return the node; raise RuntimeError unless this process is in the group."""
         node = _node.current()
         if not self.is_member():
             raise RuntimeError(

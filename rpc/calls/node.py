@@ -68,7 +68,7 @@ class Node:
             needs_all: whether the death of a member is an error.
 
         Raises:
-            RpcError: members have not come in time, or have died; the text names them.
+            RpcError: members did not arrive in time, or have died; the text names them.
             ValueError: members disagree on ``members``.
         """
         token = f"{self.name}/{next(_tokens)}"
@@ -84,7 +84,7 @@ class Node:
                     self.manager, _manage, given, timeout=_ASK_S
                 )
             except RpcError:
-                # The manager does not answer, so the first error says what is wrong.
+                # The manager does not answer; the first error explains why.
                 raise error from None
             if isinstance(late, MissingMembers):
                 text = f"{names_and_verb(late.names)} {late.state} within {timeout:g} s"
@@ -147,6 +147,6 @@ def _manage(method: str, *args: Any) -> Any:
 def wait_for_leave() -> Future[None]:
     """Return a future that completes when this process leaves its world.
 
-    For the caller, it fails if this process dies.
+    If this process dies, the caller's future fails.
     """
     return current().has_left

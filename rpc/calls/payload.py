@@ -33,7 +33,7 @@ _MOVABLE = frozenset({torch.strided, torch.sparse_coo})
 # The first words of a report.
 _RAISED_BY = "raised by "
 
-# Has the undo functions of the message that this thread is packing.
+# Its attribute `undo` lists the undo functions of the message that this thread is packing.
 _packing = threading.local()
 
 
@@ -55,7 +55,7 @@ def pack(value: Any) -> Message:
 
 
 def on_not_sent(undo: Callable[[], None]) -> None:
-    """Call ``undo`` if the message that is being packed is never delivered."""
+    """Register ``undo`` to be called if the message that is being packed is never delivered."""
     undo_functions = getattr(_packing, "undo", None)
     if undo_functions is not None:
         undo_functions.append(undo)

@@ -63,12 +63,12 @@ class RpcReference:
         """Return a copy of the value; on its owner, the value itself.
 
         Args:
-            timeout: in seconds; -1 is the world's default, 0 means no limit. It is ignored on the
-                owner, which waits without limit.
+            timeout: in seconds; -1 is the world's ``rpc_timeout``, 0 means no limit. The owner
+                ignores it and waits without limit.
 
         Raises:
             Exception: the exception of the call that makes the value.
-            RpcError: the owner is gone or late, or has deleted the value.
+            RpcError: the owner has died, does not answer in time, or has deleted the value.
         """
         if self._made is not None and self._made.done():
             # Raises immediately if the call never reached the owner.
@@ -155,7 +155,7 @@ class _Result:
     """The result of a call and the holders of its references, on the owner."""
 
     def __init__(self, number: str) -> None:
-        # The numbers of the references; the number of the first one is also the value's.
+        # The numbers of the references. The first one's number also identifies the value.
         self.holders = {number}
         self.is_begun = False
         self._value: Any = None

@@ -1,8 +1,8 @@
 """The client of a gradient server: pushes gradients and pulls the trained model.
 
 A client keeps each push until a secondary reducer reports that the primary has it. When a reducer
-dies, the client asks the primary which pushes have arrived, and sends the others again. From then
-on the primary accepts nothing from that reducer, so no push can arrive twice.
+dies, the client asks the primary which pushes have arrived, and resends the others. The primary
+then accepts nothing more from that reducer, so no push can arrive twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FALLBACK = ""
 class PushPullGradServer:
     """A client of a gradient server, for any member; it can be sent to other members.
 
-    It keeps the state that it pulled last, so that tensors are only sent if they are newer.
+    It keeps the state that it pulled last, so that the server only sends tensors that are newer.
 
     Args:
         server_name: the name given to ``PushPullGradServerImpl``.
@@ -69,7 +69,7 @@ class PushPullGradServer:
 
     @property
     def dropped(self) -> int:
-        """The number of pushes that reducers have dropped, as far as this process knows."""
+        """The number of pushes that reducers have dropped, from their latest answers."""
         return self._sender().dropped
 
     def push(self, model: nn.Module) -> bool:
@@ -85,9 +85,9 @@ class PushPullGradServer:
         Raises:
             RuntimeError: a parameter has no gradient.
             ValueError: names or shapes differ from the managed model.
-            queue.Full: the queue stayed full for the world's ``rpc_timeout``, or ``on_full`` is
-                "error" and it is full.
-            RpcError: the primary reducer is gone or has failed.
+            queue.Full: the reducer's queue stayed full for the world's ``rpc_timeout``, or it is
+                full and ``on_full`` is "error".
+            RpcError: the primary reducer has died or failed.
         """
         check_model(model)
         known = self._known
@@ -96,7 +96,7 @@ class PushPullGradServer:
     def pull(self, model: nn.Module) -> bool:
         """Set a model's gradients to zero and its parameters to the newest published ones.
 
-        Buffers are not changed, because the managed model sees no data.
+        Buffers are not changed, because the managed model never runs forward.
 
         Returns:
             False if nothing has been published yet, because there was no step.
@@ -183,7 +183,8 @@ class _Sender:
         self._watched: set[str] = set()
         # Dead reducers, from which the primary accepts nothing.
         self._excluded: set[str] = set()
-        # Held while the pushes of a dead reducer are sent again; that may find another one dead.
+        # Held while the pushes of a dead reducer are sent again. Reentrant, because that may find
+        # another reducer dead.
         self._recovering = threading.RLock()
         self._idle: set[str] = set()
 

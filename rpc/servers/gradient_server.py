@@ -37,12 +37,12 @@ class PushPullGradServerImpl:
     A client pushes to a random secondary reducer, preferably in another process. The reducer adds
     every ``reduce_batch_size`` pushes to one batch and sends it to the primary reducer, which adds
     every ``reduce_batch_size`` batches and then makes one optimizer step. So a step takes
-    ``reduce_batch_size`` squared pushes. The primary pairs a client under the server's name:
+    ``reduce_batch_size`` squared pushes. Members get a client, a ``PushPullGradServer``, by
     ``group.get_paired(server_name).to_here()``.
 
-    If a secondary reducer dies, no push is lost or counted twice: its clients send again what the
-    primary lacks, to other reducers or, if none is left, to the primary's process. If the primary
-    dies, pushes and pulls raise ``RpcError``.
+    If a secondary reducer dies, its pushes are neither lost nor counted twice: its clients resend
+    those that the primary lacks, to other reducers or, if none is left, to the primary's process.
+    If the primary dies, pushes and pulls raise ``RpcError``.
 
     Args:
         server_name: unique in the group.
@@ -51,7 +51,7 @@ class PushPullGradServerImpl:
         primary_reducer: the name of the primary reducer; default: the first member.
         secondary_reducers: the names of the secondary reducers; default: all members.
         o_server: the ordered server where the model is published; default: a new one.
-        reduce_method: "sum", or "mean" for a mean of means.
+        reduce_method: "sum", or "mean" for the mean on each level (a mean of means).
         reduce_device: the device on which this process adds gradients.
         reduce_batch_size: how many gradients are reduced at once, on both levels; at least 2.
         max_queue_size: the maximum number of gradients that wait in a reducer's queue; more than
@@ -146,13 +146,13 @@ class PushPullGradServerImpl:
                 f"but {self._name!r} is a secondary reducer"
             )
         if self._thread is not None:
-            raise RuntimeError("manage_model must be called before start, or after stop")
+            raise RuntimeError("manage_model() must be called before start() or after stop()")
         self._primary.model = ManagedModel(
             model, optimizer, lr_scheduler, self.o_server, self.model_name
         )
 
     def start(self) -> None:
-        """Start to reduce, or continue after ``stop`` with the pushes that are here."""
+        """Start to reduce; after ``stop``, continue with the pushes that this process has."""
         if self._thread is not None:
             return
         self._is_stopping, self._failure = False, None
@@ -163,7 +163,7 @@ class PushPullGradServerImpl:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the current reduction or step; pushes that are here wait for ``start``.
+        """Stop after the current reduction or step, and keep this process's pushes for ``start``.
 
         Clients use other secondary reducers meanwhile.
         """
@@ -239,7 +239,8 @@ class PushPullGradServerImpl:
         offer(undo, self.group, "value", self.server_name, accessor)
 
     def _newer_state(self, mark: Mark | None) -> Update | None:
-        # The update refers to the server's own tensors, which are only sent.
+        # The update contains the server's own tensors. A copy is not needed, because they are only
+        # sent.
         key = f"{self.server_name}_o_server/_pull_changes"
         service = find_local("service", self.group.get_group_name(), key)
         return None if service is None else service(self.model_name, None, mark, frozenset())
@@ -256,6 +257,6 @@ def _check_reducers(members: list[str], primary: str, secondaries: list[str]) ->
     unknown = sorted({primary, *secondaries}.difference(members))
     if unknown or not secondaries:
         raise ValueError(
-            f"reducers must be members of the group, and at least one secondary: got primary "
-            f"{primary!r} and secondaries {secondaries}, members are {members}"
+            f"reducers must be members of the group {members}, and at least one must be secondary, "
+            f"got primary_reducer={primary!r} and secondary_reducers={secondaries}"
         )

@@ -24,15 +24,15 @@ from .ordered_server import (
 class PushPullModelServer:
     """A client of a model server that pushes and pulls models; it can be sent to other members.
 
-    A model's version is its attribute ``pp_version``, the only one that is added. Parallel wrappers
-    are removed from parameter names, so that differently wrapped models can be pushed and pulled.
-    All ranks of a sharded model must push and pull together, and no other process may push; then
-    ``push`` returns True on one of them.
+    A model's version is stored in its attribute ``pp_version``. Parameters have the names that they
+    have inside parallel wrappers, so differently wrapped models can be pushed and pulled. All ranks
+    of a sharded model must push and pull together, and other processes must not push. ``push`` then
+    returns True on one of the ranks.
 
     With the default ordered server, only tensors that have changed since the last push or pull of a
     model are sent. For that, a copy of the state is kept as long as the model lives. Tensors that
-    change at every push are sent without being copied or compared, except in one push of 16, which
-    finds tensors that no longer change.
+    change at every push are sent without being copied or compared. Only one push in 16 compares
+    them, to find tensors that no longer change.
 
     Args:
         model_name: the key under which the server keeps the model.
@@ -40,9 +40,10 @@ class PushPullModelServer:
             states are pushed and pulled.
 
     Raises:
-        KeyError: from ``push`` and ``pull``: the names differ from the stored model.
+        KeyError: from ``push`` and ``pull``: the names differ from the stored model; nothing is
+            loaded.
         ValueError: from ``push`` and ``pull``: the shapes differ; nothing is loaded.
-        RpcError: from ``push`` and ``pull``: the server is gone or does not answer in time.
+        RpcError: from ``push`` and ``pull``: the server has died or does not answer in time.
         RuntimeError: from ``push`` and ``pull``: ``o_server`` is None.
         TypeError: from ``push`` and ``pull``: the model is not a module.
     """
@@ -67,7 +68,8 @@ class PushPullModelServer:
 
         Raises:
             RuntimeError: the push was refused, and there is nothing to pull.
-            RpcError: the server is gone or has not answered in time; it may have accepted.
+            RpcError: the server has died or does not answer in time. It may have accepted the push
+                nevertheless.
         """
         check_model(model)
         version = _version_of(model) or 0
@@ -125,7 +127,10 @@ class PushPullModelServer:
         return True
 
     def _load(self, model: nn.Module, version: int | None) -> bool:
-        """Load a state newer than ``version`` (None is any); return False if there is no state."""
+        """Load the newest state if it is newer than ``version``; None loads it in any case.
+
+        Return False if the server has none.
+        """
         inner = unwrap(model)
         known = self._known.get(inner)
         if known is None or known.version != _version_of(model):
@@ -153,8 +158,8 @@ class PushPullModelServer:
 class PushPullModelServerImpl:
     """A server for the newest states of one model.
 
-    It lives in the process that creates it until ``close``. A ``PushPullModelServer`` that calls it
-    is paired under its name: ``group.get_paired(server_name).to_here()``.
+    It lives in the process that creates it until ``close``. Members get a client, a
+    ``PushPullModelServer``, by ``group.get_paired(server_name).to_here()``.
 
     Args:
         server_name: unique in the group.

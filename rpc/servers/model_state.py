@@ -94,8 +94,8 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
     if not is_usual or not all(map(_is_plain, [*own.values(), *state.values()])):
         inner.load_state_dict({name: _placed_like(own[name], state[name]) for name in state})
         return
-    # Up to three times as fast as `load_state_dict` for many tensors. As there, the last value
-    # counts for a tensor that has two names.
+    # Up to three times as fast as `load_state_dict` for many tensors. Both load the last value into
+    # a tensor that has two names.
     pairs = {id(tensor): (tensor, state[name]) for name, tensor in own.items()}
     if pairs:
         targets, values = zip(*pairs.values(), strict=True)
@@ -128,11 +128,11 @@ def _is_plain(value: Any) -> bool:
 def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     if own.keys() != state.keys():
         missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
-        parts = [f"lacks {list_names(missing)}, which the model has"] if missing else []
-        parts += [f"has {list_names(extra)}, which the model lacks"] if extra else []
-        raise KeyError(f"the state must be of the same model, but it {' and '.join(parts)}")
+        parts = [f"the state lacks {list_names(missing)}"] if missing else []
+        parts += [f"the model lacks {list_names(extra)}"] if extra else []
+        raise KeyError(f"the state must be of the same model, but {' and '.join(parts)}")
     wrong = [
-        f"{name!r} is {tuple(state[name].shape)} in it and {tuple(value.shape)} in the model"
+        f"{name!r} is {tuple(state[name].shape)} in the state, {tuple(value.shape)} in the model"
         for name, value in own.items()
         if isinstance(value, Tensor) and state[name].shape != value.shape
     ]

@@ -1,8 +1,8 @@
 """A key-value store with versions: each push names the version that it replaces.
 
-A subclass stores states (dicts of tensors) and only exchanges changes: versions share unchanged
-tensors. A client describes what it has by a mark, which identifies one state of one server. Version
-numbers cannot do this, because they start again when a server is restarted.
+``StateServer`` is for states (dicts of tensors) and only sends the tensors that have changed. For
+that, a client names the state that it has by a mark, which identifies one state of one server.
+Version numbers cannot do this, because they start again when a server is restarted.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class OrderedServerSimple(OrderedServerBase):
 
     Raises:
         KeyError: from both methods: the server does not exist.
-        RpcError: from both methods: the server is gone or has not answered in time; a pushed value
-            may have arrived.
+        RpcError: from both methods: the server has died or does not answer in time. A pushed value
+            may have been accepted nevertheless.
     """
 
     def __init__(self, server_name: str, group: RpcGroup) -> None:
@@ -58,8 +58,8 @@ class OrderedServerSimple(OrderedServerBase):
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
         """Push ``value`` as the successor of ``prev_version``; return whether it was accepted.
 
-        It is accepted if ``prev_version`` is the newest version, or if the key is new. A
-        ``version`` that equals an older one that is still kept is refused.
+        It is accepted if the key is new, or if ``prev_version`` is the newest version and
+        ``version`` is not one of the older versions that are still kept.
         """
         service = f"{self.server_name}/_push_service"
         accepted: bool = self.group.registered_sync(service, (key, value, version, prev_version))
@@ -75,8 +75,8 @@ class OrderedServerSimple(OrderedServerBase):
 class OrderedServerSimpleImpl:
     """A server that keeps the last versions of each key and only accepts successors of the newest.
 
-    It lives in the process that creates it until ``close``. An ``OrderedServerSimple`` that calls
-    it is paired under its name: ``group.get_paired(server_name).to_here()``.
+    It lives in the process that creates it until ``close``. Members get a client, an
+    ``OrderedServerSimple``, by ``group.get_paired(server_name).to_here()``.
 
     Args:
         server_name: unique in the group.
@@ -91,11 +91,11 @@ class OrderedServerSimpleImpl:
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1, **_: Any) -> None:
         assert version_depth > 0, "version_depth must be positive"
         assert isinstance(version_depth, int), "version_depth must be an integer"
-        assert group.is_member(), "an ordered server needs a group that its process belongs to"
+        assert group.is_member(), "an ordered server needs a group that this process belongs to"
         self.server_name = server_name
         self.group = group
         self.version_depth = version_depth
-        # By key and version, the newest last. Values are never changed, so they are not copied.
+        # By key and version, the newest last. Values are replaced, never changed, so not copied.
         self._versions: dict[Hashable, dict[Any, Any]] = {}
         self._lock = threading.RLock()
         with contextlib.ExitStack() as undo:
@@ -147,7 +147,7 @@ def offer(
     (group.pair if kind == "value" else group.register)(key, offered)
 
     def withdraw() -> None:
-        # If the group was destroyed or the world has ended, it is withdrawn already.
+        # It is withdrawn already if the group was destroyed or the world has ended.
         with contextlib.suppress(KeyError, RuntimeError):
             (group.unpair if kind == "value" else group.deregister)(key)
 
@@ -203,10 +203,10 @@ class StateServer(OrderedServerSimple):
 
         Args:
             key: the key of the model.
-            version: the caller's version; None asks for whatever is newer than ``mark``. It is
-                ignored if ``mark`` is of another server.
+            version: the caller's version, so that only a newer state is sent; None compares only
+                ``mark``. It is ignored if ``mark`` belongs to another server.
             mark: identifies the caller's state.
-            lacking: names in that state that the caller does not have any more.
+            lacking: names in that state whose tensors the caller has not kept.
         """
         given = key, version, mark, set(lacking)
         service = f"{self.server_name}/_pull_changes"
@@ -304,12 +304,13 @@ def own_state_server(undo: contextlib.ExitStack, server_name: str, group: RpcGro
 
 @dataclass
 class _Ledger:
-    """The pushes under one key: the last number, and the last one that changed each tensor."""
+    """The numbers of the pushes under one key."""
 
+    # The last push.
     number: int = 0
     # The last push that changed the names.
     whole: int = 0
-    # By name, the last push that changed the tensor.
+    # The last push that changed each tensor, by name.
     changes: dict[str, int] = field(default_factory=dict)
 
     def note(self, names: State, *, is_whole: bool) -> None:
@@ -356,8 +357,8 @@ class KnownState:
     def keep(self, changes: State, own: State) -> None:
         """Copy the sent changes into the known state, into existing memory if possible.
 
-        Tensors that change at each push are left out, because comparing them is useless, except
-        once in ``_PUSHES_PER_COPY`` pushes.
+        Tensors that change at each push are not copied, because comparing them would not save
+        anything. One push in ``_PUSHES_PER_COPY`` copies them, to find those that stay the same.
         """
         self.pushes += 1
         lasting = self.changing if self.pushes % _PUSHES_PER_COPY else set()

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ManagedModel:
-    """The model that a gradient server trains, with its optimizer; sets ``pp_version`` to 0."""
+    """The model that a gradient server trains; creating it sets the model's ``pp_version`` to 0."""
 
     model: Any
     optimizer: Optimizer
@@ -66,8 +66,8 @@ class ManagedModel:
         found = self.o_server.pull(self.model_name)
         newest = None if found is None else found[1]
         logger.warning(
-            "version %r of model %r was refused by its ordered server, which has %r: another "
-            "server publishes under that name, or has done so before",
+            "version %r of model %r was refused by its ordered server, which has version %r: "
+            "another server publishes under that name, or has done so before",
             *(version + 1, self.model_name, newest),
         )
         if isinstance(newest, int):
@@ -89,9 +89,9 @@ class ManagedModel:
 class Primary:
     """The upper level: adds batches and steps the model at each full sum.
 
-    It records which pushes have arrived: a client whose secondary reducer has died calls ``fence``
-    and sends the others again. All methods may be called from any thread, but ``step`` from only
-    one at a time.
+    It records which pushes have arrived. A client whose secondary reducer has died asks for them by
+    ``fence`` and resends its other pushes. All methods may be called from any thread, but ``step``
+    from only one at a time.
 
     Args:
         name: the name of this process.
@@ -115,7 +115,7 @@ class Primary:
         self.level = Level[Batch](f"{name} (primary)", settings, changed)
         self._failure = ""
         self._fenced: set[str] = set()
-        # By client, the arrived pushes that it may ask for.
+        # By client, the numbers of the arrived pushes that it may still ask for.
         self._arrived: dict[str, set[int]] = {}
 
     @property
@@ -168,7 +168,7 @@ class Primary:
             self._failure = ""
 
     def fail(self, text: str) -> None:
-        """Refuse batches until ``run``; an incomplete sum is lost."""
+        """Refuse batches until ``run``; a sum that the error has interrupted is lost."""
         with self.level.locked():
             self._failure = text
             for batch, _ in self.level.waiting:
@@ -303,14 +303,14 @@ class Secondary:
         self._name = name
         self._primary = primary
         self._newer_state = newer_state
-        # The reasons why this process's thread has ended, and why the primary refuses batches.
+        # Why this process's thread has failed, and why the primary refuses batches; "" if neither.
         self._failure = ""
         self._primary_error = ""
         self._layout: Layout | None = None
         self._is_watching = False
-        # Completes when this reducer leaves: True in good order, False if it is excluded.
+        # Completes when this reducer leaves: True by itself, False if it is excluded.
         self._end: Future[bool] = Future()
-        # The end of the world waits for all answers, so this future must complete then.
+        # Complete it when the world ends too, because `World.stop` waits for all answers.
         _node.current().has_left.add_done_callback(partial(_leave, self._end))
 
     @property
@@ -320,7 +320,7 @@ class Secondary:
         return self.level.can_send or self.level.can_take
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
-        """Return the services for clients, and the one by which the primary excludes this one."""
+        """Return the services that clients call, and the one that excludes this reducer."""
 
         def push(
             push: Push, must_run: bool, mark: Mark | None
@@ -354,7 +354,7 @@ class Secondary:
         with self.level.locked():
             layout = self._layout
             if layout is None:
-                # Without a model, gradients must look like the previous ones.
+                # Without a model, require the names and shapes of the previous push.
                 before = self.level.items[-1] if self.level.items else push
                 layout = layout_of(before.gradients)
             check_gradients(push.gradients, layout)
@@ -362,7 +362,7 @@ class Secondary:
             if refusal is not None:
                 self.level.reply(push, answer, *refusal)
             elif self._primary_error:
-                # The primary may work again: the answer to the next batch decides.
+                # The primary may work again. Let the push wait until it answers the unsent batch.
                 self._primary_error = ""
                 self.level.waiting.append((push, answer))
             else:
@@ -385,7 +385,7 @@ class Secondary:
             self.level.reject("idle", f"the reducer {self._name!r} was stopped")
 
     def fail(self, text: str) -> None:
-        """Reject every push until ``run``; an incomplete sum is lost."""
+        """Reject every push until ``run``; a sum that the error has interrupted is lost."""
         with self.level.locked():
             self._failure = text
             self.level.fail(text)
@@ -405,7 +405,7 @@ class Secondary:
         return True
 
     def disconnect(self, state: State, text: str) -> None:
-        """Reject all pushes for good: the primary is gone ("failed") or refuses them ("fenced")."""
+        """Reject pushes from now on: the primary is gone ("failed") or excludes this ("fenced")."""
         with self.level.locked():
             self.lost = self.lost or (state, text)
             self.level.reject(*self.lost)
@@ -414,7 +414,7 @@ class Secondary:
             _leave(self._end, is_in_order=False)
 
     def leave(self) -> None:
-        """Notify watching clients that this reducer leaves in good order."""
+        """Notify watching clients that this reducer leaves and has not died."""
         _leave(self._end)
 
     def _send(self, batch: Batch) -> None:
@@ -449,7 +449,7 @@ class Secondary:
             level.admit_waiting()
 
     def _connect(self) -> None:
-        """Ask the primary for the layout, and watch it; repeated until the primary has a model."""
+        """Watch the primary, and ask it for the layout until it has a model."""
         if self._layout is None and self.lost is None:
             self._layout = self._primary.layout()
         with self.level.locked():

@@ -1,4 +1,4 @@
-"""Reduce the gradients of many pushes to one: messages, checks, and one level of the reduction."""
+"""Reduce the gradients of many pushes: messages, checks, and one level of the reduction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 Gradients = dict[str, Tensor]
 Layout = dict[str, tuple[int, ...]]
-# A client, its number for a push (unique for a server), and `Push.low`.
+# `Push.client`, `Push.number` and `Push.low`; the first two identify a push on one server.
 PushId = tuple[str, int, int]
 
 OnFull = Literal["block", "drop_oldest", "error"]
@@ -70,7 +70,7 @@ class Receipt(NamedTuple):
 
 
 def on_reducer_gone(group: RpcGroup, prefix: str, note: Callable[[], None]) -> None:
-    """Call ``note`` when the reducer of that name has died or was excluded."""
+    """Call ``note`` when the reducer with services under ``prefix`` has died or was excluded."""
 
     def end(done: Future[bool]) -> None:
         is_in_order = False
@@ -157,16 +157,19 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
     extra = gradients.keys() - layout.keys()
     parts = []
     if missing:
-        parts.append(f"none for {list_names(missing)}, which the managed model trains")
+        parts.append(f"{list_names(missing)} missing")
     if extra:
-        parts.append(f"some for {list_names(extra)}, which it does not train")
+        parts.append(f"{list_names(extra)} unexpected")
     parts += [
         f"{name!r} has shape {tuple(gradients[name].shape)} instead of {shape}"
         for name, shape in layout.items()
         if name in gradients and tuple(gradients[name].shape) != shape
     ]
     if parts:
-        raise ValueError(f"gradients must fit the managed model: {shorten(parts, '; ')}")
+        raise ValueError(
+            "gradients must fit the managed model (without one, the previous push): "
+            f"{shorten(parts, '; ')}"
+        )
 
 
 Item = TypeVar("Item", bound=Push | Batch)

@@ -37,11 +37,12 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 _rank: int | None = None
 
-# The last world that this process left through torch's graceful shutdown. torch numbers the keys of
-# these shutdowns per process, so the next one only works among processes with the same history.
+# The last world that this process left through torch's graceful shutdown. torch counts these
+# shutdowns in each process and uses the count in the store's keys, so another one only works if all
+# members have the same count.
 _last_joint_end = ""
 
-# The thread that ends the last world's transport; it runs as long as a call is served here.
+# The thread that ends the last world's transport; it runs until all calls served here have ended.
 _ending: threading.Thread | None = None
 
 # The store for torch's next agent, which finds it through a rendezvous address.
@@ -64,8 +65,8 @@ class Agent:
             _ending.join(join_timeout_s)
             if _ending.is_alive():
                 raise RpcError(
-                    "a new world can only begin after all calls of the previous one have returned, "
-                    f"but one is still running after {join_timeout_s:g} s"
+                    "a new world can only begin after this process has served all calls of the "
+                    f"previous one, but one is still running after {join_timeout_s:g} s"
                 )
 
     def start(
@@ -78,7 +79,7 @@ class Agent:
         store.set(f"past_{self._rank}", _last_joint_end)
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads + SPARE_THREADS,
-            # The timeout of the start; the timeout of calls, which may be 0, is set afterwards.
+            # For the start only. The timeout of calls is set afterwards: 0 would never time out.
             rpc_timeout=self._join_timeout_s,
             init_method=f"{_SCHEME}://",
         )
@@ -102,7 +103,8 @@ class Agent:
         group_timeout = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
         # By default torch would wait for weeks for a member that has died meanwhile.
         constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=self._join_timeout_s)
-        # torch numbers its keys by the worlds of a process, but other processes may have had fewer.
+        # torch puts a count of the process's worlds into its keys. Reset it, because the other
+        # members may have had more or fewer worlds.
         rpc._init_counter = 0
         try:
             with warnings.catch_warnings():
@@ -125,11 +127,11 @@ class Agent:
     def leave(self, timeout_s: float) -> None:
         """Wait for the others to leave too; every living member must call this."""
         deadline = time.monotonic() + timeout_s
-        end, members = "end of the world", self._node.members
-        gone = self._node.meet(("end",), members, end, timeout_s, needs_all=False).gone
+        members = self._node.members
+        gone = self._node.meet(("end",), members, "World.stop()", timeout_s, needs_all=False).gone
         self._is_stopping = True
         if gone:
-            logger.warning("%s ended before the world did", ", ".join(map(repr, gone)))
+            logger.warning("%s died before the world was stopped", ", ".join(map(repr, gone)))
         self._node.has_left.set_result(None)
         while any(not one.done() for one in self._watches) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -150,9 +152,10 @@ class Agent:
         try:
             _ending.join(max(timeout_s, _LEAST_S))
             if _ending.is_alive():
-                logger.warning("%r has stopped while calls were still under way", self._node.name)
+                logger.warning("%r has left the world, but still serves calls", self._node.name)
         finally:
-            # Python cannot collect the cycle of a future whose callback refers to this object.
+            # Break the reference cycle between this object and the futures' callbacks, because
+            # garbage collection cannot see it.
             self._watches.clear()
             _node.set_current(None)
 
@@ -200,7 +203,7 @@ def _shut_down_together(grace_s: float) -> None:
         agent.join(shutdown=True, timeout=grace_s)
     finally:
         breaker.cancel()
-        # Wait for the timer: of two concurrent shutdowns only one would be woken.
+        # Wait for the timer, because one of two concurrent shutdowns would never return.
         breaker.join()
 
 
@@ -214,7 +217,10 @@ def check_rank(rank: int) -> None:
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """Make connections listen on the loopback interface only, unless the user has set another."""
+    """Use the user's network interface, or the loopback interface if the world ``is_local``.
+
+    Applies to Gloo and TensorPipe. If the user has set the variable of one, both use it.
+    """
     missing = [name for name in _INTERFACES if name not in os.environ]
     given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)
     interface = given or ("lo" if is_local and sys.platform == "linux" else None)

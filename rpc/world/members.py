@@ -1,7 +1,7 @@
 """Agree on the names and settings of all members before a world begins.
 
-Rank 0 opens a world, reads the entries of the others, and decides whether it begins. Only its
-verdict counts, so no process joins a world that was given up or whose rank 0 has died.
+Rank 0 opens a world, reads the other members' entries, and publishes a verdict: the world begins,
+or an error. The others wait for it, so none joins a world that failed or whose rank 0 has died.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..calls.node import names_and_verb
 from ..errors import RpcError
 from .store import MeetingPlace, naming_rank_zero, wait_for_key
 
-# How long rank 0 keeps the store of a world that could not begin, so that all can read why.
+# How long rank 0 keeps the store, after an error or at the end, for members that still read it.
 _LINGER_S = 3.0
-# How much later than the first living member the last one may fail in a joint step.
+# The maximum time between the first and the last living member's failure in a joint step.
 _LAST_S = 1.0
 _RETRY_S = 0.05
 # How often waiting members check whether another world has been opened.
@@ -50,7 +50,7 @@ def agree_on_members(
     Raises:
         ValueError: in all members, if ranks or names are given twice, a name is invalid, or the
             settings differ.
-        RpcError: members have not come in time; the text names them.
+        RpcError: members did not join in time; the text names them.
     """
     with naming_rank_zero(place, "the world cannot begin"):
         attempt = _Attempt(place, own, world_size, timeout_s)
@@ -150,7 +150,7 @@ class _Attempt:
             if not is_decided and place.is_current():
                 self._raise_missing(store)
         except BaseException:
-            # This process may try again before rank 0 gives up.
+            # Free the rank, because this process may try again before rank 0 gives up.
             with contextlib.suppress(RuntimeError):
                 store.delete_key(self._keys[rank])
             raise
@@ -169,7 +169,10 @@ class _Attempt:
         return names
 
     def _wait_for_other(self, store: Store, other: str) -> None:
-        """Raise ValueError if another process has this rank, unless its world's rank 0 has died."""
+        """Raise ValueError because another process has this rank.
+
+        Return if the store outlives its worlds and rank 0 has opened another one meanwhile.
+        """
         if self._place.outlives_world:
             is_decided = self._wait_for(store, _VERDICT)
             if not is_decided and not self._place.is_current():
@@ -220,7 +223,7 @@ def _read(store: Store, key: str) -> dict[str, Any]:
     """Return the entry under a key, {} if there is none."""
     if not store.check([key]):
         return {}
-    # The value is empty if its writer has deleted it meanwhile.
+    # The value is empty if its writer has just deleted it.
     content: dict[str, Any] = json.loads(store.get(key) or "{}")
     return content
 
@@ -231,14 +234,17 @@ def _raise_verdict(store: Store, verdict: dict[str, Any]) -> NoReturn:
 
 
 def wait_for_readers(store: Store, rank: int, count: int) -> None:
-    """Count this member as having read the store; rank 0, which keeps it, waits for ``count``."""
+    """Count this member as a reader of the store; as rank 0, wait for ``count`` readers.
+
+    Rank 0 keeps the store, so it stays for at most ``_LINGER_S``.
+    """
     store.add("seen", 1)
     deadline = time.monotonic() + _LINGER_S
     while rank == 0 and store.add("seen", 0) < count and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-# The steps of starting a world, as errors name them.
+# The steps of starting a world, and their names in errors.
 _STEPS = {"collectives": "process group", "calls": "RPC"}
 
 
@@ -246,7 +252,11 @@ _STEPS = {"collectives": "process group", "calls": "RPC"}
 def joint_step(
     place: MeetingPlace, step: str, rank: int, names: Mapping[int, str]
 ) -> Iterator[None]:
-    """Turn errors of a step of all members into an RpcError that names the missing ones."""
+    """Run a step that all members take together; every member must call this.
+
+    Raises:
+        RpcError: the step failed; the text names the members that did not take it.
+    """
     store = place.store
     try:
         yield
@@ -262,7 +272,7 @@ def joint_step(
             while (missing := _missing(store, step, names)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             wait_for_readers(store, rank, len(names) - len(missing))
-        who = f"{names_and_verb(missing)} not come; " if missing else ""
+        who = f"{names_and_verb(missing)} not arrived; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
         raise RpcError(f"{what}: {who}{reason}") from error
 
@@ -270,18 +280,18 @@ def joint_step(
 def leave_together(
     place: MeetingPlace, rank: int, names: Mapping[int, str], timeout_s: float
 ) -> None:
-    """Wait until every member has reached the end of a world without RPC."""
+    """Wait until every member of a world without RPC has called this."""
     store = place.store
     deadline = time.monotonic() + timeout_s
-    with naming_rank_zero(place, "end of the world"):
+    with naming_rank_zero(place, "World.stop()"):
         store.set(f"left_{rank}", "1")
         try:
             for one in names:
                 if not wait_for_key(store, f"left_{one}", deadline - time.monotonic()):
                     missing = names_and_verb(_missing(store, "left", names))
-                    raise RpcError(f"end of the world: {missing} not come within {timeout_s:g} s")
+                    raise RpcError(f"World.stop(): {missing} not arrived within {timeout_s:g} s")
         finally:
-            # Rank 0 may be gone already, but nothing more has to be read.
+            # If rank 0 is gone already, this member has nothing left to read.
             with contextlib.suppress(RuntimeError):
                 wait_for_readers(store, rank, len(names) - len(_missing(store, "left", names)))
 

@@ -23,7 +23,7 @@ _RETRY_S = 0.05
 
 
 def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """Return rank and world size; -1 is replaced by the value of the launcher."""
+    """Return rank and world size; -1 is replaced by the process group's or the launcher's value."""
     rank, world_size = _whole_number("rank", rank), _whole_number("world_size", world_size)
     if dist.is_initialized():
         there = [dist.get_rank(), dist.get_world_size()]
@@ -49,7 +49,7 @@ def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _whole_number(setting: str, value: object) -> int:
-    """Return a setting as an integer: a number of the caller or a text of the environment."""
+    """Return an argument, or an environment variable (in capitals) as text, as an integer."""
     if isinstance(value, str) and setting.isupper():
         try:
             return int(value)
@@ -74,8 +74,8 @@ class OwnPlace:
         self.is_local = is_loopback(host)
         self._address = host, port
         self._timeout_s = timeout_s
-        # Never passed to torch, which keeps its store as long as the process lives: freeing this
-        # one frees the port.
+        # Only listens. torch gets a client instead and keeps it until the process ends, so that
+        # the port is free as soon as this object is.
         self._server: Store | None = None
 
     def enter(self, rank: int, deadline: float) -> bool:
@@ -94,11 +94,11 @@ class OwnPlace:
         return True
 
     def is_current(self) -> bool:
-        """Return True: another world could not be opened, as it would need the port."""
+        """Return True: another world cannot be opened, because it would need the same port."""
         return True
 
     def _wait_for_listener(self, deadline: float) -> None:
-        """Wait until rank 0 listens; torch's client would log pages of stack frames meanwhile."""
+        """Wait until rank 0 listens, because torch's client would log long stack traces."""
         while True:
             try:
                 socket.create_connection(self._address, timeout=max(self._timeout_s, 1.0)).close()
@@ -113,7 +113,7 @@ class OwnPlace:
 
 
 class SharedPlace:
-    """A store that outlives its worlds; rank 0 writes in it which one is open."""
+    """A store that outlives its worlds; its key ``open`` identifies the newest one."""
 
     outlives_world = True
 
@@ -126,7 +126,7 @@ class SharedPlace:
         self._open = b""
 
     def enter(self, rank: int, deadline: float) -> bool:
-        """Open a world as rank 0; otherwise find the last one, and return False without one."""
+        """Open a world as rank 0; otherwise find the newest one, or return False if it is late."""
         if rank == 0:
             self._worlds.set("open", uuid.uuid4().hex)
         elif not wait_for_key(self._worlds, "open", deadline - time.monotonic()):
@@ -162,8 +162,9 @@ def _connect(host: str, port: int, timeout_s: float) -> Store:
 def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
     """Return the meeting place of a new world.
 
-    Without ``init_method`` its store is the default process group's, if there is one. Otherwise it
-    is torchrun's, or one that rank 0 opens at the address of ``init_method``, or MASTER_ADDR.
+    Without ``init_method``, the default process group's store is used if there is one. Otherwise
+    the default is env:// if MASTER_ADDR is set, and ``_DEFAULT_PLACE`` if not. With env://, the
+    store may be torchrun's.
     """
     if dist.is_initialized() and init_method is None:
         store = dist.distributed_c10d._get_default_store()
@@ -211,7 +212,7 @@ def wait_for_key(store: Store, key: str, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def naming_rank_zero(place: MeetingPlace, what: str) -> Iterator[None]:
-    """Turn errors of the store after the end of rank 0 into an RpcError that names it."""
+    """Raise an RpcError that names rank 0 if the store fails, because rank 0 keeps the store."""
     try:
         yield
     except RpcError:

@@ -23,7 +23,7 @@ from .agent import Agent, check_rank, on_loopback
 from .members import Member, agree_on_members, joint_step, leave_together
 from .store import MeetingPlace, find_place, resolve_rank
 
-# How long the end may take without waiting for the others.
+# The time limit of a stop that does not wait for the other members.
 _AT_ONCE_S = 1.0
 
 
@@ -31,16 +31,17 @@ class World:
     """The named processes of a program; a process can be in one world at a time.
 
     Members call each other in groups (``create_rpc_group``), and run collectives in groups of ranks
-    (``create_collective_group``). They meet at ``dist_init_method`` if it is given, where rank 0
-    listens on that address only. Otherwise they meet through the store of the default process group
-    if there is one (inside ``stepwrap.runner.launch``), at MASTER_ADDR if that is set (torchrun),
-    or at localhost:9100. Members execute what they receive: use a trusted network only.
+    (``create_collective_group``). They meet at ``dist_init_method`` if it is given; rank 0 then
+    listens at that address only. By default they meet through the store of the default process
+    group if there is one (inside ``stepwrap.runner.launch``), otherwise at MASTER_ADDR if that is
+    set (torchrun), otherwise at localhost:9100. Members execute the functions that they receive:
+    use a trusted network only.
 
         with World("trainer") as world:
             group = world.create_rpc_group("all", world.get_members())
 
-    Every member must create the world and stop it, for example by leaving the ``with`` block. Each
-    member can answer calls before any other member can make one. docs/rpc.md has all arguments.
+    Every member must create the world and stop it, for example by leaving the ``with`` block. When
+    the constructor returns, all members can answer calls.
 
     Args:
         name: unique in the world: up to 127 letters, digits, underscores, colons and dashes.
@@ -59,14 +60,15 @@ class World:
         rpc_threads: how many calls this process serves at once.
 
     Raises:
-        RuntimeError: this process is in a world, or this one was stopped while it was created.
+        RuntimeError: this process is already in a world, or another thread or a signal handler has
+            stopped the world while it was created.
         ValueError: a setting is invalid or differs between members, or two have the same name.
-        RpcError: members have not come in time or have died; the text names them.
+        RpcError: members did not join in time or have died; the text names them.
     """
 
     _current: ClassVar[World | None] = None
-    # The world that this process has or is creating. It is claimed without a lock, because a signal
-    # handler that stops the world would deadlock on it.
+    # The world that this process is in or creates. Claimed by the atomic `setdefault`, because a
+    # signal handler that stops the world would deadlock on a lock.
     _claims: ClassVar[dict[str, World]] = {}
 
     def __init__(  # noqa: PLR0913 - the documented signature
@@ -143,7 +145,7 @@ class World:
         Args:
             ranks: the ranks of the group.
             timeout: the timeout of its collectives in seconds.
-            backend: default: the backend of the default process group.
+            backend: of the collectives; default: the backend of the default process group.
 
         Raises:
             RuntimeError: the world has no collectives or was stopped.
@@ -173,7 +175,7 @@ class World:
             RuntimeError: this process is not a member or has a group of that name, or the world
                 has no RPC or was stopped.
             ValueError: a name is unknown, or processes disagree on the members.
-            RpcError: members are gone or have not come in time; the text names them.
+            RpcError: members have died or did not call this in time; the text names them.
         """
         _check_started(self)
         node = self._node
@@ -211,16 +213,18 @@ class World:
 
         Args:
             timeout: the time limit in seconds; default: the world's ``rpc_timeout``, or 60 if that
-                is 0. Calls that are still running here then continue in the background.
-            graceful: False leaves immediately, which fails the calls of others to this process.
+                is 0; 1 if not ``graceful``. Calls that are then still running here continue in the
+                background.
+            graceful: False leaves without waiting, so the calls of other members to this process
+                fail.
 
         Raises:
-            RpcError: members have not come in time; the text names them. The world is stopped in
+            RpcError: members did not stop in time; the text names them. The world is stopped in
                 this process nevertheless.
         """
         limit = timeout or self.rpc_timeout or 60.0
         if self._ends is None:
-            # A signal handler or another thread stops the world while it is created.
+            # Called by a signal handler or another thread while the world is created.
             self._ending.is_cancelled = True
             return
         if not self._ending.claim(limit):
@@ -289,7 +293,7 @@ class World:
 
 
 class _Ending:
-    """The thread that ends a world, and its deadline."""
+    """How far the end of a world is, which thread runs it, and its deadline."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
@@ -304,8 +308,8 @@ class _Ending:
     def claim(self, timeout_s: float) -> bool:
         """Return whether the caller must end the world; otherwise wait until it has ended.
 
-        No lock is used, because a signal handler would deadlock on a lock of the thread that it
-        interrupts. For the same reason a thread does not wait for what it has begun itself.
+        A lock is not used, because a signal handler would deadlock on a lock of the thread that it
+        interrupts. If that thread is ending the world, the handler must not wait for it either.
         """
         own = threading.get_ident(), object()
         first = self._claims.setdefault("first", own)

@@ -161,8 +161,8 @@ def test_wrong_pushes_are_told_to_their_client_alone() -> None:
     )
     assert seen["shape"][0] == seen["extra"][0] == seen["missing"][0] == "ValueError"
     assert "'weight' has shape (1, 2) instead of (1, 1)" in seen["shape"][1]
-    assert "some for 'bias'" in seen["extra"][1]
-    assert "none for 'weight'" in seen["missing"][1]
+    assert "'bias' unexpected" in seen["extra"][1]
+    assert "'weight' missing" in seen["missing"][1]
     assert seen["kept"] == [[1.0, 1.0]]
     assert seen["weight"] == pytest.approx(0.6, abs=1e-12)
 

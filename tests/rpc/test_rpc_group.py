@@ -245,7 +245,7 @@ def _meet(world: World, group: RpcGroup) -> Any:
 
 def test_a_barrier_names_who_is_late_and_works_again() -> None:
     answers = in_group(_meet)
-    late = ("RpcError", "barrier of group 'all': 'w2' has not come within 0.2 s")
+    late = ("RpcError", "barrier of group 'all': 'w2' has not arrived within 0.2 s")
     assert late in answers[:2]
     assert {kind for kind, _ in answers[:2]} == {"RpcError"}
 
@@ -324,9 +324,9 @@ def test_members_that_disagree_or_do_not_come() -> None:
     first, second, third = in_group(_disagree)
     assert first[0] == second[0] == "ValueError"
     for text in (first[1], second[1]):
-        assert "members 'w0', 'w1'" in text
-        assert "members 'w0', 'w1', 'w2'" in text
-    assert third == ("RpcError", "group 'alone': 'w0' has not come within 0.2 s")
+        assert "gave the members 'w0', 'w1'" in text
+        assert "gave the members 'w0', 'w1', 'w2'" in text
+    assert third == ("RpcError", "group 'alone': 'w0' has not arrived within 0.2 s")
 
 
 def _kept_count() -> int:

@@ -181,5 +181,5 @@ def test_two_hosts_of_which_one_vanishes(hosts: Hosts, tmp_path: Path) -> None:
         assert seen["listening"] == [own]
         assert seen["in flight"] == f"{peer!r} has not answered sleep() within 2 s"
         assert seen["new"] == f"{peer!r} has not answered abs() within 1 s"
-    assert first["barrier"] == "barrier of group 'all': 'w1' has not come within 1 s"
+    assert first["barrier"] == "barrier of group 'all': 'w1' has not arrived within 1 s"
     assert "'w0' has not answered" in str(second["barrier"])

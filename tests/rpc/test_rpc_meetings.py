@@ -36,8 +36,8 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
 def test_no_thread_passes_a_barrier_because_another_gives_up() -> None:
     answers = in_group(_two_threads, 2)[0]
     assert answers == [
-        "RpcError: barrier of group 'all': 'w1' has not come within 0.3 s",
-        "RpcError: barrier of group 'all': 'w1' has not come within 1.5 s",
+        "RpcError: barrier of group 'all': 'w1' has not arrived within 0.3 s",
+        "RpcError: barrier of group 'all': 'w1' has not arrived within 1.5 s",
     ]
 
 
@@ -64,7 +64,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
 def test_a_barrier_of_a_destroyed_group_meets_nobody_of_the_next() -> None:
     answer = in_group(_old_and_new, 2)[1]
     assert answer[0].startswith("RuntimeError: group 'pair' has been destroyed in 'w1'")
-    assert answer[1] == "RpcError: barrier of group 'pair': 'w0' has not come within 0.3 s"
+    assert answer[1] == "RpcError: barrier of group 'pair': 'w0' has not arrived within 0.3 s"
 
 
 def _one_is_late(world: World, group: RpcGroup) -> str:
@@ -80,8 +80,8 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
 def test_who_has_come_and_gone_again_is_not_missing() -> None:
     answers = in_group(_one_is_late)
     assert answers[:2] == [
-        "RpcError: barrier of group 'all': 'w2' has not come within 0.3 s",
-        "RpcError: barrier of group 'all': 'w2' has not come within 0.6 s",
+        "RpcError: barrier of group 'all': 'w2' has not arrived within 0.3 s",
+        "RpcError: barrier of group 'all': 'w2' has not arrived within 0.6 s",
     ]
 
 

@@ -229,11 +229,11 @@ def test_another_model_is_told_by_its_names_and_stays_as_it_was(
         assert all(after[name].equal(value) for name, value in before.items())
     names, shapes = texts
     assert names[0] == "KeyError"
-    assert "has 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
-    assert "and 2 more, which the model lacks" in names[1]
-    assert "lacks '0.bias', '0.weight', which the model has" in names[1]
+    assert "the model lacks 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]
+    assert "and 2 more" in names[1]
+    assert "the state lacks '0.bias', '0.weight' and" in names[1]
     assert shapes == (
         "ValueError",
-        "the state must be of the same model, but 'linear.weight' is (2, 3) in it and (2, 4) "
+        "the state must be of the same model, but 'linear.weight' is (2, 3) in the state, (2, 4) "
         "in the model",
     )

@@ -282,7 +282,7 @@ def _waits_in_vain(port: int, over: Path) -> tuple[str, str] | None:
 
 def test_stop_names_those_who_do_not_come(tmp_path: Path) -> None:
     answer = run_ranks(_waits_in_vain, 2, free_port(), tmp_path / "over")[0]
-    assert answer == ("RpcError", "end of the world: 'w1' has not come within 0.3 s")
+    assert answer == ("RpcError", "World.stop(): 'w1' has not arrived within 0.3 s")
 
 
 def _leaves_by_an_error(port: int) -> tuple[str, str]:

@@ -80,7 +80,7 @@ def test_a_member_that_dies_after_the_meeting_is_named(step: str, tmp_path: Path
     for rank in range(2):
         text = (folder / str(rank)).read_text()
         part = {"calls": "RPC", "collectives": "process group"}[step]
-        what = f"RpcError: the {part} of the world could not be started: 'w2' has not come; "
+        what = f"RpcError: the {part} of the world could not be started: 'w2' has not arrived; "
         assert text.startswith(what)
 
 
@@ -275,7 +275,7 @@ def test_rank_zero_is_named_where_it_dies_before_the_end(tmp_path: Path) -> None
     url = local_place()
     run_and_expect([-signal.SIGKILL, 0], _die_without_calls, url, tmp_path)
     where = url.removeprefix("tcp://")
-    start = f"RpcError: end of the world: rank 0, which keeps the store of the world at {where}, is"
+    start = f"RpcError: World.stop(): rank 0, which keeps the store of the world at {where}, is"
     assert (tmp_path / "told").read_text().startswith(start)
 
 
