@@ -66,7 +66,7 @@ check: $(READY) types-link
 mutate: $(READY)
 	$(BIN)/python tests/mutate.py $(MUTATE)
 
-# Compare every wrapper with plain PyTorch and write docs/parity.md; takes about ten minutes.
+# Compare every wrapper with plain PyTorch and write docs/parity.md; takes up to forty minutes.
 parity: $(READY)
 	$(BIN)/python tests/wrappers/parity_report.py
 

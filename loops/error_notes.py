@@ -43,7 +43,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def note_failure(error: BaseException, state: LoopState, loader: Any, step_name: str) -> None:
-    """Add notes to an error about the step, or the batch of ``loader``, that caused it.
+    """Add notes that name the step, or the batch of ``loader``, that caused an error.
 
     All facts come from the traceback, so steps that succeed need not record anything.
     """
@@ -144,7 +144,7 @@ def _notes_on_reading(
 
 
 def _unwrapped(part: Any, name: str) -> Any:
-    """Return the user's object if ``part`` is a wrapper of our loaders, otherwise ``part``."""
+    """Return the user's object if our loaders have wrapped it in ``part``, otherwise ``part``."""
     is_ours = type(part).__module__.startswith(f"{__package__}.")
     return getattr(part, name, part) if is_ours else part
 

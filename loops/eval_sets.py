@@ -17,13 +17,13 @@ from .state import LoopState, Phase
 class EvalSets(Evaluation):
     """Several data sets by name, evaluated one after another as one validation or test.
 
-    The names of the results begin with the set: "noisy/accuracy". Hooks see one evaluation:
+    The names of the results begin with the set's name: "noisy/accuracy". Hooks see one evaluation:
     ``on_eval_start`` before the first set, and ``on_eval_end`` with all results after the last one.
     In between, ``state.eval_set`` is the name of the current set. If an evaluation is interrupted,
     none of its results count.
 
     Args:
-        loops: a ``ValLoop`` for each set, or a ``TestLoop`` for each set, with its own metrics.
+        loops: by name, a ``ValLoop`` for each set, or a ``TestLoop`` for each set.
 
     Raises:
         ValueError: ``loops`` is empty, or has loops of both kinds.

@@ -44,7 +44,7 @@ class Rounds:
 
     If ``together`` is false, these are the loader's batches. If it is true, every rank makes the
     same number of steps: a rank that has run out of batches repeats its last one, and a rank
-    without batches gets one of another rank; neither is counted. Before each step the ranks agree
+    without batches gets another rank's; neither is counted. Before each step the ranks agree
     whether to continue. An exception in a loader, a metric or a hook is kept until then, and ends
     the evaluation on all ranks.
     """
@@ -57,7 +57,7 @@ class Rounds:
         self._failure: Exception | None = None
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return (batch, whether its samples count) pairs, without end if ``together`` is true."""
+        """Return an iterator over (batch, whether it counts), endless if ``together`` is true."""
         if not self._together:
             return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
         return self._endless()
@@ -204,10 +204,10 @@ class _EvalLoop(Evaluation):
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch, to find mistakes before training; every rank must call this.
 
-        Random streams, buffers, plain attributes of the model's modules, metrics and loader are
-        restored afterwards, and no hook is called. Nothing is run if that cannot be guaranteed:
-        with lazy parameters, an overridden ``evaluate``, or a loader that is neither a sequence
-        nor a plain DataLoader of a map-style data set.
+        Random streams, buffers and the modules' plain attributes are restored afterwards. Metrics
+        and loader are not changed, and no hook is called. Nothing is run if that cannot be
+        guaranteed: with lazy parameters, an overridden ``evaluate``, or a loader that is neither a
+        sequence nor a plain DataLoader of a map-style data set.
         """
         batches = peek_first_batch(self.dataloader)
         tensors = chain(state.model.parameters(), state.model.buffers())

@@ -53,7 +53,8 @@ class Hook:
         """Return a function to call instead of ``listener`` of another ``hook`` at ``event``.
 
         Called for all listeners of other hooks whenever a ``HookList`` is built. The function must
-        call ``listener`` with its arguments. Its ``__self__``, if it has one, must be ``hook``.
+        call ``listener`` with its arguments. If it has a ``__self__``, this must be ``hook``, since
+        ``steps_per_call`` looks there for the class of the hook.
         """
         return listener
 

@@ -64,10 +64,10 @@ class Cadence:
 
 
 class Budget(ABC):
-    """The length of a training run and its validations, counted in epochs or in steps.
+    """The length of a training run and the times of its validations, in epochs or in steps.
 
-    A subclass defines which of the two. A validation always follows the last epoch or step. Each
-    interval of ``dynamic`` applies from its milestone on.
+    Each interval of ``dynamic`` applies from its milestone on. A validation also follows the last
+    epoch or step, unless ``begin`` is greater.
     """
 
     unit: ClassVar[str]

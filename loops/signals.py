@@ -20,7 +20,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT)
 _PERIOD_S = 1.0
 # A single process polls at this interval, and at once after a signal.
 _POLL_S = 0.1
-# The maximum number of polls between two exchanges, in case a phase becomes slower.
+# The maximum number of polls between two exchanges: polls may become slower than expected.
 _MAX_POLLS = 64
 
 
@@ -39,7 +39,7 @@ class StopSignals:
     """
 
     def __init__(self, clock_s: float = 0.0) -> None:
-        # The time of the next poll; always in the past with several ranks.
+        # The time of the next poll; 0 with several ranks, which must poll equally often.
         self.due_s = 0.0
         self._received = 0
         self._pending = 0
@@ -120,7 +120,7 @@ def _drop(number: int, frame: FrameType | None) -> None:
 
 
 class _ExchangePlan:
-    """Chooses at which polls of a phase the ranks exchange signals.
+    """Choose at which polls of a phase the ranks exchange signals.
 
     It uses only numbers that are equal on all ranks, so all of them choose the same polls.
     """

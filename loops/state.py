@@ -1,4 +1,4 @@
-"""The state of a loop: counters, parts, requests to stop, and log values not yet recorded."""
+"""The state of a loop: counters, objects to save, requests to stop, and logs not yet recorded."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class LogBuffer:
     def state_dict(self, last: int | None = None) -> dict[str, Any]:
         """Return the folded sums, and the raw values up to update ``last`` (None: all).
 
-        The raw values are not summed, since adding two partial sums rounds differently.
+        The raw values are kept, so that a resumed run sums them with the same rounding.
         """
         raw = _by_name([one for one in self._raw if last is None or one[0] <= last]).items()
         return {
@@ -161,8 +161,8 @@ def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict
 
     Args:
         scalars: values of this rank; all ranks count equally.
-        weighted: logs of this rank that count by their weights, if there are any. They replace
-            scalars of the same name.
+        weighted: logs of this rank that count by their weights, or None. They replace scalars of
+            the same name.
     """
     sums = {} if weighted is None else weighted.sums()
     weights = {f"{name} weight": count for name, (_, count) in sums.items()}
@@ -193,7 +193,7 @@ def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def fetch(scalars: Sequence[Tensor]) -> list[Any]:
-    """Return 0-d tensors of one dtype as numbers; waits once for each device."""
+    """Return 0-d tensors, all of the same dtype, as numbers; waits once for each device."""
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(scalars):
         by_device.setdefault(tensor.device, []).append(index)
@@ -261,7 +261,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class WeightSource(Stateful, Protocol):
-    """A part whose state contains the weights that evaluations use.
+    """An entry of ``LoopState.stateful`` whose state contains the weights that evaluations use.
 
     Attributes:
         evaluated_entry: the key of these weights in the state; empty if evaluations use the
@@ -273,7 +273,7 @@ class WeightSource(Stateful, Protocol):
 
 @runtime_checkable
 class PartReader(Stateful, Protocol):
-    """A part that may read slices of saved tensors instead of whole tensors.
+    """An object whose ``load_state_dict`` may read slices of saved tensors instead of whole ones.
 
     Attributes:
         reads_parts: whether ``load_state_dict`` accepts ``SavedTensor`` objects, which are read
@@ -328,7 +328,7 @@ class LoopState:
         higher_is_better: whether higher values of a validation metric are better, by its name;
             None if unknown.
         evaluated_at: the ``step`` at which the last validation ended; -1 for never.
-        recorded_at: the ``step`` of the last log record of a full interval.
+        recorded_at: the ``step`` of the last regular log record, not of a training's final one.
         logs: the logs of this rank's training steps since the record at ``recorded_at``.
         clock_s: seconds of training, including the time before a resume. Updated when the ranks
             exchange it, so that it is equal on all of them.
@@ -350,10 +350,10 @@ class LoopState:
         limits: causes that limit the speed of training, with their shares of the time, 0 to 1:
             "loading data", "hook <class>", or "rank <rank>" if the other ranks wait for it. Set by
             ``ThroughputHook``; equal on every rank.
-        skipped: whether the last step was skipped, before it began or by a guard: the weights did
-            not change.
-        restored_from: folder and serial number of the checkpoint that was restored, until the run
-            saves the next one.
+        skipped: whether the last step made no update, because it is in ``skip_steps`` or because a
+            guard rejected it.
+        restored_from: the folder of checkpoints and the serial number of the restored one; None
+            after the run has saved the next one.
         settings: the resolved config, or other settings, for loggers.
         media_loggers: functions ``(state, kind, name, item)`` of loggers; kinds are "image",
             "figure" and "text".

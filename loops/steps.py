@@ -1,4 +1,4 @@
-"""Wrappers around the training step: loss weights, micro-batch counts, compiled blocks."""
+"""Wrap the training step: weighted logs, micro-batch counts, blocks of compiled steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_EACH_STEP = ("on_batch_start", "on_batch_end", "on_update", "on_save_point")
 
 
 def step_of(state: LoopState) -> Step:
-    """Return the model's training step with the checks that the optimizer wrapper needs."""
+    """Return the model's training step, with checked counts and weighted logs where needed."""
     wrapper: Any = state.model
     step: Step = wrapper.train_step
     optim = state.optim_wrapper

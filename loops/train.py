@@ -144,8 +144,8 @@ class _TrainLoop:
     def _record_rest(self, state: LoopState, hooks: HookList) -> None:
         """Emit the final log record, at the end of training or before its last validation.
 
-        Whether it is due depends only on counters, so all ranks agree. The logs are kept: if a
-        resumed run trains further, its next record covers the whole interval.
+        Whether it is due depends only on counters, so all ranks agree. The log buffer is not
+        cleared: if a resumed run trains further, its next record covers the whole interval.
         """
         if state.step not in (state.recorded_at, self._closed_at):
             self._closed_at = state.step
@@ -236,12 +236,13 @@ class EpochTrainLoop(_TrainLoop):
         max_epochs: passes over the data.
         val_loop: the validation loop, or several as ``EvalSets``; None for no validation.
         val_begin: the first epoch after which to validate; 0 also validates before training.
-        val_interval: epochs between two validations. The last epoch is always followed by one.
+        val_interval: epochs between two validations. One also follows the last epoch, unless
+            ``val_begin`` is greater.
         dynamic_intervals: ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: updates between two log records.
         sanity_val: run one validation batch before training, to find mistakes early; see
             ``ValLoop.try_batch``.
-        skip_steps: numbers of steps to leave out, as in the log records, or ranges such as
+        skip_steps: numbers of steps, counted from 1 as in the log records, or ranges such as
             "1200-1210". These steps are counted but make no update; see docs/hooks.md.
         prefetch_to_device: copy each batch to the model's CUDA device on a separate stream, and
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
@@ -308,7 +309,8 @@ class IterTrainLoop(_TrainLoop):
     Args:
         max_steps: optimizer updates.
         val_begin: the first update after which to validate; 0 also validates before training.
-        val_interval: updates between two validations. The last update is always followed by one.
+        val_interval: updates between two validations. One also follows the last update, unless
+            ``val_begin`` is greater.
         dynamic_intervals: ascending (step, val_interval) pairs; each applies from its step on.
 
     The other arguments are the same as in ``EpochTrainLoop``.

@@ -81,7 +81,7 @@ class PassInputs:
             state.together = True
 
     def synchronized(self, batches: Iterable[Any], state: LoopState) -> Iterable[Any]:
-        """Return ``batches`` with the exchanges that this kind of pass needs.
+        """Return ``batches`` with the communication that this kind of pass needs.
 
         Every rank must iterate over the result to its end.
         """
@@ -141,9 +141,9 @@ class PassInputs:
                 ended, others = ([r for r, h in enumerate(have) if h is x] for x in (False, True))
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
-                    f"{name_ranks(ended)} ran out after {state.batch} in epoch {state.epoch}, and "
-                    f"{name_ranks(others)} did not; allow different numbers with "
-                    "StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop"
+                    f"{name_ranks(ended)} ran out after {state.batch} batches in epoch "
+                    f"{state.epoch}, and {name_ranks(others)} did not; allow different numbers "
+                    "with StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop"
                 )
             yield batch
 
@@ -151,7 +151,7 @@ class PassInputs:
         mine = {name: getattr(state, name) for name in (*_PROGRESS, "stop_reason")}
         everyone = all_gather_object(mine, self._group)
         state.stop_reason = next((o["stop_reason"] for o in everyone if o["stop_reason"]), "")
-        # The rank whose weights torch's `join` broadcasts: the last one of those with most batches.
+        # The rank whose weights torch's `join` broadcasts: the last of the ranks with most batches.
         longest = max(range(len(everyone)), key=lambda at: (everyone[at]["batch"], at))
         ahead = everyone[longest]
         if all(one["batch"] == ahead["batch"] for one in everyone):

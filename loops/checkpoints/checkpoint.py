@@ -78,10 +78,10 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     """Write a checkpoint on rank 0 without any communication, and return its path.
 
     Use this after an error, when the other ranks may be gone. The checkpoint is complete if a
-    single process failed between two batches. Otherwise random streams are missing, and it is saved
-    as ``incomplete_step_...`` (docs/checkpoints.md), with the counters of the start of the current
-    accumulation window. Returns None on other ranks. Also returns None, and logs a warning, if the
-    weights may be ahead of the counters or if the state is sharded.
+    single process failed between two batches. Otherwise it has the counters of the start of the
+    current accumulation window but not its random streams, and is saved as ``incomplete_step_...``
+    (docs/checkpoints.md). Returns None on other ranks. Also returns None, and logs a warning, if
+    the weights may be ahead of the counters or if the state is sharded.
 
     Raises:
         CheckpointError: saving failed; the incomplete checkpoint is removed.
@@ -266,7 +266,7 @@ def _describe(state: LoopState, reason: str, is_best: bool = False) -> dict[str,
 
 
 def _evaluated(state: LoopState) -> list[str]:
-    """Return where the weights that evaluations use are: a file, and keys in its content."""
+    """Return the place of the weights that evaluations use: a file, then keys in its content."""
     for name, part in state.stateful.items():
         if isinstance(part, WeightSource) and part.evaluated_entry:
             return ["state.pt", "stateful", name, part.evaluated_entry]
@@ -370,7 +370,8 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
 def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: bool) -> Path:
     """Write the description of the draft, publish it, and remove older checkpoints of this step.
 
-    An ``incomplete`` checkpoint replaces no other one, and ``find_checkpoint`` does not find it.
+    An ``incomplete`` checkpoint replaces only an earlier incomplete one, and ``find_checkpoint``
+    does not find it.
     """
     folder, name = draft.parent, f"step_{meta['step']:08d}"
     gone_back = state.restored_from

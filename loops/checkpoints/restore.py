@@ -143,9 +143,7 @@ class Checkpoint:
         self._load_model(state.model, files.tree("model"))
         missing, surplus = self._load_states(state, files)
         for name in missing:
-            logger.warning(
-                "%s has no state for %s: it starts from its initial state", self.path, name
-            )
+            logger.warning("%s has no state for %s, which keeps its initial state", self.path, name)
         for name in surplus:
             logger.warning("%s has a state for %s, which this run does not have", self.path, name)
         if state.optim_wrapper is not None:
@@ -228,9 +226,9 @@ class Checkpoint:
         if state.data.reader_state is not None and saved_data_ranks != data_ranks:
             state.data.reader_state = None
             logger.warning(
-                "the position of the loader in %s is for %s ranks with different batches and "
-                "cannot be converted: in the rest of this pass, samples may be repeated or missing",
-                *(self.path, saved_data_ranks),
+                "the position of the loader in %s cannot be converted from %d to %d ranks with "
+                "different batches: in the rest of this pass, samples may be repeated or missing",
+                *(self.path, saved_data_ranks, data_ranks),
             )
         rank_ratio = saved_data_ranks / data_ranks
         self._restore_sums(state, content if as_saved else {}, files, rank_ratio)
@@ -353,7 +351,7 @@ def _adapter_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> li
         holds, has = ("only an adapter", "none") if name in saved else ("no adapter", "one")
         return [
             f"it holds {holds}, and the model has {has}: set `adapter` as in the config of the run "
-            "that saved it, or start a new run with its folder as load_from"
+            "that saved it, or start a new run with that run's folder as load_from"
         ]
     return []
 

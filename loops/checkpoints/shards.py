@@ -188,7 +188,7 @@ class Reader:
             return _map_tree(content, partial(self._resolve, self._table.get(stem, {})))
 
     def file(self, name: str) -> Any:
-        """Return a file's content; with ``by_parts``, copy its tensors before changing them."""
+        """Return a file's content; with ``by_parts``, callers must not change its tensors."""
         if name in self._open:
             return self._open[name]
         self.check(name)

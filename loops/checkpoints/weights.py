@@ -31,7 +31,7 @@ from .shards import overlap
 
 logger = logging.getLogger(__name__)
 
-# The entry of a state dict that has only the weights of an adapter, and describes it.
+# The entry that describes an adapter, in a state dict with only the adapter's weights.
 ADAPTER = "adapter_config"
 # The child module in which torch.compile keeps the original module.
 _COMPILED = "_orig_mod"
@@ -83,7 +83,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def state_of(model: nn.Module) -> OrderedDict[str, Any]:
-    """Return the state dict of ``model`` with its own names and sharded tensors as DTensors."""
+    """Return the state dict of ``model`` with its own names; sharded tensors become DTensors."""
     state: Any = model.state_dict()
     for name, tensor in _local_parts(model):
         if name in state:
@@ -114,7 +114,7 @@ def weights_of(model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load weights into ``model``; of sharded tensors, read only this rank's parts.
+    """Load weights into ``model``; read only this rank's parts of sharded tensors.
 
     Args:
         model: the model.
@@ -181,7 +181,7 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
 
 
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Return the mean of the gradients in all ranks' files; of sharded ones, this rank's parts."""
+    """Return the mean of the gradients in all ranks' files, or this rank's part if sharded."""
     layouts = {plain_name(name): layout_of(p) for name, p in model.named_parameters()}
     names = dict.fromkeys(name for content in ranks for name in content["gradients"])
     return {name: _mean(name, layouts[name], ranks) for name in names}
@@ -213,13 +213,13 @@ def window_weights(state: LoopState) -> list[float]:
 def restore_window_weights(
     state: LoopState, ranks: Sequence[Mapping[str, Any]], rank_ratio: float
 ) -> None:
-    """Restore the weights of the gradients that ``set_gradients`` has set.
+    """Restore the total weights of the losses in the gradients that ``set_gradients`` has set.
 
     Args:
         state: the state whose optimizer wrappers get the weights.
         ranks: the contents of this rank's file, or of all files, whose mean is used.
-        rank_ratio: the number of data ranks when saving, divided by the current number; means
-            over the ranks are multiplied by it.
+        rank_ratio: the number of data ranks when saving, divided by the current number; these
+            weights and the gradients are multiplied by it.
     """
     saved = [content.get("window_weights", []) for content in ranks]
     for member, values in zip(
@@ -281,6 +281,6 @@ def _local_parts(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _placed_like(value: Any, like: Any) -> Any:
     if not isinstance(like, Tensor) or not hasattr(value, "shape"):
         return value
-    # On a mesh of one rank nothing is sharded, but a DTensor still requires a DTensor.
+    # On a mesh of one rank nothing is sharded, but only a DTensor can be loaded into a DTensor.
     placed = is_dtensor(value) or is_dtensor(like) or is_sharded(like)
     return take_part(value, like) if placed or not isinstance(value, Tensor) else value

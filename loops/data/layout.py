@@ -52,7 +52,7 @@ class _Update:
         remedies = [f"{', '.join(counts[:_SHOWN])}{more} as the number of ranks"] if counts else []
         sizes = (n for n in range(batch_size + 1, self.size + 1) if self.batches(ranks, n))
         if (larger := next(sizes, None)) is not None:
-            remedies.append(f"batch_size >= {larger} on {ranks}")
+            remedies.append(f"batch_size >= {larger} with {ranks}")
         if self.equal:
             remedies.append("optim_wrapper.loss_weight: samples, with any number of ranks")
         pieces = "" if self.only is None else f" in {self.only} batches of each rank"
@@ -197,8 +197,8 @@ def _skip_same_fraction(state: LoopState) -> None:
     before = state.data.layout.get("ranks", now)
     if before != now and state.batch:
         logger.warning(
-            "the epoch continues after %d batches, which are converted from %d to %d ranks: some "
-            "samples may be repeated or missing; use build_loader for an exact order",
+            "the epoch stopped after %d batches on %d ranks and continues at the same fraction on "
+            "%d: samples may be repeated or missing; use build_loader for an exact order",
             *(state.batch, before, now),
         )
         state.batch = state.batch * before // now

@@ -187,8 +187,8 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
         remedy = "build_loader, or a loader with state_dict() and load_state_dict(),"
     logger.warning(
         "resuming at batch %d of %s by reading and discarding %d batches, which takes as long as "
-        "the first time; if the order is random, an uninterrupted run would have had other batches "
-        "next; use %s to resume at once and exactly",
+        "the first time; if the order is random, the next batches differ from an uninterrupted "
+        "run's; use %s to resume at once and exactly",
         *(batch, name_of(loader), batch, remedy),
     )
     begin = time.monotonic()

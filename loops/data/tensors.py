@@ -55,7 +55,7 @@ class TensorLoader(DataLoader[Any]):
         return self._batches(self._rows(device), pin)
 
     def _batches(self, rows: Iterable[Tensor], pin: bool = False) -> Iterator[Any]:
-        # Only iterators that are written in C, so that no Python code runs for a batch.
+        # Only iterators written in C: no Python code runs for a batch, except to build a dict.
         each = zip(self._tensors, tee(rows, len(self._tensors)), strict=True)
         parts: list[Iterator[Tensor]] = [map(t.index_select, repeat(0), own) for t, own in each]
         if pin:

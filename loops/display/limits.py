@@ -1,4 +1,4 @@
-"""What limits the speed of training: loading data, a hook, or a slow rank."""
+"""Find the causes that limit the speed of training: loading data, a hook, or a slow rank."""
 
 from __future__ import annotations
 
@@ -72,10 +72,9 @@ class SpeedLimits:
 def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
     """Return the slowest rank, and the share of the time that the others wait for it on average.
 
-    The share is a lower bound. It compares the times of the ranks until they first wait for each
-    other, usually in the backward. With FSDP or SyncBatchNorm they already wait in the forward, and
-    including the time of the forward would hide differences. It is therefore included only if the
-    share increases.
+    The share is a lower bound, from the times until the ranks first wait for each other. Usually
+    they wait in the backward. With FSDP or SyncBatchNorm they already wait in the forward, and its
+    time would hide differences. So the forward is included only if this increases the share.
     """
     before = [one.loading_s + sum(one.hooks.values()) for one in times]
     with_forward = [s + one.forward_s for s, one in zip(before, times, strict=True)]

@@ -33,7 +33,7 @@ def eval_line(state: LoopState, metrics: Mapping[str, float]) -> str:
 
 
 def epoch_text(state: LoopState) -> str:
-    """Return ``epoch 2/10``, which includes the running epoch."""
+    """Return ``epoch 2/10``; the running epoch counts."""
     total = "" if state.max_epochs is None else f"/{state.max_epochs}"
     return f"epoch {state.running_epoch}{total}"
 

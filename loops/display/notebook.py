@@ -13,7 +13,7 @@ from time import time_ns
 
 from .panel import Progress, render
 
-# The folder of a launch from a notebook, in which rank 0 leaves what the notebook is to display.
+# The variable with the folder into which rank 0 of a launch writes drawings for the notebook.
 DISPLAY_DIR = "STEPWRAP_DISPLAY_DIR"
 # The size of the display.
 _COLUMNS, _LINES = 100, 20
@@ -61,7 +61,7 @@ class NotebookDisplay:
     def _rendered(self) -> dict[str, str]:
         from rich.console import Console
 
-        # Records what it prints, with the colours of a terminal, in any process.
+        # `record` keeps the output for the export, and `force_terminal` the colours in any process.
         console = Console(
             file=io.StringIO(),
             record=True,

@@ -41,7 +41,7 @@ class TerminalDisplay:
         self._pid = os.getpid()
         self._above = {id(s): _Above(self, s) for s in (sys.stdout, sys.stderr) if s.isatty()}
         self._replaced = list(_replace_streams(self._above))
-        # For errors that hooks are not notified of.
+        # Some errors end the program without a call of `on_exception`.
         atexit.register(self.close)
 
     def say(self, line: str) -> None:
@@ -99,7 +99,7 @@ class TerminalDisplay:
 
 
 class _Above:
-    """A stream that shows whole lines above the panel, or writes to ``stream`` if there is none."""
+    """A stream that shows lines above the panel, or writes to ``stream`` if no panel is shown."""
 
     def __init__(self, display: TerminalDisplay, stream: TextIO) -> None:
         self._display, self._stream = display, stream
@@ -110,7 +110,7 @@ class _Above:
             return self._stream.write(text)
         *lines, self.rest = (self.rest + text).split("\n")
         for line in lines:
-            # Progress bars write a line again and again, after a return.
+            # Progress bars rewrite a line after a carriage return: show the last version.
             self._display.say(line.rstrip("\r").rpartition("\r")[2])
         if lines:
             self._display.show()

@@ -95,8 +95,8 @@ class CheckpointHook(Hook):
             self._saved_at = _position(state)
 
     def on_save_point(self, state: LoopState) -> None:
-        # Fast path, since this is called after every update: without an interval in steps,
-        # nothing is due inside a pass before the time of the next save.
+        # Fast path, since this is called after every update: inside a pass and without an interval
+        # in steps, a save can be due only by the clock or after a validation.
         waiting = state.clock_s < self._cadence.due_at_s and self._cadence.every_steps is None
         if waiting and state.batch and state.evaluated_at != state.step:
             return

@@ -32,7 +32,7 @@ from ..rng import preserved_rng
 from ..schedule import positive
 from ..state import LoopState
 
-# rule(averages, parameters, count) adds a set of parameters to the averages of `count` sets.
+# rule(averages, parameters, count) adds the parameters to the averages of `count` earlier ones.
 _Rule: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
 
 
@@ -40,8 +40,6 @@ class _AveragingHook(Hook):
     """Keep an average of the model's parameters and evaluate with it.
 
     Subclasses override ``_collect``, and ``_replacements`` if evaluations replace buffers too.
-    Each rank averages its shards of sharded parameters, without any communication. Parameters below
-    32 bits are averaged in float32.
     """
 
     # Called before all other hooks, so that at the end of an evaluation they see the model's own
@@ -128,7 +126,7 @@ class _AveragingHook(Hook):
     def _start(self, state: LoopState) -> None:
         self._model = user_model(state.model)
         reshard(self._model)
-        # Of a shared parameter the last name counts.
+        # The last name of a shared parameter counts.
         found = {p: name for name, p in saved_parameters(self._model).items()}
         named = {name: p for p, name in found.items() if p.is_floating_point()}
         self._params = list(named.values())
@@ -393,7 +391,7 @@ def _update_batch_norms(state: LoopState) -> None:
                 with precision():
                     forward(*args, **kwargs, mode="loss")
     except Exception as error:
-        add_note(error, "while SWAHook computed the statistics of BatchNorm; update_bn: false")
+        add_note(error, "while SWAHook computed BatchNorm statistics; update_bn: false skips this")
         raise
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
@@ -427,6 +425,6 @@ def _parts(params: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy into the first tensor of each pair."""
+    """Copy the second tensor of each pair into the first."""
     for target, source in pairs:
         target.copy_(source)

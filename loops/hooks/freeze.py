@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @HOOKS.register_module()
 class FreezeHook(Hook):
-    """Keep parameters unchanged for the first updates, even by weight decay and momentum.
+    """Keep parameters unchanged for the first updates; weight decay and momentum skip them too.
 
     The result is the same as with ``requires_grad=False`` during these updates, and a resumed run
     continues exactly. Unlike parameters that stay frozen, these need a backward pass and memory for
@@ -75,8 +75,7 @@ class FreezeHook(Hook):
                     # The fused SGD of torch fails if only some parameters have momentum.
                     group["fused"] = None
             others = [one for one in member.gates if not isinstance(one, FreezeGate)]
-            # Last, because this gate drops gradients, which the gate that checks the first update
-            # needs.
+            # Last: it drops gradients, which the gate for the first update must check before.
             member.gates = [*others, FreezeGate(lambda: state.step, frozen)]
 
     def on_update(self, state: LoopState) -> None:

@@ -307,7 +307,7 @@ def _add_phases(state: LoopState, times: RankTimes, evaluating_s: float) -> None
 
 
 class _ForwardTimer:
-    """Adds the time from the start of a step to the end of its first forward to ``times``."""
+    """Add the time from the start of a step to the end of its first forward to ``times``."""
 
     def __init__(self, times: RankTimes) -> None:
         self._times = times

@@ -30,8 +30,8 @@ class NanGuardHook(Hook):
 
     The message names the first bad value, its step and its rank. The hook does not wait for the
     device at each step. It checks the values of several steps at once: with each log record, or at
-    a separate interval, which costs one small collective each time. The parameters are also checked
-    when training ends.
+    a separate interval, which costs one small collective each time. When training ends, the
+    parameters are checked as well, unless ``check`` is "loss".
 
     Args:
         check: "weights" reports only parameters that are not finite. With log records they are
@@ -161,7 +161,7 @@ class NanGuardHook(Hook):
 def bad_parameter(state: LoopState) -> str:
     """Describe the first parameter that is not finite on this rank; "" if there is none.
 
-    Of sharded parameters, this rank's shards are checked.
+    Only this rank's shards of sharded parameters are checked.
     """
     named = [(name, local_part(param)) for name, param in _named_parameters(state)]
     finite = are_finite([part for _, part in named])

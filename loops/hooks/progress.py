@@ -50,7 +50,7 @@ def _display_kind() -> type[TerminalDisplay] | type[NotebookDisplay] | None:
 
 
 class _MainMetric:
-    """The last and best value of the metric that decides about checkpoints, or of the first one."""
+    """The last and best value of ``CheckpointHook``'s metric; by default, of the first metric."""
 
     def __init__(self, state: LoopState) -> None:
         savers = [one for one in state.stateful.values() if isinstance(one, CheckpointHook)]
@@ -136,8 +136,8 @@ class ProgressHook(Hook):
             if state.limits[name] >= self._printed.get(name, -1.0) + _SHARE_GROWTH:
                 self._printed[name] = state.limits[name]
                 self._say(text)
-        # Not `_due_s`: `on_update` may just have drawn the panel, and the line of this record would
-        # then wait for the next update, which may be slow.
+        # Not `_due_s`: if `on_update` has just drawn the panel, this record's line must not wait
+        # for the next update, which may be slow.
         if perf_counter() >= self._log_due_s:
             self._refresh(state)
             self._log_due_s = self._due_s

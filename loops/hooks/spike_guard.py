@@ -68,10 +68,10 @@ class SpikeGuardHook(Hook):
 
     All ranks decide together before the update. A value is an outlier if it is above ``median +
     threshold * MAD`` of the last ``window`` steps, without the skipped ones. MAD is the median
-    absolute deviation; the value of a step is the highest of any rank. After a skipped step, the
-    run continues as if the batches of its accumulation window did not exist; see docs/hooks.md.
-    Each step costs a small collective and waits for the device. The hook adds ``skipped_steps`` to
-    the log records: the number of skipped steps since the last record.
+    absolute deviation, but at least 1% of the median; the value of a step is the highest of any
+    rank. After a skipped step, the run continues as if the batches of its accumulation window did
+    not exist; see docs/hooks.md. Each step costs a small collective and waits for the device. The
+    hook adds ``skipped_steps`` to the log records: the number of skipped steps since the last one.
 
     Args:
         threshold: the number of median absolute deviations above the median.
@@ -87,6 +87,7 @@ class SpikeGuardHook(Hook):
 
     Raises:
         ValueError: an argument is not allowed.
+        TypeError: when training starts: there are several optimizers, or one needs a closure.
     """
 
     # Called after the hooks that save or evaluate, which may draw random numbers.

@@ -42,7 +42,7 @@ class LoggerHook(Hook):
         self.require_packages()
         # The last metrics of each phase, under names such as "val/accuracy".
         self._metrics: dict[str, float] = {}
-        self._has_written = False
+        self._has_new_metrics = False
 
     @classmethod
     def require_packages(cls) -> None:
@@ -66,7 +66,7 @@ class LoggerHook(Hook):
     def settings(
         self, state: LoopState, settings: Mapping[str, Setting], metrics: Mapping[str, float]
     ) -> None:
-        """Write the settings of the run; called at the start of training and at the end of the run.
+        """Write the settings; called when training starts, and at the end if there are new metrics.
 
         Args:
             state: the state of the loop.
@@ -110,12 +110,12 @@ class LoggerHook(Hook):
         if metrics and self._attach(state):
             phase = state.phase.value
             self._metrics |= {f"{phase}/{name}": value for name, value in metrics.items()}
-            self._has_written = True
+            self._has_new_metrics = True
             self.scalars(state, phase, metrics)
 
     def on_train_end(self, state: LoopState) -> None:
-        if self._has_written:
-            self._has_written = False
+        if self._has_new_metrics:
+            self._has_new_metrics = False
             self.settings(state, dict(flat_settings(state.settings)), dict(self._metrics))
         self.close(failed=False)
 

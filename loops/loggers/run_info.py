@@ -27,7 +27,7 @@ from ..state import LoopState
 
 # The maximum number of warnings of each rank, and of characters in a text.
 _MAX_WARNINGS, _MAX_LENGTH = 200, 2000
-# The picture of the placement has at most this many groups of parameters.
+# The report's picture of where parameters are has at most this many groups of them.
 _MAX_GROUPS = 24
 _PHASES_EVERY_S = 5.0
 
@@ -39,8 +39,8 @@ class RunInfoHook(Hook):
     ``environment.json`` has versions, devices, the wrapper, the mesh and the parameters that each
     rank holds. ``events.jsonl`` has the start and the end of the training, errors, and the warnings
     of all ranks with their step. ``phases.json`` has the seconds that rank 0 spent in each phase
-    since the start. Host names, user names and paths are not recorded, unless a warning contains
-    them. Nothing is written if ``state.run_dir`` is None. The hook does nothing during a step.
+    since the start. Host names, user names and paths are not recorded, unless a warning or an error
+    contains them. Nothing is written if ``state.run_dir`` is None.
     """
 
     # After all other hooks, so that the seconds of their last events are known.
@@ -89,7 +89,7 @@ class RunInfoHook(Hook):
 
 
 class _EventLog(logging.Handler):
-    """Appends this rank's events to ``events.jsonl``; as a handler, it receives logged warnings."""
+    """Append this rank's events to ``events.jsonl``; as a handler, it receives logged warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -205,7 +205,7 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _grouped(sizes: dict[str, int]) -> dict[str, int]:
-    """Add up the sizes of parameters by module, as deep as the number of groups allows."""
+    """Add up sizes by module, at the greatest depth with at most ``_MAX_GROUPS`` groups."""
     modules = {name: name.split(".")[:-1] or [name] for name in sizes}
     groups: Counter[str] = Counter()
     for depth in range(max(map(len, modules.values()), default=0), 0, -1):

@@ -99,6 +99,6 @@ class WandbHook(LoggerHook):
                 tags=self._tags,
                 **self._options,
             )
-            # wandb's own step must not decrease, but the test may evaluate an earlier checkpoint.
+            # wandb's own step must not decrease, but a test may evaluate an earlier checkpoint.
             self._run.define_metric("*", step_metric="step")
         return self._run

@@ -61,7 +61,7 @@ def feed_metrics(
     """Update metrics with the outputs of a step.
 
     If the outputs are a mapping, each argument of ``update`` gets the value of its name. Any other
-    result is passed as ``update(outputs, batch)``. The method of a BaseMetric is ``add``.
+    result is passed as ``update(outputs, batch)``. A BaseMetric has ``add`` instead of ``update``.
 
     Args:
         metrics: the metrics by name.
@@ -211,9 +211,7 @@ def compute_metrics(
             try:
                 _flatten(name, _computed(metric, size, group), results)
             except Exception as error:
-                add_note(
-                    error, f"in metric {name!r} ({name_of(metric)}), as it computed its result"
-                )
+                add_note(error, f"in the computation of metric {name!r} ({name_of(metric)})")
                 raise
     return results
 
@@ -273,8 +271,8 @@ def _flatten(name: str, value: Any, results: dict[str, float]) -> None:
 class ProcessMetric(BaseMetric):
     """An adapter for metrics with the interface of mmengine's BaseMetric.
 
-    The results of all ranks are gathered here; the metric's ``prefix`` and ``collect_device`` have
-    no effect.
+    The adapter gathers the results of all ranks; the metric's ``prefix`` and ``collect_device``
+    have no effect.
 
     Args:
         metric: a metric with ``process(data_batch, data_samples)``, which appends the results of

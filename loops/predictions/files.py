@@ -56,7 +56,7 @@ class Field:
     """A numeric field of rows.
 
     Attributes:
-        dtype: a data type for the values of all rows.
+        dtype: a data type that can hold the values of all rows.
         shapes: the shapes that the values have.
         count: how many rows have the field.
     """
@@ -214,8 +214,8 @@ def _write_parquet(rows: Iterator[Row], path: Path) -> int:
             except (pyarrow.ArrowException, OverflowError) as error:
                 raise ValueError(
                     f"samples {some[0][INDEX]} to {some[-1][INDEX]} do not fit into columns of "
-                    f".parquet, whose types are those of the first {_ROWS:,} samples ({error}); "
-                    "write to .jsonl instead"
+                    f".parquet, whose types the first {_ROWS:,} samples determine ({error}); write "
+                    "to .jsonl instead"
                 ) from error
             count += len(some)
     return count

@@ -125,7 +125,7 @@ def test_what_cannot_be_shared_equally_is_an_error_that_lists_what_can(tmp_path:
     _stages("ddp", tmp_path / "b", [(2, 2, 4)], samples=24, accumulate=2)
     (told,) = run_ranks(_refused, 1, tmp_path / "b", samples=24, batch_size=4, accumulate=2)
     assert "in 2 batches of each rank" in told
-    assert "2, 4, 8 as the number of ranks; or batch_size >= 8 on 1" in told
+    assert "2, 4, 8 as the number of ranks; or batch_size >= 8 with 1" in told
 
 
 def test_another_batch_size_keeps_the_global_batch(tmp_path: Path) -> None:

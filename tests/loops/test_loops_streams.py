@@ -108,7 +108,7 @@ def _train_apart(folder: Path, kind: type[Lines], uneven: bool) -> tuple[str, in
 def test_streams_that_end_apart(tmp_path: Path, kind: type[Lines]) -> None:
     """Whatever length they claim: all ranks hear of it within a batch, or the run goes on."""
     for text, steps, _ in run_ranks(_train_apart, 2, tmp_path / "even", kind, False):
-        assert "rank 0 ran out after 3 in epoch 0, and rank 1 did not" in text
+        assert "rank 0 ran out after 3 batches in epoch 0, and rank 1 did not" in text
         assert steps == 3
     assert run_ranks(_train_apart, 2, tmp_path / "uneven", kind, True) == [("", 10, True)] * 2
 
@@ -207,7 +207,7 @@ def _save_by_ranks(folder: Path) -> Path:
 def test_another_number_of_ranks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = run_ranks(_save_by_ranks, 2, tmp_path)[0]
     _resume(path, build_loader(Lines(), batch_size=3))
-    assert "is for 2 ranks with different batches" in caplog.text
+    assert "cannot be converted from 2 to 1 ranks" in caplog.text
     assert "by reading and discarding 6 batches" in caplog.text
 
 

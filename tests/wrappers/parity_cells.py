@@ -67,9 +67,9 @@ class Kind:
         return any("tensor" in axes for axes in self.axes.values())
 
 
-_ONE_AXIS = "one of the two axes would have a single rank: the cell of {} or of tp 2"
-_OWN_BATCHES = "a wrapper without communication: several ranks would train apart"
-_ONE_PROCESS = "copies in one process: it refuses a group of several ranks"
+_ONE_AXIS = "an axis would have a single rank, so the cell would equal one of {} or tp 2"
+_OWN_BATCHES = "the wrapper does not communicate: each rank would train a different model"
+_ONE_PROCESS = "the replicas are in one process: several ranks are an error"
 
 
 def _every_world(*axes: str) -> dict[int, dict[str, int]]:
@@ -88,8 +88,8 @@ KINDS = {
         "single",
         {2: {"tensor": 2}},
         {
-            1: "two ranks share one copy of a layer",
-            4: "the other two ranks are a data axis: the cell of ddp x tp",
+            1: "each layer is split over two ranks",
+            4: "two pairs of ranks train on different samples: see ddp x tp",
         },
     ),
     "ddp x tp": Kind(

@@ -1,4 +1,4 @@
-"""docs/parity.md, from what the parity matrix came to."""
+"""Write docs/parity.md from the results of the parity matrix."""
 
 from collections.abc import Callable, Iterable
 
@@ -18,28 +18,38 @@ _COLUMNS: list[tuple[str, str, Callable[[Outcome], float]]] = [
 
 _HEAD = """# Parity
 
-This page compares every wrapper with the same models trained by hand with `torch.nn` and
-`torch.optim`, on the whole batch, in one process, without any code of this project. `make parity`
-wrote it (torch {torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of the comparison.
+This page shows how closely each [wrapper](wrappers.md) follows plain PyTorch. It compares every
+training with the same training written by hand: with `torch.nn` and `torch.optim`, on the whole
+batch, in one process, without any code of this project. `make parity` wrote the page (torch
+{torch}, gloo, CPU, {minutes:.0f} minutes); the tests run a part of the comparison. The following
+command compares one wrapper, in a minute, and writes the same page about it:
 
-- **Cell**: a wrapper, a number of ranks, a model, a dtype, accumulation 1 or 3, with or without
-  clipping by norm, an optimizer, and the elements over which losses are averaged. Of {cells} cells,
+```
+python tests/wrappers/parity_report.py --rows single --output /tmp/single.md
+```
+
+- **Cell**: a combination of wrapper, number of ranks, model, dtype, accumulation (1 or 3), clipping
+  by norm (with or without), optimizer, and weight of the losses. Of {cells} cells,
   {within} are within the bounds.
-- **Training**: {steps} steps each. Micro-batches of {batch} of the {samples} samples are split over
-  the ranks that see different data. The ranks start with different weights, and the wrapper must
-  use rank 0's.
-- **Parameters**: the largest difference of any parameter or running statistic at the end, on any
-  rank. Bounds: {fp64} in fp64, {fp32} in fp32.
-- **Loss**: the largest difference of the loss of any micro-batch (mean over the ranks). The bounds
-  are the same; in bf16 {bf16} of the loss. bf16 means autocast with fp32 weights, on both sides.
-- **Weighted** cells have `loss_weight`: by samples, and for the transformer by tokens of sequences
-  with different lengths. Their micro-batches have {ragged} samples in turn, and the ranks have
-  different numbers of them. The hand-written side takes one mean over the whole window.
+- **Training**: {steps} updates. Each micro-batch has {batch} of the {samples} samples. Each rank
+  gets a part of it; tensor-parallel ranks share a part. The ranks start with different weights, and
+  the wrapper must use rank 0's.
+- **Parameters**: the largest absolute difference from the hand-written training, of any parameter
+  or running statistic after the last update, on any rank. The bounds are {fp64} in fp64 and {fp32}
+  in fp32; bf16 has none.
+- **Loss**: the largest absolute difference of any micro-batch's loss (mean over the ranks), with
+  the same bounds. In bf16 the difference is relative, with a bound of {bf16}.
+- **bf16** means autocast with fp32 weights, in both trainings.
+- **Weighted** cells have a `loss_weight`: samples, or tokens for the transformer, whose sequences
+  then have different lengths. Their micro-batches have {ragged} samples in turn, and the ranks have
+  different numbers of them. The hand-written training takes one mean over all micro-batches of an
+  update.
 - **BatchNorm** layers are synchronised (`sync_batchnorm: true`) if ranks or replicas see different
-  samples. With accumulation, their statistics come from one micro-batch, on both sides.
+  samples. Each micro-batch has its own statistics, in both trainings.
 - **Optimizers**: SGD ({sgd}) and AdamW ({adamw}). Gradients are clipped to a norm of {norm}.
-- **separate** has one optimizer, and one norm, for each of the two parts of a model; the
-  hand-written side does the same.
+- **Wrappers**: `hsdp` is `fsdp` with copies: one copy on 1 rank, two copies on 2 ranks, and two
+  copies on 4 ranks, each sharded over two. `tp 2` splits layers over two ranks. `separate` has one
+  optimizer, and one norm, for each of the two parts of a model, in both trainings.
 
 The models have no parameter whose gradient is zero except for rounding, such as the bias before a
 BatchNorm layer or the bias of attention keys. AdamW divides by the size of the gradient. For such a
@@ -79,7 +89,7 @@ def _head(cells: list[Outcome], minutes: float) -> str:
 def _model(name: str, cells: list[Outcome]) -> str:
     lines = [
         f"## {MODELS[name]}\n",
-        "The largest differences over accumulation, clipping and optimizers.\n",
+        "The largest differences over accumulation, clipping, optimizers and loss weights.\n",
         "| Wrapper | Ranks | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
         "|---|---|" + "---|" * len(_COLUMNS),
     ]
@@ -127,7 +137,7 @@ def _settings(cells: list[Outcome]) -> str:
     lines = [
         "## By setting\n",
         "The largest differences over all wrappers and both models.\n",
-        "| | Cells | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
+        "| Setting | Cells | " + " | ".join(title for title, _, _ in _COLUMNS) + " |",
         "|---|---|" + "---|" * len(_COLUMNS),
     ]
     for title, belongs in kinds.items():
@@ -144,9 +154,6 @@ def _empty() -> str:
         grouped.setdefault((kind, reason), []).append(world)
     for (kind, reason), worlds in grouped.items():
         lines.append(f"| {kind} | {', '.join(map(str, worlds))} | {reason} |")
-    lines.append("")
-    lines.append("hsdp: one copy of one shard on one rank, two copies of one shard on two ranks,")
-    lines.append("two copies of two shards on four.")
     return "\n".join(lines)
 
 
@@ -157,17 +164,15 @@ def _checkpoints(loads: list[Load]) -> str:
     bounds = ", ".join(
         f"{dtype} {bound:.0e}" for dtype, bound in LOAD_BOUNDS.items() if dtype in DTYPES
     )
-    loaded = (
-        f"{len(sources)} checkpoints, {len(loads)} loads, {elsewhere} of them under another "
-        f"setup,\n{within} of them within the bounds ({bounds})"
-    )
     lines = [
         "## Checkpoints\n",
-        "Every unweighted cell saves a checkpoint, and every wrapper and number of ranks loads it:",
-        f"{loaded}.",
-        "The figures are relative differences of the loss on validation data",
-        f"({VALIDATION} samples) from the loss in the run that saved the checkpoint.",
-        "Weights trained under bf16 are fp32, and are evaluated in fp32.\n",
+        "Every unweighted cell saves a checkpoint, and every wrapper loads its weights, with every",
+        f"number of ranks. Of {len(loads)} loads of {len(sources)} checkpoints, {elsewhere} are",
+        "under another wrapper or number of ranks than the training, and",
+        f"{within} are within the bounds ({bounds}).\n",
+        "The figures are the largest relative differences from the loss in the run that saved the",
+        f"checkpoint, on {VALIDATION} validation samples. Weights trained in bf16 are in fp32 and",
+        "are evaluated in fp32.\n",
         "| Loaded under | Ranks | Loads | " + " | ".join(DTYPES) + " |",
         "|---|---|---|" + "---|" * len(DTYPES),
     ]
