@@ -125,7 +125,8 @@ def size_lines(summary: Summary) -> Iterator[str]:
     trainable = f"{summary.trainable:,} trainable, {summary.size_bytes / 2**20:.3g} MiB"
     yield f"parameters: {summary.parameters:,} ({trainable})"
     if summary.error is None:
-        each = f", {with_unit(summary.flops / summary.samples, 'FLOPs')} for one sample"
-        total = with_unit(summary.flops, "FLOPs")
-        samples = f"a batch of {summary.samples}" if summary.samples else "the first batch"
-        yield f"forward: {total} for {samples}{each if summary.samples else ''}"
+        batch = "the first batch"
+        if summary.samples:
+            each = with_unit(summary.flops / summary.samples, "FLOPs")
+            batch = f"a batch of {summary.samples}, {each} for one sample"
+        yield f"forward: {with_unit(summary.flops, 'FLOPs')} for {batch}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,47 @@ def test_a_forward_that_fails_is_reported_and_leaves_the_model_as_it_was() -> No
     assert found.parameters == 12
     assert model.training
     assert not model.inner._forward_hooks
+
+
+TEXTS = """
+import torch
+from torch import nn
+
+
+class Texts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.EmbeddingBag(8, 2)
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, text):
+        return self.head(self.layer(torch.tensor([[len(one)] for one in text])))
+
+
+def texts():
+    return [{"text": "a"}, {"text": "bcd"}]
+"""
+OF_TEXTS = {
+    "model": {
+        "type": "SupervisedModel",
+        "input_key": "text",
+        "net": {"type": "texts.Texts"},
+        "loss": {"type": "CrossEntropyLoss"},
+    },
+    "data": {"test": {"dataset": {"type": "texts.texts"}, "batch_size": 2}},
+}
+
+
+def test_a_batch_without_tensors_has_no_number_of_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "texts.py").write_text(TEXTS)
+    (tmp_path / "config.yaml").write_text(json.dumps(OF_TEXTS))
+    for command in ("summary", "check"):
+        assert main([command, "config.yaml"]) == 0
+        # Two samples with 2 * 3 products each.
+        assert "forward: 24 FLOPs for the first batch" in capsys.readouterr().out.splitlines()
 
 
 def test_units() -> None:
