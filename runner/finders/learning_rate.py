@@ -56,7 +56,8 @@ class RangeTest:
 class RangeTestHook(Hook):
     """Increase the learning rate exponentially at each update, and record the losses.
 
-    Parameter groups keep the ratios between their learning rates. ``rates`` records the highest.
+    Parameter groups keep the ratios between their learning rates; if all are 0, they get the same
+    rate. ``rates`` records the highest.
 
     Args:
         first: the learning rate of the first update.
@@ -79,8 +80,9 @@ class RangeTestHook(Hook):
     def on_train_start(self, state: LoopState) -> None:
         wrapper = state.optim_wrapper
         self._groups = (wrapper[self._optimizer] if self._optimizer else wrapper).param_groups
-        highest = max(float(group["lr"]) for group in self._groups) or 1.0
-        self._ratios = [float(group["lr"]) / highest or 1.0 for group in self._groups]
+        rates = [float(group["lr"]) for group in self._groups]
+        highest = max(rates)
+        self._ratios = [rate / highest if highest else 1.0 for rate in rates]
         self._set(self._first)
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import ended
+from torch import nn
 
+from stepwrap.loops import LoopState
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.finders.batch_size import Fit, largest_batch_size
-from stepwrap.runner.finders.learning_rate import RangeTest
+from stepwrap.runner.finders.learning_rate import RangeTest, RangeTestHook
 from stepwrap.runner.sections import read_sections
+from stepwrap.wrappers import OptimWrapper
 
 QUIET = ["hooks.progress=false", "hooks.checkpoint=false"]
 
@@ -113,6 +117,19 @@ def test_lr_find_draws_a_curve_and_suggests_a_rate(
     assert "there is no optimizer 'x'" in capsys.readouterr().err
     assert main(["lr-find", "digits_single", "--low", "2", "--high", "1"]) == 2
     assert "--low must be above 0 and below --high, got 2 and 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"), [((0.1, 0.05, 0.0), (8.0, 4.0, 0.0)), ((0.0, 0.0), (8.0, 8.0))]
+)
+def test_lr_find_keeps_the_ratios_of_groups(
+    rates: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": one} for one in rates]
+    state = LoopState(nn.Linear(1, 1))
+    state.optim_wrapper = OptimWrapper(torch.optim.SGD(groups, lr=rates[0]))
+    RangeTestHook(8.0, 16.0, 2).on_train_start(state)
+    assert tuple(group["lr"] for group in state.optim_wrapper.optimizer.param_groups) == expected
 
 
 RENAMED = """
