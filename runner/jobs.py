@@ -321,7 +321,14 @@ def _folder(job: Job) -> Iterator[Path]:
 def _console_log(debug: bool) -> Iterator[None]:
     """Print rank 0's warnings as plain lines or, with ``debug``, the log messages of every rank."""
     package_logger = logging.getLogger("stepwrap")
-    level = package_logger.level
+    # Always shown: resumed checkpoint, loaded weights, frozen parameters, profile, chosen wrapper,
+    # result of compiling.
+    ours = (
+        *(f"{__package__}.runner", f"{__package__}.pretrained", FreezeHook.__module__),
+        *(ProfileHook.__module__, auto.__module__, "stepwrap.wrappers.compiled"),
+    )
+    loggers = [package_logger, *map(logging.getLogger, ours)]
+    levels = [one.level for one in loggers]
     is_shown = debug or get_rank() == 0
     # Without any handler Python would print logged warnings itself.
     handler = logging.StreamHandler() if is_shown else logging.NullHandler()
@@ -329,17 +336,9 @@ def _console_log(debug: bool) -> Iterator[None]:
     package_logger.addHandler(handler)
     with warnings.catch_warnings():
         if is_shown:
+            for one in loggers:
+                one.setLevel(logging.INFO)
             package_logger.setLevel(logging.INFO if debug else logging.WARNING)
-            # Always shown: resumed checkpoint, loaded weights, frozen parameters, profile, chosen
-            # wrapper, result of compiling.
-            ours = (
-                f"{__package__}.runner",
-                f"{__package__}.pretrained",
-                FreezeHook.__module__,
-                ProfileHook.__module__,
-            )
-            for name in (*ours, auto.__module__, "stepwrap.wrappers.compiled"):
-                logging.getLogger(name).setLevel(logging.INFO)
         else:
             # Rank 0 shows the same warnings.
             warnings.simplefilter("ignore")
@@ -347,4 +346,5 @@ def _console_log(debug: bool) -> Iterator[None]:
             yield
         finally:
             package_logger.removeHandler(handler)
-            package_logger.setLevel(level)
+            for one, level in zip(loggers, levels, strict=True):
+                one.setLevel(level)

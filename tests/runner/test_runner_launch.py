@@ -521,3 +521,15 @@ def warn_by_log() -> str:
 
 def test_only_rank_0_shows_logged_warnings() -> None:
     assert run_ranks(warn_by_log, 2) == ["careful\n", ""]
+
+
+def test_the_levels_of_loggers_are_restored() -> None:
+    def levels() -> dict[str, int]:
+        loggers = logging.root.manager.loggerDict
+        return {name: one.level for name, one in loggers.items() if isinstance(one, logging.Logger)}
+
+    logging.getLogger("stepwrap.runner.runner").setLevel(logging.ERROR)
+    before = levels()
+    with _console_log(debug=False):
+        assert logging.getLogger("stepwrap.runner.runner").level == logging.INFO
+    assert {name: levels()[name] for name in before} == before
