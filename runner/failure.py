@@ -78,12 +78,12 @@ class LaunchError(RuntimeError):
 
     Attributes:
         failures: the errors of all ranks, the cause first.
-        is_stopping: whether the launcher has received a stop signal.
+        signal: the number of the stop signal that the launcher has received, or 0.
     """
 
-    def __init__(self, failures: Sequence[Failure], *, is_stopping: bool = False) -> None:
+    def __init__(self, failures: Sequence[Failure], *, signal: int = 0) -> None:
         self.failures = list(failures)
-        self.is_stopping = is_stopping
+        self.signal = signal
         super().__init__("\n".join(self.failures[0].lines()))
 
 

@@ -283,7 +283,7 @@ def raising_stops() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        raise _stop(number)
+        raise stop_error(number)
 
     numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
     with handling(dict.fromkeys(numbers, stop)):
@@ -293,10 +293,11 @@ def raising_stops() -> Iterator[None]:
             if not received:
                 raise
             # An import, for instance, may replace the handler's exception with another error.
-            raise _stop(received[0]) from error
+            raise stop_error(received[0]) from error
 
 
-def _stop(number: int) -> BaseException:
+def stop_error(number: int) -> BaseException:
+    """Return ``KeyboardInterrupt`` for Ctrl-C, and ``Terminated`` for another stop signal."""
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
 
 

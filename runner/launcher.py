@@ -39,7 +39,7 @@ from ..collectives import (
 )
 from ..loops.display.notebook import DISPLAY_DIR, in_notebook, show_displays
 from ..parallel import free_memory
-from .failure import Failure, LaunchError, OversubscribedError, Terminated
+from .failure import Failure, LaunchError, OversubscribedError
 from .guard import (
     Ranks,
     blocking_signals,
@@ -47,6 +47,7 @@ from .guard import (
     is_running,
     own_memory,
     receiving_signals,
+    stop_error,
     unblock_signals,
     with_variables,
 )
@@ -296,11 +297,9 @@ def _start(
     # After a signal, ranks fail because the signal ended their peers: that is not an error.
     if ranks.failures and not (ranks.received and all(map(_may_be_consequence, ranks.failures))):
         causes_first = sorted(ranks.failures, key=lambda one: (_may_be_consequence(one), one.time))
-        raise LaunchError(causes_first, is_stopping=bool(ranks.received))
+        raise LaunchError(causes_first, signal=next(iter(ranks.received), 0))
     if len(ranks.results) < nproc:
-        if ranks.received[0] == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise Terminated(ranks.received[0])
+        raise stop_error(ranks.received[0])
     return {rank: pickle.loads(result) for rank, result in sorted(ranks.results.items())}
 
 

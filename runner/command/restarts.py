@@ -40,7 +40,7 @@ def run_with_restarts(job: Job) -> dict[int, Outcome]:
                 cause = error.failures[0]
                 step = NoteStepHook.read(Path(job.steps, str(cause.rank)))
                 failed[cause.kind, cause.message, step] += 1
-                if error.is_stopping or cause.kind == "ConfigError":
+                if error.signal or cause.kind == "ConfigError":
                     raise
                 when = f"after step {step}" if step >= 0 else "before the training began"
                 _print(f"rank {cause.rank} failed {when}: {cause.kind}: {cause.message}")

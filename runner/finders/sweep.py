@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,8 @@ from ...loops.metrics.evaluation import WatchedMetric
 from ...registry import ConfigError, Problem, did_you_mean, load_config
 from ...registry.errors import shown, shown_value
 from ...registry.text.files import parse
-from ..failure import LaunchError, Terminated
+from ..failure import LaunchError
+from ..guard import stop_error
 from ..jobs import Job, Outcome, on_ranks, run_job
 from ..run_folder import saved_checkpoints
 from ..sections import read_sections
@@ -369,16 +369,14 @@ def _train(source: str, overrides: Sequence[str], hook: Hook, run_dir: Path) -> 
     try:
         results = on_ranks(run, _run_trial, (job, run_dir / "output.txt"), environment=variables)
     except LaunchError as error:
-        if error.is_stopping:
-            raise KeyboardInterrupt from error
+        if error.signal:
+            raise stop_error(error.signal) from error
         with (run_dir / "output.txt").open("a") as file:
             file.writelines(f"rank {one.rank}: {one.trace}\n" for one in reversed(error.failures))
         raise
     outcome = results[0]
-    if outcome.signal == signal.SIGINT:
-        raise KeyboardInterrupt
     if outcome.signal:
-        raise Terminated(outcome.signal)
+        raise stop_error(outcome.signal)
     return outcome.metrics.get("val", {})
 
 

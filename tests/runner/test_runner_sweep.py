@@ -181,3 +181,29 @@ def test_it_continues_after_ctrl_c_and_a_kill(
     assert "3 trials: 3 completed, 0 pruned, 0 failed" in out
     for name in ("trial_0000", "trial_0002"):
         assert "continuing from" in (folder / name / "output.txt").read_text()
+
+
+FAILING = """
+from stepwrap.loops import Hook
+
+
+class FailsAtEnd(Hook):
+    def on_train_end(self, state):
+        raise ValueError("broken end")
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_that_fails_after_sigterm_does_not_count_as_stopped_by_ctrl_c(
+    start: Callable[..., Command], tmp_path: Path
+) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    words = ["sweep", "points.yaml", "--space", "space.yaml", "train.max_epochs=500"]
+    words += ["data.train.dataset.pause_s=0.02", "hooks.failing.type=failing.FailsAtEnd"]
+    command = start(*words)
+    command.wait_for(tmp_path / "sweeps" / "points" / "trial_0000", 1)
+    command.process.send_signal(signal.SIGTERM)
+    code, out, err = command.finish()
+    assert code == 143, out + err
+    assert "0 failed\nstopped by SIGTERM; the same command with --resume continues" in out
