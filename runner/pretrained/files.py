@@ -113,12 +113,15 @@ def _read_shards(index: Path) -> dict[str, Any]:
         ) from error
     files = sorted(set(map(str, names.values())))
     # The index is data from elsewhere: it must not name files outside its folder.
-    outside = [one for one in files if Path(one).name != one]
-    absent = [one for one in files if not (index.parent / one).is_file()]
-    if outside or absent:
+    if outside := [one for one in files if Path(one).name != one]:
         raise CheckpointError(
-            f"{index} lists {len(files)} files next to it, of which {len(absent or outside)} are "
-            f"missing, such as {(absent or outside)[0]}; download the folder again"
+            f"{index} names the file {outside[0]}, which is not next to it; such a file is never "
+            "read"
+        )
+    if absent := [one for one in files if not (index.parent / one).is_file()]:
+        raise CheckpointError(
+            f"{index} lists {len(files)} files next to it, of which {len(absent)} are missing, "
+            f"such as {absent[0]}; download the folder again"
         )
     weights: dict[str, Any] = {}
     for file in files:

@@ -179,6 +179,19 @@ def test_mistakes_name_the_key_and_a_remedy(name: str) -> None:
         assert text in str(error.value)
 
 
+@pytest.mark.parametrize("file", ["../outside.safetensors", "within/a.safetensors"])
+def test_an_index_may_name_only_files_next_to_it(file: str) -> None:
+    Path("shard/within").mkdir(parents=True)
+    for path in ("outside.safetensors", "shard/within/a.safetensors"):
+        save_file(state(), path)
+    places = dict.fromkeys(state(), file)
+    Path("shard/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(BuildError) as error:
+        loaded(settings(load_from={"path": "shard"}))
+    text = f"index.json names the file {file}, which is not next to it; such a file is never read"
+    assert text in str(error.value)
+
+
 def _only_rank_0_has_the_file(rank_file: str) -> str:
     from stepwrap.collectives import get_rank
 
