@@ -115,7 +115,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
 
     Raises:
         ExportError: the model cannot be exported, or the difference is too large.
-        FileExistsError: ``path`` exists.
+        FileExistsError: ``path`` exists, or the second file of a large ONNX model.
         ImportError: the format needs a package that is not installed.
         ValueError: the format is unknown.
     """
@@ -133,10 +133,12 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
                 write = _as_pt2 if path.suffix == ".pt2" else _as_onnx
                 run = write(program, outputs, draft)
             difference = _compare(outputs, run)
-        check_export(path)
         # Large ONNX models have a second file with weights. Move the main file last, so that it
         # never exists without the other one.
-        for file in sorted(Path(folder).iterdir(), key=lambda one: one == draft):
+        files = sorted(Path(folder).iterdir(), key=lambda one: one == draft)
+        for file in files:
+            check_export(path.with_name(file.name), path.suffix.removeprefix("."))
+        for file in files:
             os.replace(file, path.with_name(file.name))
     inputs = {} if path.suffix == ".safetensors" else _shapes(outputs)
     return Export(path, inputs, difference)

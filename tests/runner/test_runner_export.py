@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from marks import slow
 from programs import run as run_program
 from torch import Tensor, nn
+from torch.onnx import ONNXProgram
 
 from stepwrap.runner import ExportError, export_model, load_model
 from stepwrap.runner.command.cli import main
@@ -160,6 +162,23 @@ def test_the_command_exports_the_evaluated_model(kind: str, run: Path, capsys: C
         x = torch.rand(5, 2)
         found = torch.export.load("runs/points/model.pt2").module()(x)
         torch.testing.assert_close(found, load_model("runs/points").net(x))
+
+
+@pytest.mark.slow
+def test_a_left_over_file_with_weights_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small models get a second file, too.
+    save = partialmethod(ONNXProgram.save, external_data=True)
+    monkeypatch.setattr(ONNXProgram, "save", save)
+    old = tmp_path / "model.onnx.data"
+    old.write_text("old")
+    with pytest.raises(FileExistsError, match=r"needs a new file, and .*model.onnx.data exists"):
+        export_model(_net(), tmp_path / "model.onnx", _batch())
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {old.name: "old"}
+    old.unlink()
+    export_model(_net(), tmp_path / "model.onnx", _batch())
+    assert {one.name for one in tmp_path.iterdir()} == {"model.onnx", old.name}
 
 
 @pytest.mark.parametrize(
