@@ -47,7 +47,7 @@ def run_train(options: Options) -> int:
         return _run(job)
     # The ranks check this again. Checking it here reports the problem before any rank is started.
     require_free_run_dir(job)
-    folder = nullcontext() if options.dry_run else _new_folder(config, Path(run.run_dir))
+    folder = nullcontext() if options.dry_run else _new_folder(options, Path(run.run_dir))
     with raising_stops(), folder:
         return _run(job)
 
@@ -76,14 +76,16 @@ def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | s
 
 
 @contextmanager
-def _new_folder(config: Config, run_dir: Path) -> Iterator[None]:
+def _new_folder(options: Options, run_dir: Path) -> Iterator[None]:
     """Create the run's folder; after an error remove the new folders that are still empty."""
     created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         what = f"the folder {run_dir} cannot be created: {error.strerror}"
-        raise run_dir_error(config, what) from error
+        if options.run_dir is not None:
+            raise mistake(f"--run-dir: {what}") from error
+        raise run_dir_error(options.examined.config, what) from error
     try:
         yield
     except BaseException:

@@ -66,3 +66,11 @@ def test_the_folder_here(
     assert main(here) == 0
     assert main(here) == 2
     assert f"start another one with --run-dir {run}-2" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_created(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    what = "the folder points.yaml/run cannot be created: Not a directory\n"
+    assert main(["train", "points.yaml", "--run-dir", "points.yaml/run"]) == 2
+    assert capsys.readouterr().err == f"--run-dir: {what}"
+    assert main(["train", "points.yaml", "run_dir=points.yaml/run"]) == 2
+    assert capsys.readouterr().err == f"override run_dir=points.yaml/run: run_dir: {what}"
