@@ -1,7 +1,6 @@
-"""Many processes on one machine: pools, queues, pickling, placement of models.
+"""Many processes on one machine: pools, queues, events, pickling, placement of models.
 
-A name is imported when it is first used, so that worker processes that handle no tensors do not
-import torch.
+Names are imported at their first use, so that worker processes without tensors do not import torch.
 """
 
 from __future__ import annotations

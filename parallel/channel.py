@@ -1,4 +1,4 @@
-"""A channel for whole messages with descriptors, between any number of processes, without locks.
+"""A channel for messages and file descriptors between any number of processes, without locks.
 
 It is a pair of AF_UNIX sockets that preserve message boundaries. The system gives each message to
 one reader, so a process that is killed leaves no message half written or half read.
@@ -35,7 +35,7 @@ os.register_at_fork(after_in_parent=_count_fork)
 
 
 class Channel:
-    """Both ends of a channel. Every process has both until it closes one."""
+    """Both ends of a channel. Every process that has the channel has both until it closes one."""
 
     def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
@@ -50,7 +50,7 @@ class Channel:
     def _set_ends(self, reader: socket.socket, writer: socket.socket) -> None:
         self.reader, self.writer = reader, writer
         self._made_in, self._forks = os.getpid(), _forks
-        # An open socket warns when it is collected.
+        # A socket that is collected while it is open warns.
         weakref.finalize(self, _close, reader, writer).atexit = False
 
     def __getstate__(self) -> Any:
@@ -66,7 +66,7 @@ class Channel:
 
     @property
     def may_be_elsewhere(self) -> bool:
-        """Whether another process may have the ends too."""
+        """Whether another process may also have the ends."""
         return self._is_pickled or os.getpid() != self._made_in or self._forks != _forks
 
     @property
@@ -76,12 +76,12 @@ class Channel:
 
     @property
     def load(self) -> int:
-        """The bytes that the system uses for messages that have not been read."""
+        """The memory that the unread messages take, in bytes."""
         waiting = ioctl(self.writer, termios.TIOCOUTQ, b"\0" * 4)
         return int.from_bytes(waiting, sys.byteorder)
 
     def send(self, packed: Packed, flags: int = 0) -> None:
-        """Send a message. The caller must still close it."""
+        """Send a message. The caller must close ``packed`` afterwards."""
         try:
             _descriptors.send(self.writer, packed.data, packed.fds, flags)
         except ConnectionResetError as error:
@@ -104,8 +104,8 @@ class Channel:
         while True:
             try:
                 return self._receive(socket.MSG_DONTWAIT)
-            # This happens even after a wait: another reader may have taken the message.
             except BlockingIOError:
+                # Also after a wait, because another reader may have taken the message.
                 poller = select.poll()
                 poller.register(self.reader, select.POLLIN)
                 wait(poller, deadline, timeout_s)
@@ -121,7 +121,7 @@ class Channel:
         return data, descriptors
 
     def is_empty(self) -> bool:
-        """Return whether no message is waiting."""
+        """Return whether no message can be received."""
         try:
             return not self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -136,10 +136,10 @@ class Channel:
 
 
 def wait(poller: select.poll, deadline: float, timeout_s: float) -> list[tuple[int, int]]:
-    """Return the events that are ready.
+    """Wait for events of the poller and return them, possibly none before the deadline.
 
     Raises:
-        TimeoutError: nothing was ready by the deadline.
+        TimeoutError: the deadline has passed without an event.
     """
     remaining = deadline - time.monotonic()
     limit_ms = math.ceil(max(remaining, 0) * 1000) if remaining < math.inf else None

@@ -55,13 +55,13 @@ class EncodingError(MaybeEncodingError):  # type: ignore[misc]
     """A result cannot be pickled.
 
     Attributes:
-        exc: the reason, as a text.
-        value: the result, as a text.
+        exc: the reason, as text.
+        value: the ``repr`` of the result.
     """
 
     def __init__(self, exc: object, value: object) -> None:
         super().__init__(exc, value)
-        # The base class stores the `repr` of its arguments.
+        # The base class has stored the `repr` of these texts.
         self.exc, self.value = str(exc), str(value)
 
     def __str__(self) -> str:

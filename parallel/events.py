@@ -11,7 +11,7 @@ __all__ = ["AndEvent", "OrEvent"]
 
 
 class _MultiEvent:
-    """An event whose state follows its members; it registers with them only during ``wait``."""
+    """An event whose state follows from its members; they notify it only during ``wait``."""
 
     _of: ClassVar[Callable[[Iterable[bool]], bool]]
 
@@ -45,7 +45,8 @@ class _MultiEvent:
             return True
         if timeout is not None and timeout <= 0:
             return False
-        # Unlike a condition, a queue can be notified by a signal handler of the waiting thread.
+        # A queue, because a signal handler of the waiting thread may set a member: with a condition
+        # it would deadlock.
         notices: SimpleQueue[None] = SimpleQueue()
 
         def notify() -> None:
@@ -100,7 +101,7 @@ class AndEvent(_MultiEvent):
 
 
 class _NotifyingCondition(threading.Condition):
-    """The condition of a ``threading.Event``, which ``set`` notifies after it changes the flag."""
+    """The condition of a ``threading.Event``. ``set`` notifies it after changing the flag."""
 
     callbacks: set[Callable[[], None]]
 

@@ -23,7 +23,7 @@ __all__ = ["Process", "ProcessException", "Thread", "ThreadException"]
 
 logger = logging.getLogger(__name__)
 
-# How long `watch` waits for the exit of a failed process, whose exit handlers may still run.
+# How long `watch` waits until a failed process, which may still run exit handlers, has ended.
 _EXIT_S = 5.0
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 
@@ -31,7 +31,7 @@ CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.
 def default_context() -> Any:
     """Return multiprocessing's default context, or "spawn" if the default is "fork".
 
-    A forked process hangs in its first large tensor operation if its parent has executed one.
+    A forked process hangs in its first large tensor operation if the parent has already run one.
     """
     chosen = multiprocessing.get_start_method(allow_none=True)
     method = chosen or multiprocessing.get_all_start_methods()[0]
@@ -120,8 +120,8 @@ class Process(BaseProcess):
     """A process that reports the exceptions raised in it.
 
     The object is also an instance of the process class of ``ctx``. Functions and classes that the
-    process cannot import (lambdas, closures) are sent by value. In a forked process torch, if it
-    is imported, uses one thread.
+    process cannot import (lambdas, closures) are sent by value. In a forked process torch uses one
+    thread, if it is imported.
 
     If an exception is raised, the exit code is not zero. ``sys.exit()`` and ``sys.exit(0)`` do not
     count as failures; ``sys.exit(code)`` keeps its code.
@@ -167,7 +167,7 @@ class Process(BaseProcess):
 
     @property
     def exception(self) -> ProcessException | None:
-        """The exception raised, or how the process was killed; None if it has not failed."""
+        """The exception raised, or how the process ended without one; None if it has not failed."""
         if self._exception is None and self._close_report.alive:
             # Read the exit code first: a process that has ended has already written its report.
             exitcode = self.exitcode
@@ -185,7 +185,7 @@ class Process(BaseProcess):
         return self._exception
 
     def watch(self) -> None:
-        """Raise ``exception`` if there is one; waits only for the exit of a failed process."""
+        """Raise ``exception`` if there is one, after the failed process has ended (at most 5 s)."""
         error = self.exception
         if error is not None:
             self.join(_EXIT_S)
@@ -205,7 +205,7 @@ class Process(BaseProcess):
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Return how a process ended, in words."""
+    """Return a description of how a process ended."""
     if exitcode is None:
         return "is gone"
     if exitcode >= 0:
@@ -220,7 +220,7 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def _started_by(base: type[BaseProcess], kind: type[Process]) -> type[Process]:
-    """Return a class derived from ``kind`` and from a context's process class, which starts it."""
+    """Return a subclass of ``kind`` and of ``base``, the process class of a context."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind, base), names)
 
@@ -235,7 +235,7 @@ def _load_process(data: bytes) -> Process:
 
 
 def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None) -> list[Any]:
-    """Call both and return the exceptions that they raised, without ``sys.exit(0)``."""
+    """Call both; return their exceptions, except ``SystemExit`` with code 0 or None."""
     failures: list[Any] = []
     pid = os.getpid()
     for step in filter(None, (target, cleaner)):
@@ -246,7 +246,7 @@ def _run_all(target: Callable[[], object], cleaner: Callable[[], object] | None)
                 raise
             if not (isinstance(error, SystemExit) and error.code in (None, 0)):
                 failures.append(error)
-        # This is a process that the target forked: it must not run the cleaner.
+        # In a process that the target has forked: only the original process runs the cleaner.
         if os.getpid() != pid:
             break
     return failures
@@ -266,7 +266,7 @@ def _report_file() -> int:
 
 def _write_report(file: int, report: tuple[str, bytes]) -> None:
     data = pickle.dumps(report)
-    # The mark at the beginning is written last: without it the report is incomplete.
+    # The mark at the beginning is written last, so that readers ignore an incomplete report.
     if os.pwrite(file, data, 1) == len(data):
         os.pwrite(file, b"!", 0)
 

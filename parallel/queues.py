@@ -1,8 +1,8 @@
 """Queues between processes of one machine.
 
-Each message goes to exactly one reader, whole or not at all, even if processes are killed. A queue
-is full with about 270 small messages, or 200 KB of larger ones. Values of more than 32 KB are in
-separate memory and count as small messages.
+Each message arrives at exactly one reader, completely or not at all, even if processes are killed.
+A full queue has about 270 small messages, or about 100 to 200 KB of larger ones. Values of more
+than 32 KB are in separate memory and count as small messages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .errors import TimeoutError
 
 
 class SimpleQueue:
-    """A queue for any number of processes that put and get.
+    """A queue that any number of processes may put into and get from.
 
     Other processes get the queue as an argument when they are started, by fork, spawn or
     forkserver. A process that is killed while it waits leaves the queue intact.
@@ -42,8 +42,7 @@ class SimpleQueue:
         """Put an object into the queue; wait while the queue is full.
 
         Raises:
-            OSError: the queue is closed in this process, or in all others (``BrokenPipeError``), or
-                the limit of open files is reached.
+            OSError: the queue is closed in this process, or the limit of open files is reached.
         """
         with contextlib.closing(pack(obj, copy_tensor=self._copy_tensor)) as packed:
             self._choose_side(puts=True)
@@ -56,7 +55,8 @@ class SimpleQueue:
             timeout: the longest wait in seconds (default: no limit).
 
         Raises:
-            TimeoutError: the queue stayed empty (also the built-in error and multiprocessing's).
+            TimeoutError: the queue stayed empty for ``timeout`` seconds; a subclass of the built-in
+                error and of multiprocessing's.
             OSError: the queue is closed in this process.
             ValueError: ``timeout`` is negative.
         """
@@ -65,7 +65,7 @@ class SimpleQueue:
             _check_timeout(timeout)
         return unpack(*self._channel.receive(timeout))
 
-    # Aliases: `put` and `get` take no lock either.
+    # In machin these take no lock. Here `put` and `get` take none either.
     quick_put, quick_get = put, get
 
     def empty(self) -> bool:
@@ -81,15 +81,15 @@ class SimpleQueue:
         return self.__dict__
 
     def _choose_side(self, *, puts: bool) -> None:
-        """Prepare for a ``put`` or a ``get``; for queues whose sides differ."""
+        """Do nothing. ``SimpleP2PQueue`` closes the end that this process does not use."""
 
 
 class SimpleP2PQueue(SimpleQueue):
     """A queue between two processes, each of which notices when the other has ended.
 
-    If another process may have the queue too, the first ``put`` or ``get`` of a process decides
-    whether it is the writer or the reader. ``get`` raises ``EOFError`` if the writer has ended and
-    nothing is left; ``put`` raises ``BrokenPipeError`` if the reader has ended.
+    After the queue was passed to another process, the first ``put`` or ``get`` makes a process the
+    writer or the reader; the other call then raises ``OSError``. ``get`` raises ``EOFError`` if the
+    queue is empty and the writer has ended; ``put`` raises ``BrokenPipeError`` if the reader has.
 
     Args:
         copy_tensor: see ``SimpleQueue``.
@@ -111,7 +111,7 @@ class SimpleP2PQueue(SimpleQueue):
 
 
 class MultiP2PQueue:
-    """Queues to several processes, or from several, one queue per process.
+    """Queues to several processes, or from several: a ``SimpleP2PQueue`` per process.
 
     Args:
         queue_num: the number of queues.
@@ -130,13 +130,13 @@ class MultiP2PQueue:
         self._last = queue_num - 1
 
     def get_sub_queue(self, index: int) -> SimpleP2PQueue:
-        """Return the queue to one process."""
+        """Return the queue of one process."""
         return self._queues[index]
 
     def put(self, obj: object) -> None:
-        """Put an object into the queue with the fewest waiting bytes, in turn among equal ones.
+        """Put an object into the queue with the fewest waiting bytes; equal queues take turns.
 
-        Waits while all queues are full. Skips queues whose process has ended.
+        Wait while all queues are full. Skip queues whose process has ended.
 
         Raises:
             OSError: all queues are closed in this process, or all processes have ended
@@ -151,15 +151,16 @@ class MultiP2PQueue:
                 poller.poll()
 
     def get(self, timeout: float | None = None) -> Any:
-        """Remove an object from any of the queues, in turn, and return it.
+        """Remove the next object from one of the queues, which take turns, and return it.
 
         Args:
             timeout: the longest wait in seconds (default: no limit).
 
         Raises:
-            EOFError: all processes have ended and nothing is left.
-            TimeoutError: the queues stayed empty.
+            EOFError: all processes have ended and the queues are empty.
+            TimeoutError: the queues stayed empty for ``timeout`` seconds.
             OSError: all queues are closed in this process.
+            ValueError: ``timeout`` is negative.
         """
         self._check_open()
         timeout = math.inf if timeout is None else timeout
@@ -179,7 +180,7 @@ class MultiP2PQueue:
                 if message is not None:
                     return unpack(*message)
 
-    # Aliases: `put` and `get` take no lock either.
+    # In machin these take no lock. Here `put` and `get` take none either.
     quick_put, quick_get = put, get
 
     def empty(self) -> bool:

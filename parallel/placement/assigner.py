@@ -31,37 +31,40 @@ if TYPE_CHECKING:
 class ModelAssigner:
     """Places models on devices so that they fit and a weighted cost is small.
 
-    The cost has four terms: connected models are close to each other; no device is overfull;
-    devices compute in proportion to their compute capacity; the probabilities of devices in
-    ``optimize_placement`` are close to 0 or 1. docs/placement.md has the formulas. Models that
-    share parameters stay together. A placement that does not fit is never returned. The same
-    arguments give the same placement; the global random state is neither used nor changed.
+    The cost is small if connected models are close to each other and devices compute in proportion
+    to their compute capacity; docs/placement.md has the formulas. Models that share parameters stay
+    together. The same arguments give the same placement; the global random state is neither used
+    nor changed.
 
     Args:
         models: a list or dict of modules (or of any objects with ``to``, if ``sizes_mib`` is
             given).
         model_connection: {(model, model): strength}, with models by index or by name; strengths
             in any unit, such as bytes per step.
-        devices: the devices to use (default: all GPUs, or the CPU if there are none). A GPU that
-            does not exist is skipped with a warning in the log, unless it is in ``free_mib``.
-        model_size_multiplier: factor for parameters and buffers; 2 is weights and gradients.
+        devices: the devices to use (default: the keys of ``free_mib`` if it is a dict, otherwise
+            all GPUs, or the CPU if there are none). A GPU that does not exist is skipped with a
+            warning in the log, unless it is in ``free_mib``.
+        model_size_multiplier: factor for parameters and buffers; 2 covers weights and gradients.
         max_mem_ratio: the part of a device's free memory that the models may use.
         cpu_weight: compute capacity of the CPU; an idle GPU has 1.
-        connection_weight: weight of the connection term; the other three likewise.
+        connection_weight: weight of the connection term.
+        size_match_weight: no effect, because placements that are returned fit.
+        complexity_match_weight: weight of the term of compute capacities.
+        entropy_weight: no effect, because each model is on one device.
         iterations: maximum number of rounds of the local search.
-        update_rate: checked, but without effect: the local search has no rate.
+        update_rate: no effect, because the local search has no rate.
         gpu_gpu_distance: distance between any two devices other than the CPU.
         cpu_gpu_distance: distance between the CPU and any other device.
         move_models: whether to move the models to their devices.
         free_mib: free memory in MiB by device, or in the order of ``devices``. Missing values are
-            measured with ``torch.cuda.mem_get_info``, for RAM with psutil or /proc/meminfo.
+            measured (GPUs: ``torch.cuda.mem_get_info``; RAM: psutil or /proc/meminfo).
         compute: compute capacity by device, or in the order of ``devices``. The default for a GPU
             is 1 minus its load, if pynvml is installed.
         sizes_mib: sizes of the models in MiB (default: estimated).
         complexities: complexities of the models, in any unit (default: their sizes).
-        example_inputs: inputs of the models; the complexities are then the operations of one
-            forward pass.
-        optimizer: an optimizer whose state counts as size; see ``ModelSizeEstimator``.
+        example_inputs: inputs of the models; the complexities are then the floating-point
+            operations of one forward pass. See ``ModelComplexityEstimator``.
+        optimizer: also count its state; see ``ModelSizeEstimator``.
         seed: the seed of the search.
 
     Raises:
@@ -155,7 +158,7 @@ class ModelAssigner:
         return placement_table(self._problem, self.rooms, self.names, self._placed)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw the connections between all models as a map, with a frame for each device.
+        """Draw a matrix of the connections between all models, with a frame for each device.
 
         Args:
             path: also save the figure to this file; the suffix selects the format.
@@ -183,7 +186,7 @@ class ModelAssigner:
         complexity_match_weight: float,
         entropy_weight: float,
     ) -> Tensor:
-        """Do one optimizer step on a soft placement, in place.
+        """Do one optimizer step on a soft placement, in place; the search does not use this.
 
         Args:
             optimizer: an optimizer of ``placement``.
@@ -194,7 +197,10 @@ class ModelAssigner:
             complexity_capacity: in any unit, ``(1, devices)``.
             model_connection: ``(models, models)``.
             device_distance: ``(devices, devices)``, zero diagonal.
-            connection_weight: weight of the connection term; the other three likewise.
+            connection_weight: weight of the connection term.
+            size_match_weight: weight of the size term.
+            complexity_match_weight: weight of the complexity term.
+            entropy_weight: weight of the entropy term.
 
         Returns:
             The cost before the step, a scalar tensor.

@@ -50,7 +50,7 @@ def find_rooms(
         free_mib: free MiB as a dict, or a list as long as ``devices``.
         compute: compute capacity as a dict, or a list as long as ``devices``.
         cpu_weight: the default compute capacity of the CPU.
-        resident: MiB by device that are added to measured free memory.
+        resident: the MiB that the models already occupy, by device; they count as free.
     """
     if devices is None:
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -162,7 +162,7 @@ def _free_ram() -> float:
 
 
 def _free_in_container() -> float:
-    """Return the bytes left below the container's limit; MemAvailable is about the whole host."""
+    """Return the free bytes below the container's limit; MemAvailable describes the whole host."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()

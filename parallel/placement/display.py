@@ -53,7 +53,7 @@ def _headline(problem: Problem, units: Sequence[str], *, certain: bool) -> str:
     total, allowed = _in_bytes(float(sizes.sum())), _in_bytes(float(capacities.sum()))
     largest = int(sizes.argmax())
     if excess(sizes.sum(), capacities.sum()) > 0:
-        # This text is documented by machin.
+        # machin documents this text.
         how = f"{total}, but only have {allowed} allowed memory in total"
     elif sizes[largest] > capacities.max():
         size = _in_bytes(float(sizes[largest]))
@@ -118,9 +118,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: Tensor) -> Figure:
-    """Draw the strength of the connection between each pair of models, sorted by device.
+    """Draw a matrix of the connections between all models, which are sorted by device.
 
-    Each device is a frame on the diagonal; connections outside of the frames cross devices.
+    Each device is a frame on the diagonal. Connections outside of the frames cross devices.
     """
     try:
         from matplotlib.figure import Figure
@@ -142,7 +142,7 @@ def draw(problem: Problem, rooms: Sequence[Room], names: Sequence[str], placed: 
     axes.set_yticks(range(len(names)), sizes, size=8)
     axes.set_xticks(range(len(names)), [_short(names[one]) for one in order], rotation=90, size=8)
     counts = torch.bincount(placed, minlength=len(rooms)).tolist()
-    # Devices without models may have the same position.
+    # Devices without models may have the same position as another one.
     labels: dict[float, list[str]] = {}
     for index, (room, used) in enumerate(zip(rooms, problem.used(placed).tolist(), strict=True)):
         start, count = sum(counts[:index]) - 0.5, counts[index]

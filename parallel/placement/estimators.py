@@ -1,4 +1,4 @@
-"""Estimates of a model's memory and of its operations."""
+"""Estimates of a model's memory and floating-point operations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ModelSizeEstimator:
         """Create an estimator.
 
         Args:
-            size_multiplier: factor for the sum of parameters and buffers; 2 is weights and
+            size_multiplier: factor for the sum of parameters and buffers; 2 covers weights and
                 gradients.
-            optimizer: an optimizer whose state counts too: one that has stepped, or a function or
-                class that creates one from a list of parameters (``torch.optim.Adam``).
+            optimizer: also count its state: an optimizer that has stepped, or a function or class
+                that creates one from a list of parameters (``torch.optim.Adam``).
 
         Raises:
             TypeError: ``model`` is not a module.
@@ -67,8 +67,8 @@ class ModelSizeEstimator:
         """Return the MiB of the optimizer's state for this model; 0 without an optimizer.
 
         Raises:
-            ValueError: the optimizer has no state for this model yet, or it cannot step on the
-                meta device (then step it once, and pass the optimizer itself).
+            ValueError: the optimizer has not stepped or has no parameter of this model, or the
+                created one cannot step on the meta device (then pass one that has stepped).
         """
         trained = [one for one in self.model.parameters() if one.requires_grad]
         if self.optimizer is None or not trained:
@@ -116,9 +116,10 @@ class ModelComplexityEstimator:
             self.args = (example_inputs,)
 
     def estimate_complexity(self) -> int:
-        """Run the model once, without gradients and in evaluation mode, and return its operations.
+        """Run the model once and return the number of floating-point operations.
 
-        Buffers, modes and the random state are restored afterwards.
+        The run has no gradients and is in evaluation mode. Buffers, modes and the random state are
+        restored afterwards.
 
         Raises:
             RuntimeError: the forward failed; the text describes the inputs.
@@ -191,7 +192,7 @@ def _step_on_meta(
 
 
 def _recurrent_flops(inputs: Any, *others: Any, **_: Any) -> int:
-    """Count each weight matrix once per step and sample; ``others`` has the weights' shapes."""
+    """Count a product with each weight matrix per step and sample; ``others`` has their shapes."""
     steps = math.prod(inputs[:-1])
     shapes = others[0] if others and isinstance(others[0], list) else others[:4]
     return sum(2 * steps * math.prod(shape) for shape in shapes if len(shape) == 2)
@@ -199,7 +200,7 @@ def _recurrent_flops(inputs: Any, *others: Any, **_: Any) -> int:
 
 @contextmanager
 def _countable(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and compute attention by operations that the counter knows."""
+    """Set evaluation mode, and compute attention with operations that the counter knows."""
     training = [module for module in model.modules() if module.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 _MIB = 1024**2
-# One value per model: by name, or in the order of the models.
+# One value per model, by name or in the order of the models.
 PerModel: TypeAlias = "Mapping[str, T] | Sequence[T]"
 
 
@@ -31,7 +31,7 @@ def number(setting: str, value: object, *, most: float = math.inf) -> float:
 
 
 def name_models(models: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Return the models by name; the names of a list's models are their indices."""
+    """Return the models by name; the models of a list are named by their indices."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList | nn.ModuleDict):
         raise TypeError("models must be a list or dict of models, got one model")
     if isinstance(models, Mapping | nn.ModuleDict):
@@ -116,7 +116,7 @@ def sharing_groups(models: Mapping[str, Any]) -> list[list[int]]:
 def resident_mib(models: Mapping[str, Any]) -> dict[torch.device, float]:
     """Return the MiB that the modules among ``models`` currently use, by device.
 
-    The models either leave this memory or stay in it, so it counts as free.
+    This memory counts as free, because the models leave it or stay in it.
     """
     modules = [model for model in models.values() if isinstance(model, nn.Module)]
     tensors = (one for model in modules for one in (*model.parameters(), *model.buffers()))

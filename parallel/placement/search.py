@@ -13,24 +13,24 @@ from torch import Tensor
 EXHAUSTIVE_PLACEMENTS = 100_000
 _CHUNK = 20_000
 _STARTS = 20
-# The best starting placements are perturbed in rounds; each is a row of a tensor. The time of a
-# round grows with the number of rows times the number of pairs of models. With more models, a round
-# therefore has fewer rows. The number of rounds first rises with the number of models, then falls.
+# The best starting placements are the rows of a tensor, which each round perturbs. The time of a
+# round grows with the number of rows times the number of pairs of models, so more models mean fewer
+# rows. The number of rounds first rises with the number of models, then falls.
 _ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
 _PAIRS_IN_ALL = 300_000
-# As many rows are improved at once as have this many pairs of models, which fit the CPU's cache.
+# The number of rows that are improved at once, times the pairs of models; fits the CPU's cache.
 _PAIRS = 50_000
 # Smaller differences between costs are rounding errors.
 _SAME = 1e-12
 # Sizes that exactly fill a capacity may exceed it by this fraction, because of rounding.
 _ROUNDING = 1e-9
-# The cost of exceeding capacity by the total size of all models; it outweighs all other costs.
+# The cost of missing memory, per total size of all models; it outweighs all other costs.
 _OVERFLOW = 1e6
-# Steps of the packing, forward and back; about a third of a second.
+# The maximum number of steps of `pack`, including backtracking; they take about 0.3 s.
 _TRIES = 100_000
-# A tenth of a byte, in MiB.
-_NOTHING = 1e-7
+# MiB that count as rounding errors in `pack`: a tenth of a byte.
+_TOLERANCE_MIB = 1e-7
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Problem:
     Attributes:
         sizes: MiB, ``(models,)``.
         capacities: MiB that may be used, ``(devices,)``.
-        complexities: in any one unit, ``(models,)``.
-        compute: in any one unit, ``(devices,)``.
+        complexities: in any unit, ``(models,)``.
+        compute: in any unit, ``(devices,)``.
         connection: ``(models, models)``.
         distance: symmetric, zero diagonal, ``(devices, devices)``.
         weights: weights of the four terms, in the order of ``terms``.
@@ -67,7 +67,7 @@ class Problem:
         """Return the terms of the cost, each of shape ``(...)``.
 
         Args:
-            shares: how much of each model is on each device, ``(..., models, devices)``; each row
+            shares: the fraction of each model on each device, ``(..., models, devices)``; each row
                 sums to one.
         """
         between = share(self.connection)
@@ -87,7 +87,7 @@ class Problem:
         return torch.stack(weighted).sum(0)
 
     def one_hot(self, assignment: Tensor) -> Tensor:
-        """Return device indices ``(..., models)`` as shares."""
+        """Return device indices ``(..., models)`` as shares ``(..., models, devices)``."""
         return torch.nn.functional.one_hot(assignment, len(self.capacities)).double()
 
     def used(self, assignment: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Problem:
         return self.sizes @ self.one_hot(assignment)
 
     def overflow(self, assignment: Tensor) -> Tensor:
-        """Return the MiB missing on all devices together, ``(...)``; 0 if all models fit."""
+        """Return the sum of the MiB that devices lack, ``(...)``; 0 if all models fit."""
         return excess(self.used(assignment), self.capacities).sum(-1)
 
     def merged(self, groups: list[list[int]]) -> Problem:
@@ -115,7 +115,7 @@ class Problem:
 
 
 def excess(used: Tensor, capacities: Tensor) -> Tensor:
-    """Return by how much ``used`` exceeds ``capacities``, without rounding errors."""
+    """Return by how much ``used`` exceeds ``capacities``; rounding errors count as 0."""
     over = used - capacities
     return torch.where(over > capacities * _ROUNDING, over, 0.0)
 
@@ -131,7 +131,7 @@ class Found(NamedTuple):
 
     Attributes:
         assignment: index of the device of each model.
-        fits: whether all models fit. If not, this placement exceeds the devices' memory the least.
+        fits: whether all models fit. If not, no other placement is known to lack less memory.
         certain: whether it is proven that this placement is the best or, if it does not fit, that
             none fits.
     """
@@ -201,7 +201,7 @@ class _Moves:
     """Local search on hard placements: a step moves one model, or exchanges two."""
 
     def __init__(self, problem: Problem) -> None:
-        # The parts of the problem from which changes of the cost follow, times their weights.
+        # The weighted parts of the problem, from which `_changes` computes changes of the cost.
         self._shape = problem.shape
         connection, _, complexity, _ = problem.weights
         between = share(problem.connection)
@@ -234,7 +234,7 @@ class _Moves:
         return done
 
     def _best_step(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of cost by the best step of each row, and the rows after it."""
+        """Return the change of cost by the best step of each row, and the rows after the step."""
         models, devices = self._shape
         moves, swaps = self._changes(rows)
         move_gain, move = moves.flatten(1).min(1)
@@ -273,7 +273,7 @@ class _Moves:
     def _with_overflow(
         self, moves: Tensor, swaps: Tensor, rows: Tensor, used: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the changes plus the cost of overflow, infinite if a row that fits overflows."""
+        """Add the cost of overflow to the changes: infinite if a row that fits would overflow."""
         sizes, room = self._sizes, self._capacities[rows]
         over = excess(used, self._capacities)
         over_here, used_here = over.gather(1, rows), used.gather(1, rows)
@@ -291,16 +291,19 @@ class _Moves:
 
 
 def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None, bool]:
-    """Search for a placement that fits: the device of each model.
+    """Search for a placement that fits.
 
-    Returns (placement, True), (None, True) if no placement fits, or (None, False) if the search
-    reached its limit. It places the largest models first, each on the fullest device with enough
-    space, and backtracks if a model does not fit.
+    The largest models are placed first, each on the fullest device with enough space. If a model
+    does not fit, the search backtracks.
+
+    Returns:
+        The device of each model and True; None and True if no placement fits; None and False if
+        the search has reached its limit.
     """
     order = sorted(range(len(sizes)), key=lambda model: -sizes[model])
     wanted = [sizes[model] for model in order]
     spare = sum(capacities) - sum(sizes)
-    if spare < -_NOTHING:
+    if spare < -_TOLERANCE_MIB:
         return None, True
     free = list(capacities)
     chosen: list[int] = []
@@ -324,15 +327,15 @@ def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None,
 
 
 def _choices(wanted: list[float], model: int, free: list[float], spare: float) -> Iterator[int]:
-    """Return the devices with space for a model, fullest first; of equally full ones only one."""
-    size, least = wanted[model], wanted[-1] - _NOTHING
+    """Return the devices with space for a model, fullest first, one of equally full ones."""
+    size, least = wanted[model], wanted[-1] - _TOLERANCE_MIB
     # Space that is too small for all remaining models is lost; at most `spare` may be lost.
     lost = sum(room for room in free if room < least)
     fitting = {}
     for device, room in enumerate(free):
         rest = room - size
         gone = rest if rest < least and model < len(wanted) - 1 else 0.0
-        if rest >= -_NOTHING and lost + gone <= spare + _NOTHING:
-            # Backtracking leaves rounding errors.
+        if rest >= -_TOLERANCE_MIB and lost + gone <= spare + _TOLERANCE_MIB:
+            # Rounded, because backtracking leaves rounding errors.
             fitting[round(room, 7)] = device
     return iter([fitting[room] for room in sorted(fitting)])

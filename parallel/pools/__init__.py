@@ -1,5 +1,6 @@
 """Pools of processes and of threads, and the results of their calls.
 
-Imports ``transport`` and the other modules of ``parallel``. Start with base_pool.py (the calls),
-then dispatcher.py (the pool's thread); worker.py runs in the workers.
+Start with base_pool.py (the calls), then dispatcher.py (the pool's thread); worker.py runs in the
+workers. A call is a job; it has one task for each chunk of its items. This package imports
+``transport`` and the other modules of ``parallel``.
 """

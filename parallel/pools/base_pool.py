@@ -28,8 +28,8 @@ class BasePool:
     Subclasses may override ``setup_queues``, ``pool_inqueue_put``, ``pool_outqueue_get``,
     ``repopulate_pool``, ``maintain_pool``, ``terminate_workers``, ``join_workers`` and the static
     ``worker``. A task is (job, chunk, function, arguments, keyword arguments), a result is (job,
-    chunk, (True, value) or (False, error)). The methods that manage workers are called in the
-    pool's thread.
+    chunk, (True, value) or (False, error)): the job is the number of the call, the chunk the number
+    of the task in it. The methods that manage workers are called in the pool's thread.
 
     If a worker dies, only the task that it was running is lost. If a subclass overrides
     ``setup_queues``, the pool does not know which worker has which task, and a worker that dies
@@ -49,9 +49,9 @@ class BasePool:
         NotImplementedError: the system is not Linux (pools of processes only).
     """
 
-    # Fields of `Options` that a subclass sets.
+    # The fields of `Options` that a subclass sets.
     _options: Mapping[str, Any] = {}
-    # Whether the end of the program waits for the workers.
+    # Whether the program waits for the workers when it ends.
     _joins_at_exit = True
 
     def __init__(
@@ -141,8 +141,9 @@ class BasePool:
         """Call a function in a worker without waiting for its value.
 
         Args:
-            callback: called with the value in the pool's thread, which it should not block.
-            error_callback: called with the error instead.
+            callback: called with the value, in the pool's thread. It should return soon, because
+                this thread also delivers the other results.
+            error_callback: called with the error, if the task fails.
 
         Raises:
             ValueError: the pool is closed.
@@ -170,7 +171,7 @@ class BasePool:
             progress: show a progress bar.
 
         Raises:
-            Exception: the error of a task; of several, the first that arrived.
+            Exception: the first error of a task that arrived.
             ValueError: the pool is closed, or ``chunksize`` is below 1.
         """
         values: list[Any] = self.map_async(func, iterable, chunksize, progress=progress).get()
@@ -186,9 +187,9 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> MapResult:
-        """Call ``map`` without waiting for its values; callbacks get the whole list."""
-        calls = (callback, error_callback)
-        return _submit_items(self, map_caller, func, iterable, chunksize, calls, progress)
+        """Call ``map`` without waiting; callbacks get the list of values, or the error."""
+        callbacks = (callback, error_callback)
+        return _submit_items(self, map_caller, func, iterable, chunksize, callbacks, progress)
 
     def starmap(
         self,
@@ -198,7 +199,7 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> list[Any]:
-        """Return the values of a function whose arguments are the items, like ``map``."""
+        """Call ``map`` with items that are tuples of the function's arguments."""
         values: list[Any] = self.starmap_async(func, iterable, chunksize, progress=progress).get()
         return values
 
@@ -212,9 +213,9 @@ class BasePool:
         *,
         progress: bool = False,
     ) -> MapResult:
-        """Call ``starmap`` without waiting for its values; callbacks get the whole list."""
-        calls = (callback, error_callback)
-        return _submit_items(self, starmap_caller, func, iterable, chunksize, calls, progress)
+        """Call ``starmap`` without waiting; see ``map_async``."""
+        callbacks = (callback, error_callback)
+        return _submit_items(self, starmap_caller, func, iterable, chunksize, callbacks, progress)
 
     def imap(
         self,
@@ -227,11 +228,11 @@ class BasePool:
     ) -> IMapIterator:
         """Return an iterator over the values of a function, in the order of the items.
 
-        The thread that takes values also reads the input as it takes them; ``join`` reads the rest.
+        The thread that takes values reads further input each time; ``join`` reads the rest.
 
         Args:
             chunksize: items per task.
-            lookahead: items to read in advance (default: 32 per worker).
+            lookahead: items to read in advance (default: 32 per worker, at least two chunks).
             progress: show a progress bar.
 
         Raises:
@@ -268,7 +269,8 @@ class BasePool:
 
         Raises:
             ValueError: the pool still accepts calls.
-            TimeoutError: the workers have not ended within ``timeout`` seconds.
+            TimeoutError: the workers have not ended within ``timeout`` seconds after the input of
+                all iterators was read.
         """
         if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
@@ -278,7 +280,7 @@ class BasePool:
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")
 
     def size(self) -> int:
-        """Return the number of workers."""
+        """Return the number of running workers."""
         return int(self._engine.size())
 
     def __enter__(self) -> Any:
@@ -320,7 +322,7 @@ def _submit_items(
     callbacks: tuple[Callback, Callback],
     progress: bool,
 ) -> MapResult:
-    """Submit a call for each item, in chunks that ``caller`` runs."""
+    """Submit the items in chunks, each as one task that ``caller`` runs."""
     pool._monitor.check()
     items: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
     if chunksize is None:
@@ -348,7 +350,7 @@ def _submit_lazily(
     lookahead: int | None,
     progress: bool,
 ) -> IMapIterator:
-    """Return an iterator that submits a call for each chunk when it reads the chunk."""
+    """Return an iterator that submits each chunk as one task when it reads the chunk."""
     pool._monitor.check()
     _check_chunksize(chunksize)
     ahead = _chunks_ahead(lookahead, chunksize, pool._processes)
@@ -376,7 +378,7 @@ def _submit_lazily(
 
 
 def _chunks_ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
-    """Return how many chunks of an input may be in flight or not yet taken."""
+    """Return how many chunks of an input may be read whose values have not been taken."""
     if lookahead is None:
         # At least two chunks per worker, however large they are.
         return max(-(-_LOOKAHEAD * workers // chunksize), 2 * workers)

@@ -28,8 +28,9 @@ from .map_functions import MapFunctions
 from .worker_handle import Task, WorkerHandle
 from .workers import Options, Workers, death_error
 
-# How often to maintain a pool whose queue of results cannot be woken.
+# How often to maintain a pool if `wake` cannot interrupt the `get` of its queue of results.
 _CHECK_S = 0.1
+# How long the end of the program waits for a pool to end.
 _EXIT_S = 5.0
 # All errors that queues raise when they are empty.
 _EMPTY = (builtins.TimeoutError, multiprocessing.TimeoutError, queue.Empty)
@@ -63,7 +64,7 @@ class Monitor:
         self._cache = pool._cache
         self._process = os.getpid()
         self._get = pool._outqueue.get if is_plain else self._get_of_pool
-        # `wake` only interrupts `get` of the engine: other queues must be polled.
+        # `wake` only interrupts `get` of the engine, so other queues must be polled.
         is_woken = is_plain and pool._outqueue is pool._engine
         self._poll_s = None if is_woken else _CHECK_S
         self._started: Future[None] = Future()
@@ -77,10 +78,10 @@ class Monitor:
         self._started.result()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the pool has ended; return whether it has. The pool's thread does not wait."""
+        """Wait until the pool has ended; return whether it has, in its own thread immediately."""
         if threading.current_thread() is self._thread:
             return False
-        # Not only `join`: in Python 3.11 a thread counts as ended if its join was interrupted.
+        # Needed before `join`: in Python 3.11, an interrupted `join` marks the thread as ended.
         if not self._finished.wait(timeout):
             return False
         self._thread.join()
@@ -206,13 +207,13 @@ class Monitor:
 
 def _stop_at_exit(monitor: Monitor) -> None:
     monitor.stop()
-    # A collected pool is not waited for: garbage collection may run in any code.
+    # If the pool was garbage-collected, do not wait: this may run in the middle of any code.
     if monitor.joins_at_exit and util.is_exiting():
         monitor.join(_EXIT_S)
 
 
 class Dispatcher:
-    """Sends tasks (``put``) to workers and returns results (``get``), like the queues of a pool.
+    """The default queues of a pool: ``put`` sends tasks to the workers, ``get`` returns results.
 
     ``put``, ``wake``, ``terminate`` and ``size`` may be called by any thread, the other methods
     only by the pool's thread.
@@ -227,9 +228,9 @@ class Dispatcher:
         self._workers = Workers(options)
         self._backlog: deque[Task] = deque()
         self._done: deque[Result] = deque()
-        # How often a task was lost and run again.
+        # How often each task was lost and run again, by job and chunk.
         self._tries: dict[tuple[int, int], int] = {}
-        # `put` only wakes the pool's thread if a worker may have room.
+        # Whether a worker may accept a task; `put` only wakes the pool's thread if so.
         self._may_have_room = False
         self._needs_maintenance = self._is_closing = self._is_terminating = False
         # The queues of tasks and results of a pool that overrides `setup_queues`.
@@ -342,7 +343,7 @@ class Dispatcher:
         self._needs_maintenance = True
 
     def _send_waiting(self) -> None:
-        """Send tasks to workers with room, those with the fewest tasks first."""
+        """Send tasks to workers that can take more, to those with the fewest tasks first."""
         self._may_have_room = True
         while worker := self._least_busy():
             if not self._backlog:
@@ -358,12 +359,12 @@ class Dispatcher:
         self._may_have_room = False
 
     def _least_busy(self) -> WorkerHandle | None:
-        """Return the worker with room that has the fewest tasks."""
+        """Return the worker with the fewest tasks, None if no worker can take more."""
         with_room = (worker for worker in self._workers.by_slot.values() if worker.has_room)
         return min(with_room, key=lambda worker: len(worker.inflight), default=None)
 
     def _recall_for_idle(self) -> None:
-        """Recall the waiting tasks of one busy worker if another worker is idle."""
+        """If a worker is idle, take back the waiting tasks of a busy one."""
         workers = self._workers.by_slot.values()
         if any(worker.has_room and not worker.inflight for worker in workers):
             busy = (worker for worker in workers if len(worker.inflight) > 1)

@@ -1,4 +1,4 @@
-"""The functions of maps: pickled once for a pool, and sent to each worker once."""
+"""The functions of maps: pickled once for a pool if possible, and unpickled once by each worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from . import worker as protocol
 
 
 class MapFunctions:
-    """The functions of a pool's maps, as they are sent to workers.
+    """Pickles the functions of a pool's maps for its workers.
 
     Args:
-        calls: the calls that have not ended, by job.
-        open_jobs: the jobs of iterators, which are not in ``calls`` while they wait for input.
+        calls: the unfinished calls by job.
+        open_jobs: the jobs of iterators that read input; without tasks they are not in ``calls``.
         packing: ``copy_tensor`` and ``recurse``; see ``pack``.
     """
 
@@ -33,14 +33,14 @@ class MapFunctions:
     def packed(self, job: int, function: Any) -> Packed:
         """Return a function, pickled once for all tasks of its job.
 
-        Descriptors and tensors by reference can be received once only, so a function that may have
-        some is pickled for every message.
+        Descriptors and tensors by reference can be received only once, so functions that may have
+        them are pickled for every message.
         """
         packed = self._packed.get(job)
         if packed is None:
             packed = pack(function, copy_tensor=self._copy_tensor, recurse=self._recurse)
             if self._copy_tensor and not packed.fds:
-                self._packed = {one: p for one, p in self._packed.items() if self.is_open(one)}
+                self._packed = {key: p for key, p in self._packed.items() if self.is_open(key)}
                 self._packed[job] = packed
         return packed
 
@@ -51,12 +51,12 @@ class MapFunctions:
 
 @dataclass
 class SentFunction:
-    """A map's function at a worker.
+    """A map's function that a worker was sent.
 
     Attributes:
-        slot: its slot in the worker.
-        since: the number of the first task that it was sent with.
-        has_arrived: whether a task that used it has succeeded; it need not be sent any more.
+        slot: the worker's slot that holds it.
+        since: the number of the first task that included it.
+        has_arrived: whether one of its tasks has succeeded; later tasks need not include it.
     """
 
     slot: int
@@ -65,7 +65,7 @@ class SentFunction:
 
 
 class SentFunctions:
-    """The functions that one worker was sent, by job. The one used last is at the end."""
+    """The functions that one worker was sent, by job, the least recently used first."""
 
     def __init__(self) -> None:
         self._by_job: dict[int, SentFunction] = {}
@@ -83,7 +83,7 @@ class SentFunctions:
     def use(self, job: int, number: int) -> SentFunction:
         """Return the function of a job for task ``number``.
 
-        If all slots are taken, the function that was not used for the longest time is dropped.
+        If all slots are taken, the least recently used function is dropped.
         """
         function = self._by_job.pop(job, None)
         if function is None:

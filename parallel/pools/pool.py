@@ -22,27 +22,28 @@ Initializers = list[tuple[Callable[..., object] | None, Sequence[Any]]]
 class Pool(BasePool):
     """A pool of processes. If a worker dies, only the task that it was running is lost.
 
-    Each task goes to the next free worker. Functions and arguments may be anything that ``dumps``
-    can pickle, including lambdas and local functions.
+    Each task goes to the worker with the fewest tasks. Functions and arguments may be anything that
+    ``dumps`` can pickle, including lambdas and local functions.
 
     ``BasePool`` describes the first four arguments.
 
     Args:
-        is_recursive: whether functions of the main script are sent by value, with the globals
+        is_recursive: whether all functions of the main script are sent by value, with the globals
             that they use (``recurse`` of ``Pickler``).
-        is_daemon: whether workers are daemons; False lets tasks start further processes.
+        is_daemon: whether workers are daemons; tasks can only start processes if it is False.
         is_copy_tensor: whether tensors in functions, arguments and results are copied; False
             shares their memory.
-        share_method: "cpu" or "cuda", required if tensors are not copied.
-        retries: how often a task is run again if its worker has died.
-        task_timeout: the longest run of a task in seconds; then its worker is killed and replaced.
-        start_method: "spawn" (default), "forkserver" or "fork". In forked workers torch, if it is
-            imported, uses one thread.
+        share_method: "cpu" or "cuda", required if tensors are not copied. Both have the same
+            effect: each tensor is shared on its own device.
+        retries: how often a task is run again if its worker has died or was too slow.
+        task_timeout: the number of seconds after which the worker of a running task is killed and
+            replaced (default: no limit).
+        start_method: "spawn" (default), "forkserver" or "fork". In forked workers torch uses one
+            thread, if it is imported.
 
     Attributes:
-        start_patience_s: for how many seconds the pool keeps trying while no worker becomes ready,
-            because workers are killed or cannot be started; after that it is broken. A subclass
-            may set it.
+        start_patience_s: if workers are killed while they start, or cannot be started, the pool is
+            broken after this number of seconds without a ready worker. A subclass may set it.
 
     Raises:
         RuntimeError: tensors are not copied and ``share_method`` is not "cpu" or "cuda".
@@ -92,11 +93,11 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """An alias of ``Pool``, in which every worker has a separate socket."""
+    """A ``Pool``, under machin's name for a pool with a separate connection to each worker."""
 
 
 class _InContexts(BasePool):
-    """A pool whose workers have a context each, and call functions with it."""
+    """A pool with one context per worker, the first argument of the functions it calls."""
 
     _holder: Any = CtxPoolStorage
     _contexts: Sequence[Any] | None
@@ -119,7 +120,7 @@ class _InContexts(BasePool):
 
 
 class CtxPool(_InContexts, Pool):
-    """A pool whose workers call functions with their context first: ``func(ctx, *args, **kwargs)``.
+    """A pool with one context per worker, which calls ``func(ctx, *args, **kwargs)``.
 
     ``Pool`` describes the other arguments and the errors.
 
@@ -130,7 +131,7 @@ class CtxPool(_InContexts, Pool):
             another one gets a new copy of the same context.
 
     Raises:
-        ValueError: the number of contexts is not the number of workers.
+        ValueError: the numbers of contexts and workers differ.
     """
 
     def __init__(  # noqa: PLR0913
@@ -169,9 +170,9 @@ class ThreadPool(BasePool):
     """A pool of threads of this process.
 
     Functions, arguments, results and errors are passed unchanged. Threads cannot be killed:
-    ``terminate`` drops tasks that have not started and does not wait for the others; ``join`` does.
+    ``terminate`` drops tasks that have not started and leaves running ones to ``join``.
 
-    The arguments are the ones of ``BasePool``; ``is_recursive`` and the following have no effect.
+    ``BasePool`` describes the first four arguments; the others have no effect.
     """
 
     _joins_at_exit = False
@@ -199,7 +200,7 @@ class ThreadPool(BasePool):
 
 
 class CtxThreadPool(_InContexts, ThreadPool):
-    """A pool whose threads call functions with their context first: ``func(ctx, *args, **kwargs)``.
+    """A pool with one context per thread, which calls ``func(ctx, *args, **kwargs)``.
 
     ``BasePool`` describes the other arguments.
 
@@ -207,7 +208,7 @@ class CtxThreadPool(_InContexts, ThreadPool):
         worker_contexts: one context per thread (default: None for all).
 
     Raises:
-        ValueError: the number of contexts is not the number of threads.
+        ValueError: the numbers of contexts and threads differ.
     """
 
     _holder = threading.local()
@@ -236,7 +237,7 @@ class Threads:
         self._work = work
         self._maxtasks = maxtasks
         self._threads: dict[int, threading.Thread] = {}
-        # Slots without a thread, or whose thread is ending.
+        # The slots without a thread, or with one that is ending.
         self._vacant = set(range(len(initializers)))
         # The name of the thread whose initializer has failed, and the error.
         self._failure: tuple[str, BaseException] | None = None

@@ -95,7 +95,7 @@ class AsyncResult:
         """Return whether the call has ended without an error.
 
         Raises:
-            ValueError: it has not ended yet.
+            ValueError: the call has not ended yet.
         """
         if self._outcome is None:
             raise ValueError(f"the result of {self._call.name} is not ready")
@@ -116,7 +116,7 @@ class AsyncResult:
         """
         self.wait(timeout)
         if self._outcome is None:
-            message = f"the result of {self._call.name} did not come within {timeout:g} s"
+            message = f"the result of {self._call.name} did not arrive within {timeout:g} s"
             raise TimeoutError(message)
         success, value = self._outcome
         if success:
@@ -137,7 +137,7 @@ class AsyncResult:
         self.fail(error)
 
     def _finish(self, outcome: Outcome) -> None:
-        # Several threads may try to end the call: the one that removes it from the cache does.
+        # Several threads may try to end the call. Only the one that removes it from the cache does.
         if self._cache.pop(self._job, None) is None:
             return
         success, value = outcome
@@ -198,9 +198,10 @@ class MapResult(AsyncResult):
 class IMapIterator:
     """An iterator over the results of a call over many items, in the order of the items.
 
-    The thread that takes results also reads the input, some chunks in advance. An error of a task
-    is raised in its place, once for its chunk; later results are still returned. An error of the
-    input is raised after the results of the items read before it. Pools create these objects.
+    The thread that takes results also reads the input, some chunks in advance. If a task fails, its
+    error is raised once, instead of the results of its chunk; later results are still returned. An
+    error of the input is raised after the results of all items read before it. Pools create these
+    objects.
     """
 
     def __init__(
@@ -216,12 +217,12 @@ class IMapIterator:
     ) -> None:
         self._job = job
         self._cache = cache
-        # None if nothing more will be read.
+        # None after the input has ended.
         self._source: Iterator[list[Any]] | None = _chunks_of(iterable, call.chunksize)
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
         self._on_end: Callable[[], object] | None = on_end
-        # The most chunks that are in flight or not yet taken.
+        # The maximum number of chunks that are in flight or not yet taken.
         self._ahead = ahead
         self._call = call
         # The numbers of chunks read and taken, the chunks in flight, the outcomes not yet taken.
@@ -229,7 +230,7 @@ class IMapIterator:
         self._in_flight: set[int] = set()
         self._arrived: dict[int, Outcome] = {}
         self._values: collections.deque[Any] = collections.deque()
-        # Held by the thread that reads the input; the condition guards everything else.
+        # Held by the thread that reads the input. The condition guards the other attributes.
         self._reading = threading.Lock()
         self._changed = threading.Condition()
 
@@ -258,9 +259,9 @@ class IMapIterator:
                 if left <= 0:
                     name = self._call.name
                     raise TimeoutError(
-                        f"the next result of {name} did not come within {timeout:g} s"
+                        f"the next result of {name} did not arrive within {timeout:g} s"
                     )
-                # Otherwise read on: another thread stopped reading before enough was in flight.
+                # If another thread stopped reading too early, do not wait but read.
                 if self._reading.locked() or not self._wants_more():
                     self._changed.wait(None if left == math.inf else left)
 
@@ -269,8 +270,8 @@ class IMapIterator:
     def feed(self, deadline: float = math.inf) -> None:
         """Read input until enough chunks are in flight, unless another thread is reading.
 
-        Stops earlier at the deadline (of ``time.monotonic``), or if reading is slow and the next
-        result has arrived.
+        Read at least one chunk, then stop early at the deadline (of ``time.monotonic``), or if
+        reading is slow and the next result has arrived.
         """
         if not self._wants_more() or not self._reading.acquire(blocking=False):
             return
@@ -305,7 +306,7 @@ class IMapIterator:
                 self._update()
 
     def fail(self, error: BaseException) -> None:
-        """End the call: results that have not arrived fail with the error; called by the pool."""
+        """End the call; chunks without a result get the error. Called by the pool."""
         with self._changed:
             self._arrived.update((chunk, (False, error)) for chunk in self._in_flight)
             self._in_flight.clear()
@@ -349,7 +350,7 @@ class IMapIterator:
             self._end_input(error)
             return
         except BaseException:
-            # Raise Ctrl-C during the user's code immediately, not after the earlier results.
+            # Raise Ctrl-C immediately, not after the results of the items read before it.
             self._end_input()
             raise
         with self._changed:
@@ -363,7 +364,7 @@ class IMapIterator:
         try:
             submit(number, chunk)
         except BaseException:
-            # Ctrl-C: the input ends before this chunk.
+            # After Ctrl-C, the input ends before this chunk.
             with self._changed:
                 self._in_flight.discard(number)
                 self._arrived.pop(number, None)
@@ -378,7 +379,10 @@ class IMapIterator:
                 self._update()
 
     def _update(self) -> None:
-        """Leave the cache if no task is in flight, release the pool at the end, and notify."""
+        """Notify waiting threads after a change.
+
+        Leave the cache if no task is in flight, and then release the pool if the input has ended.
+        """
         if not self._in_flight:
             self._cache.pop(self._job, None)
             if self._source is None and self._on_end is not None:
@@ -407,7 +411,7 @@ def _chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
     while True:
         chunk: list[Any] = []
         try:
-            # Not list(islice()), which would lose these items if the input raises.
+            # `list(islice())` would lose these items if the input raises.
             chunk.extend(itertools.islice(items, size))
         except BaseException:
             if chunk:

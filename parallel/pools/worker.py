@@ -1,7 +1,7 @@
 """A worker of a pool: the code of its process, and the format of tasks and results.
 
-Imports neither torch nor anything else that tasks with plain values do not need, to keep the start
-of workers fast.
+This module imports neither torch nor any other module that tasks with plain values do not need, so
+that workers start fast.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
 
-# The header of a task: its number at this worker, its job, the sizes in bytes and descriptors of
-# its function, its kind, the slot of a map's function in the worker, and the function slots that
-# are still needed, as bits. After the header comes the function, unless the worker already has it,
-# then the items of a map, or the function and arguments of a call.
+# The header of a task: its number at this worker; its job; the bytes and the descriptors of the
+# map's function in this message; its kind; the slot for the map's function; and one bit for each
+# function slot that is still needed. Then come the function of a map, unless the worker already has
+# it, and the items of the map, or the function and arguments of a call.
 TASK = struct.Struct("<QIIBBBB")
 FUNCTION_SLOTS = 8
 BEGIN, CALL, MAP, STARMAP = range(4)
@@ -68,7 +68,7 @@ def worker(
         get: returns a task: job, chunk, function, arguments, keyword arguments.
         put: takes its result: job, chunk, (True, value) or (False, error).
         initializer: called first, with ``initargs``.
-        maxtasks: the most tasks to run (default: no limit).
+        maxtasks: the maximum number of tasks (default: no limit).
     """
     if initializer is not None:
         initializer(*initargs)
@@ -100,7 +100,7 @@ def _as_error(exit_error: BaseException) -> Exception:
 
 
 class InheritedDescriptor:
-    """A descriptor that a process gets at its start, with any start method."""
+    """Passes a file descriptor to a process that is started, with any start method."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -131,9 +131,9 @@ def main(
         start_method: how this process was started.
         queues: the queues of tasks and results of a pool that overrides ``setup_queues``.
         to_close: in a forked process, other open descriptors of the pool.
-        begin: in a forked process, the contents of the first message to a spawned one: the
-            function to run, initializer and its arguments, ``maxtasks``, ``copy_tensor``,
-            ``recurse``.
+        begin: the function to run, the initializer and its arguments, ``maxtasks``,
+            ``copy_tensor`` and ``recurse``; None if they come as the first message, because the
+            process was not forked.
     """
     _end_with_pool(parent, start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -233,7 +233,7 @@ class _WorkerEnd:
         return unpack(memoryview(message)[TASK.size :], fds)
 
     def get(self) -> Task | None:
-        """Return the next task that can be unpickled, None at the end."""
+        """Return the next task, None at the end; send the error if it cannot be unpickled."""
         while True:
             message, fds = _descriptors.try_receive(self._link, MESSAGE_BYTES)
             if not message:
@@ -275,7 +275,7 @@ class _WorkerEnd:
     def put(self, result: tuple[int, int, tuple[bool, Any]]) -> None:
         """Send the result of the current task."""
         if self._is_disowned:
-            # This is a process that the task forked. Only the worker itself sends a result.
+            # In a process that the task has forked: only the worker itself sends a result.
             os._exit(1)
         success, value = result[2]
         if not success:
@@ -288,7 +288,7 @@ class _WorkerEnd:
             self.send_error(self._number, ERROR, _encoding_error(reason, value))
 
     def send(self, number: int, kind: int, packed: Packed) -> None:
-        """Send a result, and close it."""
+        """Send a result and close ``packed``."""
         with contextlib.closing(packed):
             message = RESULT.pack(number, kind) + packed.data
             _descriptors.send(self._link, message, packed.fds)
@@ -299,7 +299,7 @@ class _WorkerEnd:
             from ...transport.remote_errors import describe
 
             self.send(number, kind, pack(describe(error), copy_tensor=True))
-        # There may be too little memory, or no descriptors may be left.
+        # For example, memory or descriptors are exhausted.
         except BaseException:
             texts = type(error).__qualname__, str(error)[:_TEXT_LIMIT]
             self.send(number, BARE_ERROR, Packed(pickle.dumps(texts)))
@@ -343,8 +343,8 @@ def proxy_ctx_caller(
     """Call a function with this worker's context before its own arguments.
 
     Args:
-        call: the function, or its pickle from ``dumps``. Without ``args``: (call, args, kwargs).
-        args: the further arguments.
+        call: the function, or its pickle from ``dumps``; or a tuple of all three arguments.
+        args: the further arguments; None if ``call`` is a tuple.
         kwargs: the keyword arguments.
     """
     if args is None:

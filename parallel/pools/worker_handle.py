@@ -42,15 +42,15 @@ class WorkerHandle:
         fd: readable when the worker has sent something.
         death_fd: readable when the process has ended.
         inflight: the tasks sent and not answered, by number, oldest first.
-        since: when the worker could begin the oldest task in flight: when it was sent, or when the
-            task before it was answered. ``task_timeout`` counts from here.
+        since: the start of ``task_timeout``: when the oldest task in flight was sent, or when the
+            task before it was answered.
         failure: the error of the initializer.
     """
 
     def __init__(self, slot: int, maxtasks: int | None, packing: tuple[bool, bool]) -> None:
         self.slot = slot
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Space for the longest messages, so that sending never waits.
+        # Enough for the longest messages, so that the socket is never full.
         size = (MAX_TASKS + 1) * 2 * protocol.MESSAGE_BYTES
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self.fd = self._ours.fileno()
@@ -70,7 +70,7 @@ class WorkerHandle:
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that other forked workers must close."""
+        """The descriptors that workers forked later must close."""
         return [self.fd, self.theirs.fileno(), self.memory_fd, self.death_fd]
 
     def begin(self, value: Any) -> None:
@@ -104,10 +104,7 @@ class WorkerHandle:
         return self.is_ready and not self.is_stopping and len(self.inflight) < limit
 
     def send(self, task: Task, functions: MapFunctions) -> None:
-        """Send a task.
-
-        A map's function is sent with its tasks until one of them has been answered.
-        """
+        """Send a task, with a map's function until one of its tasks has succeeded."""
         job, _, func, args, kwargs = task
         number = self._number + 1
         self._sent_functions.drop_ended(functions)
@@ -133,7 +130,7 @@ class WorkerHandle:
         self.inflight[number] = task
 
     def recall_tasks(self) -> list[Task]:
-        """Remove the tasks that the worker has not received from its socket and return them."""
+        """Take back and return the tasks that the worker has not yet received."""
         tasks = []
         for data, fds in self._unread(self.theirs):
             number = protocol.TASK.unpack_from(data)[0]

@@ -30,7 +30,7 @@ _GRACE_S = 1.0
 # After this many failed starts, the next one is delayed, or the pool is broken.
 _MAX_FAILURES = 3
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.01, 1.0
-# Raised by a start if the fork server was killed, or at a limit of the system.
+# A start raises these if the fork server was killed, or a limit of the system is reached.
 _START_ERRORS = (OSError, EOFError)
 
 
@@ -40,9 +40,9 @@ class Options:
 
     Attributes:
         context: a multiprocessing context.
-        initializers: per worker, its initializer (or None) and the initializer's arguments.
+        initializers: the initializer (or None) of each worker, and its arguments.
         work: the pool's ``worker``.
-        maxtasks: the number of tasks after which a worker is replaced.
+        maxtasks: the number of tasks after which a worker is replaced. ``Pool`` describes the rest.
     """
 
     context: Any
@@ -58,7 +58,7 @@ class Options:
 
 
 class Workers:
-    """The workers of a pool. Only ``wake`` may be called by threads other than the pool's.
+    """The workers of a pool. Threads other than the pool's may only call ``wake``.
 
     Attributes:
         by_slot: the workers by their index.
@@ -73,10 +73,10 @@ class Workers:
         self._options = options
         self._start_method: str = options.context.get_start_method()
         self._by_fd: dict[int, WorkerHandle] = {}
-        # Failed starts since a worker was last ready: their number and the time of the first, for
-        # workers that ended by themselves (True) and for others (False).
+        # The number of failed starts since a worker was ready, and the time of the first of them.
+        # The key is True for workers that exited or crashed, False for those that were killed.
         self._failures: dict[bool, tuple[int, float]] = {}
-        # When the next start may be tried, 0 if it is not delayed.
+        # The earliest time of the next start, 0 if it is not delayed.
         self._next_start = 0.0
         self._is_up = self._is_ending = False
         self._epoll = select.epoll()
@@ -89,7 +89,7 @@ class Workers:
 
     def wake(self) -> None:
         """Make ``wait`` return; for any thread."""
-        # Not after the descriptor is closed: its number may belong to another file by then.
+        # After the descriptor is closed, its number may belong to another file.
         with self._waking:
             if self._close.alive:
                 os.eventfd_write(self._wake_fd, 1)
@@ -97,7 +97,7 @@ class Workers:
     def wait(self, timeout: float) -> tuple[list[WorkerHandle], list[WorkerHandle]]:
         """Wait for an event; return the workers that have written and those that have ended.
 
-        Workers that have ended are no longer waited for.
+        Later calls ignore the workers that have ended.
         """
         written, ended = [], []
         for fd, _ in self._epoll.poll(None if timeout == math.inf else timeout):
@@ -161,7 +161,7 @@ class Workers:
         self.by_slot[slot] = worker
 
     def count_end(self, worker: WorkerHandle, exitcode: int | None, *, has_queues: bool) -> None:
-        """Record how a worker has ended; set ``broken`` if the pool cannot continue."""
+        """Record the end of a worker; set ``broken`` if the pool cannot continue."""
         if worker.failure is not None:
             self.broken = _failure_error(worker)
         elif not worker.is_ready:
@@ -184,7 +184,7 @@ class Workers:
         are killed, the reason (such as scarce memory) may pass, so they are given more time.
 
         Args:
-            how: how the worker ended, in words.
+            how: a description of how the worker ended.
             by_itself: whether the worker exited or crashed, and was not killed.
             error: the exception of a process that could not be started.
         """
@@ -257,12 +257,12 @@ class Workers:
             self._close()
 
 
-# The exit code of a fork server's child whose end is not known because the server was killed.
+# multiprocessing's exit code of a child of a fork server that was killed; the real one is unknown.
 _UNKNOWN_TO_FORK_SERVER = 255
 
 
 def _ended_by_itself(exitcode: int | None, start_method: str) -> bool:
-    """Return whether a process exited or crashed by itself, as the next one would too."""
+    """Return whether a process exited or crashed, and was not killed."""
     if exitcode is None or (start_method, exitcode) == ("forkserver", _UNKNOWN_TO_FORK_SERVER):
         return False
     return exitcode >= 0 or -exitcode in CRASHES
