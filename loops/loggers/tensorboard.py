@@ -33,6 +33,13 @@ class TensorBoardHook(LoggerHook):
         super().__init__()
         self._writer: SummaryWriter | None = None
 
+    def on_train_start(self, state: LoopState) -> None:
+        if self._attach(state):
+            # Only training hides later values: an evaluation may read an earlier checkpoint.
+            self.close(failed=False)
+            self._open(state, purge_step=state.step + 1)
+        super().on_train_start(state)
+
     def scalars(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
         writer = self._open(state)
         for name, value in values.items():
@@ -65,10 +72,10 @@ class TensorBoardHook(LoggerHook):
             self._writer.close()
             self._writer = None
 
-    def _open(self, state: LoopState) -> SummaryWriter:
+    def _open(self, state: LoopState, purge_step: int | None = None) -> SummaryWriter:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             folder = f"{state.run_dir}/tensorboard"
-            self._writer = SummaryWriter(folder, purge_step=state.step + 1)
+            self._writer = SummaryWriter(folder, purge_step=purge_step)
         return self._writer
