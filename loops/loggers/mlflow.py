@@ -34,7 +34,7 @@ class MLflowHook(LoggerHook):
         ImportError: mlflow is not installed.
     """
 
-    order = 74
+    order = 73
     package = Package("mlflow", "MLflow", "mlflow")
 
     def __init__(

@@ -14,9 +14,10 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from stepwrap.collectives import get_rank
-from stepwrap.loops import CheckpointHook, LogHook, NanGuardHook, NonFiniteError
+from stepwrap.loops import CheckpointHook, LoggerHook, LogHook, NanGuardHook, NonFiniteError
 from stepwrap.loops.hook import Hook, Scalars
 from stepwrap.loops.state import LoopState
+from stepwrap.registry import HOOKS
 from stepwrap.wrappers import AmpOptimWrapper
 
 
@@ -126,6 +127,13 @@ def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None
         train(new_state(run_dir=tmp_path), hooks)
     assert '"step": 2' in (tmp_path / "metrics.jsonl").read_text()
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_every_logger_gets_the_bad_record_first() -> None:
+    shipped = [one for one in HOOKS.module_dict.values() if one.__module__.startswith("stepwrap.")]
+    loggers = [LoggerHook, *(one for one in shipped if issubclass(one, LoggerHook))]
+    assert len(loggers) >= 5
+    assert [one.__name__ for one in loggers if one.order >= NanGuardHook.order] == []
 
 
 @pytest.mark.parametrize(
