@@ -165,11 +165,12 @@ def merged_means(scalars: Mapping[str, Any], weighted: LogBuffer | None) -> dict
             the same name.
     """
     sums = {} if weighted is None else weighted.sums()
-    weights = {f"{name} weight": count for name, (_, count) in sums.items()}
+    # The NUL keeps these keys apart from the names of logs, such as "loss weight".
+    weights = {f"{name}\0weight": count for name, (_, count) in sums.items()}
     totals = {name: total for name, (total, _) in sums.items()}
     merged = mean_scalars({**scalars, **totals, **weights})
     for name in sums:
-        weight = merged.pop(f"{name} weight")
+        weight = merged.pop(f"{name}\0weight")
         merged[name] = merged[name] / weight if weight else math.nan
     return merged
 

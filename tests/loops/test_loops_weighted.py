@@ -191,3 +191,20 @@ def test_ranks_with_different_numbers_of_batches(
     ranks = len(counts) * (2 if kind == "tensor" else 1)
     for got in run_ranks(_train, ranks, kind, counts, sized):
         _assert_equal(got, expected, sized=sized)
+
+
+class WithWeightLog(SingleDevice):
+    """Also logs a value under a name that could be meant as the weight of the loss."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        return {**super().train_step(data, optim_wrapper), "loss weight": 0.25}
+
+
+def test_logs_may_have_any_names() -> None:
+    model = WithWeightLog(SupervisedModel(make_net(), nn.CrossEntropyLoss()))
+    optim = OptimWrapper(make_optimizer(model), loss_weight="tokens")
+    records = Records()
+    loop = EpochTrainLoop(_batches(2, 0), max_epochs=1, log_every_steps=1)
+    loop.run(LoopState(model, optim), HookList([records]))
+    assert [sorted(one) for one in records.records] == [["loss", "loss weight"]] * 2
+    assert [one["loss weight"] for one in records.records] == [0.25, 0.25]
