@@ -25,7 +25,7 @@ _MAX_POLLS = 64
 
 
 class StopSignals:
-    """A context that turns SIGTERM and SIGINT into an orderly stop.
+    """A context that turns SIGTERM and SIGINT into an orderly stop, from the first ``start`` on.
 
     The first signal is recorded, and ``poll`` passes it to the loop; a second SIGINT raises
     KeyboardInterrupt. A signal after the last poll is raised again at the exit, unless there is an
@@ -38,7 +38,7 @@ class StopSignals:
     stops all at the same update. Every rank must therefore poll equally often in each phase.
     """
 
-    def __init__(self, clock_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         # The time of the next poll; 0 with several ranks, which must poll equally often.
         self.due_s = 0.0
         self._received = 0
@@ -46,14 +46,19 @@ class StopSignals:
         self._is_stopping = False
         self._old: dict[signal.Signals, Any] = {}
         self._alone = not distributed_available() or get_world_size() == 1
-        self._plans = {phase: _ExchangePlan() for phase in Phase}
-        # The clock continues from `clock_s`.
-        self._start_s = time.monotonic() - clock_s
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._old = {number: signal.signal(number, self._receive) for number in _HANDLED}
         return self
+
+    def start(self, clock_s: float = 0.0) -> None:
+        """Start or restart the polls, and the clock at ``clock_s``; keep signals not yet handled.
+
+        Every rank must call this.
+        """
+        self._plans = {phase: _ExchangePlan() for phase in Phase}
+        self._start_s = time.monotonic() - clock_s
+        if not self._old and threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._receive) for number in _HANDLED}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._is_stopping and os.environ.get("RANK") and self._old:

@@ -84,10 +84,13 @@ class _TrainLoop:
         # The last update of the run; None if epochs are counted.
         self._last_step = None if self._by_epoch else budget.last
 
-    def _begin(self, state: LoopState, hooks: HookList) -> HookList:
+    @contextmanager
+    def _begin(self, state: LoopState, hooks: HookList) -> Iterator[HookList]:
         self._check(state)
         self._ended = False
-        return with_blocks(hooks, state, self.steps_per_call)
+        # Around all sessions, so that a signal during a rollback stops the next session.
+        with StopSignals() as self._signals:
+            yield with_blocks(hooks, state, self.steps_per_call)
 
     def _pass(self, state: LoopState, hooks: HookList) -> None:
         optim, log = state.optim_wrapper, state.logs.append
@@ -192,22 +195,22 @@ class _TrainLoop:
         state.logs.start()
         self._closed_at = state.step
         self._ended = True
-        with StopSignals(state.clock_s) as self._signals:
-            try:
-                with naming_missing_ranks(state):
-                    hooks.emit("on_train_start", state)
-                    yield
-                    if not state.signal:
-                        self._signals.poll_now(state)
-                    self._record_rest(state, hooks)
-                    hooks.emit("on_train_end", state)
-            except BaseException as error:
-                note_failure(error, state, self.dataloader, "train_step")
-                announce_failure(state, hooks, error)
-                if not isinstance(error, Rollback):
-                    raise
-                load_checkpoint(error.checkpoint).restore(state)
-                self._ended = False
+        self._signals.start(state.clock_s)
+        try:
+            with naming_missing_ranks(state):
+                hooks.emit("on_train_start", state)
+                yield
+                if not state.signal:
+                    self._signals.poll_now(state)
+                self._record_rest(state, hooks)
+                hooks.emit("on_train_end", state)
+        except BaseException as error:
+            note_failure(error, state, self.dataloader, "train_step")
+            announce_failure(state, hooks, error)
+            if not isinstance(error, Rollback):
+                raise
+            load_checkpoint(error.checkpoint).restore(state)
+            self._ended = False
 
     def _check(self, state: LoopState) -> None:
         if state.optim_wrapper is None:
@@ -283,19 +286,19 @@ class EpochTrainLoop(_TrainLoop):
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train from the position in ``state`` to the end or a stop; every rank must call this."""
-        hooks = self._begin(state, hooks)
-        while not self._ended:
-            with self._session(state, hooks):
-                self._validate_if_pending(state, hooks)
-                while self.budget.continues(state):
-                    hooks.emit("on_epoch_start", state)
-                    state.model.train()
-                    with self._inputs.joined(state):
-                        self._pass(state, hooks)
-                    if state.stop_reason:
-                        break
-                    hooks.emit("on_epoch_end", state)
-                    self._end_pass(state, hooks)
+        with self._begin(state, hooks) as hooks:
+            while not self._ended:
+                with self._session(state, hooks):
+                    self._validate_if_pending(state, hooks)
+                    while self.budget.continues(state):
+                        hooks.emit("on_epoch_start", state)
+                        state.model.train()
+                        with self._inputs.joined(state):
+                            self._pass(state, hooks)
+                        if state.stop_reason:
+                            break
+                        hooks.emit("on_epoch_end", state)
+                        self._end_pass(state, hooks)
         return state
 
 
@@ -345,16 +348,16 @@ class IterTrainLoop(_TrainLoop):
 
     def run(self, state: LoopState, hooks: HookList) -> LoopState:
         """Train from the position in ``state`` to the end or a stop; every rank must call this."""
-        hooks = self._begin(state, hooks)
-        while not self._ended:
-            with self._session(state, hooks):
-                hooks.emit("on_epoch_start", state)
-                state.model.train()
-                self._validate_if_pending(state, hooks)
-                while self.budget.continues(state):
-                    self._pass(state, hooks)
-                    if self.budget.continues(state):
-                        self._end_pass(state, hooks)
-                if not state.stop_reason:
-                    hooks.emit("on_epoch_end", state)
+        with self._begin(state, hooks) as hooks:
+            while not self._ended:
+                with self._session(state, hooks):
+                    hooks.emit("on_epoch_start", state)
+                    state.model.train()
+                    self._validate_if_pending(state, hooks)
+                    while self.budget.continues(state):
+                        self._pass(state, hooks)
+                        if self.budget.continues(state):
+                            self._end_pass(state, hooks)
+                    if not state.stop_reason:
+                        hooks.emit("on_epoch_end", state)
         return state

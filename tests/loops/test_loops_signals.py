@@ -6,20 +6,25 @@ import os
 import signal
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import spiky_runs
 import torch.distributed as dist
 from listeners import Records, on, slow
 from loop_parts import make_data, make_loader, make_state
 from ranks import run_ranks
 
+from stepwrap.collectives import get_world_size
 from stepwrap.loops import (
+    CheckpointHook,
     EpochTrainLoop,
     Hook,
     HookList,
     LoopState,
     MeanLoss,
+    SpikeGuardHook,
     ValLoop,
     build_loader,
 )
@@ -67,7 +72,8 @@ def test_the_same_signal_from_scheduler_and_launcher_is_one(
 
 def test_a_second_interrupt_raises() -> None:
     handler = signal.getsignal(signal.SIGINT)
-    with StopSignals():
+    with StopSignals() as signals:
+        signals.start()
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -155,9 +161,69 @@ def test_a_signal_after_the_last_update_is_not_lost() -> None:
     assert ends == [(0, []), (0, [signal.SIGTERM])]
 
 
+class SendsWhileGoingBack(Hook):
+    """Sends one rank a signal before a rollback, during its restore or when training restarts."""
+
+    def __init__(self, when: str) -> None:
+        self.when, self.restored = when, False
+
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        if (self.when, state.step, self.restored) == ("before", 11, False):
+            send(signal.SIGTERM, get_world_size() - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self.restored = True
+        if self.when == "restore":
+            send(signal.SIGTERM, get_world_size() - 1)
+
+
+class SendsWhenRead(spiky_runs.Spiky):
+    """Validation data that send a signal when they are tried after a rollback."""
+
+    def __init__(self, sender: SendsWhileGoingBack) -> None:
+        super().__init__(8)
+        self.sender = sender
+
+    def __getitem__(self, index: int) -> Any:
+        if self.sender.restored and self.sender.when == "restart":
+            self.sender.restored = False
+            send(signal.SIGTERM, get_world_size() - 1)
+        return super().__getitem__(index)
+
+
+def _signalled_while_going_back(when: str, folder: Path) -> tuple[int, int, list[int]]:
+    heard: list[int] = []
+    old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    sender, ranks = SendsWhileGoingBack(when), get_world_size()
+    data = spiky_runs.Spiky(80 * ranks, {spiky_runs.sample_at(12, 0, ranks): float("nan")})
+    saver = CheckpointHook(every_steps=5, every_epochs=None)
+    val_loop = ValLoop(build_loader(SendsWhenRead(sender), batch_size=4), {"loss": MeanLoss()})
+    try:
+        state = spiky_runs.make_state(run_dir=folder)
+        hooks = [SpikeGuardHook(before=4), saver, sender]
+        spiky_runs.train(state, data, hooks, val_loop=val_loop)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    return state.step, state.signal, heard
+
+
+@pytest.mark.parametrize("when", ["before", "restore", "restart"])
+def test_a_signal_during_a_rollback_stops_after_it(when: str, tmp_path: Path) -> None:
+    assert _signalled_while_going_back(when, tmp_path) == (6, signal.SIGTERM, [])
+
+
+def test_a_signal_to_one_rank_during_a_rollback_stops_all(tmp_path: Path) -> None:
+    ends = run_ranks(_signalled_while_going_back, 2, "restore", tmp_path)
+    assert ends == [(6, signal.SIGTERM, [])] * 2
+
+
 def _most_polls_between_agreements() -> int:
     state, gaps, last = make_state(), [], 0
     with StopSignals() as signals:
+        signals.start()
         for poll in range(1000):
             before = state.clock_s
             signals.poll(state)
