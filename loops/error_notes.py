@@ -32,9 +32,13 @@ def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
 
     Every rank must enter.
     """
-    return in_progress(
-        lambda: Progress(_ACTIVITIES[state.phase], f"step {state.step}, epoch {state.epoch}")
-    )
+
+    def progress() -> Progress:
+        # Before the first batch of a pass is done, `running_epoch` is the pass before.
+        epoch = state.epoch + 1 if state.in_step else state.running_epoch
+        return Progress(_ACTIVITIES[state.phase], f"step {state.step}, epoch {epoch}")
+
+    return in_progress(progress)
 
 
 def add_note(error: BaseException, text: str) -> None:

@@ -142,7 +142,7 @@ class PassInputs:
                 raise ValueError(
                     "every rank needs the same number of training batches, but "
                     f"{name_ranks(ended)} ran out after {state.batch} batches in epoch "
-                    f"{state.epoch}, and {name_ranks(others)} did not; allow different numbers "
+                    f"{state.epoch + 1}, and {name_ranks(others)} did not; allow different numbers "
                     "with StepDistributedDataParallel(uneven_inputs=True) in an EpochTrainLoop"
                 )
             yield batch

@@ -70,6 +70,9 @@ class StayAway(Hook):
     def __init__(self, how: str, folder: Path, place: str) -> None:
         self.how, self.folder, self.place = how, folder, place
 
+    def on_batch_start(self, state: LoopState, batch: Any) -> None:
+        self.reach("on_batch_start", state)
+
     def on_update(self, state: LoopState) -> None:
         self.reach("on_update", state)
 
@@ -123,7 +126,7 @@ SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
     ("traced", "how", "place", "waits", "absent"),
     [
         (
-            *(False, "stop", "on_update", r"training \(step 2, epoch 0\)"),
+            *(False, "stop", "on_update", r"training \(step 2, epoch 1\)"),
             "rank 1 does not answer: it has died, is stuck, has been stopped or has not begun",
         ),
         pytest.param(
@@ -132,8 +135,8 @@ SLEEPS = r"rank 1 is at \S*test_loops_missing_ranks.py:\d+ in stay_away, in "
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(True, "sleep", "on_update", r"training \(step 2, epoch 0\)"),
-            SLEEPS + r"training \(step 2, epoch 0\); its last collective was #\d+ \w+ \(",
+            *(True, "sleep", "on_batch_start", r"training \(step 2, epoch 2\)"),
+            SLEEPS + r"training \(step 2, epoch 2\); its last collective was #\d+ \w+ \(",
             marks=pytest.mark.slow,
         ),
     ],

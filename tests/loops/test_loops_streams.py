@@ -108,7 +108,7 @@ def _train_apart(folder: Path, kind: type[Lines], uneven: bool) -> tuple[str, in
 def test_streams_that_end_apart(tmp_path: Path, kind: type[Lines]) -> None:
     """Whatever length they claim: all ranks hear of it within a batch, or the run goes on."""
     for text, steps, _ in run_ranks(_train_apart, 2, tmp_path / "even", kind, False):
-        assert "rank 0 ran out after 3 batches in epoch 0, and rank 1 did not" in text
+        assert "rank 0 ran out after 3 batches in epoch 1, and rank 1 did not" in text
         assert steps == 3
     assert run_ranks(_train_apart, 2, tmp_path / "uneven", kind, True) == [("", 10, True)] * 2
 

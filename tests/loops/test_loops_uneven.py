@@ -224,8 +224,8 @@ def _train_unknown(counts: tuple[int, ...], by_epoch: bool, uneven: bool) -> tup
 @pytest.mark.parametrize(
     ("counts", "told"),
     [
-        ((5, 3, 5), "rank 1 ran out after 3 batches in epoch 0, and ranks 0, 2 did not"),
-        ((0, 2, 0), "ranks 0, 2 ran out after 0 batches in epoch 0, and rank 1 did not"),
+        ((5, 3, 5), "rank 1 ran out after 3 batches in epoch 1, and ranks 0, 2 did not"),
+        ((0, 2, 0), "ranks 0, 2 ran out after 0 batches in epoch 1, and rank 1 did not"),
     ],
 )
 def test_loaders_without_a_length_that_end_apart(
