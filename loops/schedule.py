@@ -75,7 +75,7 @@ class Budget(ABC):
     def __init__(
         self, last: int, begin: int, interval: int, dynamic: Sequence[tuple[int, int]] | None
     ) -> None:
-        if int(last) != last:
+        if isinstance(last, bool) or int(last) != last:
             raise AssertionError(f"max_{self.unit} must be a whole number, got {last!r}")
         self.last = positive(f"max_{self.unit}", int(last))
         self.begin = positive("val_begin", begin, least=0)

@@ -123,6 +123,7 @@ def test_intervals_of_validation_count_updates_not_batches() -> None:
     ("settings", "error", "text"),
     [
         ({"max_epochs": 2.5}, AssertionError, "max_epochs"),
+        ({"max_epochs": True}, AssertionError, "max_epochs must be a whole number, got True"),
         ({"max_epochs": 0}, ValueError, "max_epochs"),
         ({"val_interval": 0}, ValueError, "val_interval"),
         ({"val_begin": -1}, ValueError, "val_begin"),
