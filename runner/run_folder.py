@@ -196,8 +196,9 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
 
     Args:
         run_dir: the run's folder.
-        which: "best" or "latest" in this folder, or the path of a checkpoint or of another run's
-            folder. Default: the best one if there is one, otherwise the latest.
+        which: "best" or "latest" in this folder, the name of a checkpoint in it, or the path of a
+            checkpoint or of another run's folder. Default: the best one if there is one, otherwise
+            the latest.
 
     Raises:
         CheckpointError: the checkpoint does not exist.
@@ -213,12 +214,14 @@ def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
         raise CheckpointError(f"{run_dir} has no {kind}: train first, or give a checkpoint's path")
     if (path / "checkpoints").is_dir():
         return resolve_checkpoint(path, "latest")
-    if path.exists():
-        return path
-    folder = path.parent if path.parent.is_dir() else run_dir / "checkpoints"
-    there = [str(folder / one.name) for one in sorted(folder.glob("step_*"))]
-    near = did_you_mean(str(path), there) or did_you_mean(str(path), ("best", "latest"))
-    raise CheckpointError(f"checkpoint {path} does not exist{near}")
+    for checkpoint in (path, run_dir / "checkpoints" / path):
+        if checkpoint.exists():
+            return checkpoint
+    is_name = path.name == which
+    folder = run_dir / "checkpoints" if is_name or not path.parent.is_dir() else path.parent
+    there = [one.name if is_name else str(one) for one in sorted(folder.glob("step_*"))]
+    near = did_you_mean(which, ["best", "latest", *there])
+    raise CheckpointError(f"checkpoint {which} does not exist{near}")
 
 
 def clear_results(run_dir: Path) -> None:

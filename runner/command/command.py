@@ -267,5 +267,5 @@ CHECKPOINT = _path(
     "--checkpoint",
     "--resume",
     "checkpoint",
-    help="a checkpoint's folder, best or latest; default: best if there is one, otherwise latest",
+    help="a checkpoint's folder or name, best or latest; default: best if it exists, or latest",
 )

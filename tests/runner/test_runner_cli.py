@@ -203,8 +203,12 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
     assert best.removeprefix("best ") in tested
     row = next(line for line in tested.splitlines() if "accuracy" in line and "│" in line)
     assert row.split("│")[2].strip() in trained
-    assert main(["validate", "points.yaml", "--checkpoint", "latest"]) == 0
-    assert "checkpoint: runs/points/checkpoints/step_00000048" in capsys.readouterr().out
+    (last,) = (run / "runs/points/checkpoints").glob("step_00000048*")
+    for name in ("latest", last.name):
+        assert main(["validate", "points.yaml", "--checkpoint", name]) == 0
+        assert f"checkpoint: runs/points/checkpoints/{last.name}" in capsys.readouterr().out
+    assert main(["validate", "points.yaml", "--checkpoint", "stop_00000045"]) == 1
+    assert "does not exist; did you mean step_00000045" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture) -> None:
