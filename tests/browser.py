@@ -14,7 +14,7 @@ import pytest
 
 Value = TypeVar("Value")
 
-# Resolves to this machine, as the name of a page that attacks a local server by DNS rebinding does.
+# Resolves to this machine, like the name of a page that attacks by DNS rebinding.
 FOREIGN_NAME = "rebound.test"
 
 _FLAGS = (
@@ -28,7 +28,7 @@ _FLAGS = (
     "--disable-sync",
     "--no-first-run",
     "--no-proxy-server",
-    # Other names have no address, so that a page that needs the network fails.
+    # Other names do not resolve, so that a page that needs the network fails.
     f"--host-resolver-rules=MAP {FOREIGN_NAME} 127.0.0.1, MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
@@ -36,7 +36,7 @@ _FLAGS = (
 class Browser:
     """One browser window, with the errors and requests of the page that it shows.
 
-    `driver` is Selenium's, for what has no method here.
+    `driver` is Selenium's, for actions without a method here.
     """
 
     def __init__(self, driver: Any) -> None:
@@ -47,7 +47,7 @@ class Browser:
     def open(
         self, page: str | Path, *, width: int = 1280, height: int = 900, dark: bool = False
     ) -> None:
-        """Show a file or an address in a window of a size, in pixels, and a colour scheme."""
+        """Show a file or an address in a window of the given size in pixels and colour scheme."""
         self._command(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600},
@@ -60,14 +60,14 @@ class Browser:
         self.driver.get(page.resolve().as_uri() if isinstance(page, Path) else page)
 
     def run(self, script: str, *args: Any) -> Any:
-        """Return the value of a script, which is the body of a function with `arguments`."""
+        """Run a script, the body of a function with `arguments`, and return its value."""
         return self.driver.execute_script(script, *args)
 
     def wait(self, done: Callable[[], Value], *, timeout_s: float = 30.0) -> Value:
-        """Return the first true value of a function.
+        """Call a function until it returns a true value, and return the value.
 
         Raises:
-            TimeoutException: There was none in time.
+            TimeoutException: no value was true in time.
         """
         from selenium.webdriver.support.ui import WebDriverWait
 
@@ -83,7 +83,7 @@ class Browser:
         return list(self._errors)
 
     def requests(self) -> list[str]:
-        """Return the addresses that were asked for since the page was opened, data URLs aside."""
+        """Return the requested addresses since the page was opened, without data URLs."""
         self._read_logs()
         return list(self._requests)
 
@@ -121,7 +121,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     for flag in (*_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(flag)
-    # With the path of the driver given, Selenium looks for no other one on the network.
+    # Given the path of a driver, Selenium does not look for one on the network.
     service = webdriver.ChromeService(executable_path=control)
     driver = webdriver.Chrome(options=options, service=service)
     try:

@@ -1,4 +1,4 @@
-"""The setup of every test: one thread, a clean environment, no processes left at the end."""
+"""Setup of every test: one thread, a clean environment, no processes left at the end."""
 
 import contextlib
 import importlib

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# Where a silent fault would give wrong weights or lose data: globs, and the tests of their folder.
+# Files in which a silent fault gives wrong weights or loses data, and the tests of their folder.
 CORE = {
     "wrappers": ("steps/*", "optimizers/*", "ddp/*", "batchnorm/*", "sharding/*", "replicas/*"),
     "loops": ("*", "data/*", "checkpoints/*"),
@@ -77,17 +77,14 @@ class Change(NamedTuple):
 
     @property
     def line(self) -> int:
-        """The number of the line; the first is 1."""
         return (ROOT / self.file).read_bytes()[: self.start].count(b"\n") + 1
 
     def apply(self, source: bytes) -> bytes:
-        """Return the source with the other operator."""
         end = self.start + len(self.before.encode())
         return source[: self.start] + self.after.encode() + source[end:]
 
 
 def changes(file: Path) -> Iterator[Change]:
-    """Yield the possible changes of a file."""
     source = (ROOT / file).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -120,7 +117,7 @@ def operators(node: ast.AST) -> Iterator[tuple[ast.expr, ast.AST, ast.expr]]:
 
 
 def chosen(count: int, seed: int, only: str) -> list[Change]:
-    """Draw the changes, an equal chance for each place."""
+    """Draw changes; each place has an equal chance."""
     globs = [f"{folder}/{glob}.py" for folder, rooms in CORE.items() for glob in rooms]
     files = sorted({path.relative_to(ROOT) for glob in globs for path in ROOT.glob(glob)})
     places = [one for file in files if only in str(file) for one in changes(file)]
@@ -187,7 +184,7 @@ def first_failure(
         except subprocess.TimeoutExpired:
             return TIMED_OUT
         finally:
-            # Workers and ranks too, if there are any left.
+            # Also kill remaining workers and ranks.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

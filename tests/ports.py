@@ -1,17 +1,16 @@
-"""Ports for tests that name one, where several test processes share the machine."""
+"""Free ports for tests, also if several test processes share the machine."""
 
 import contextlib
 import random
 import socket
 
-# Below the ports that the system assigns itself, for instance to every group's listeners. So no
-# other process gets this one between the test's asking and its listening.
+# Below the ports that the system assigns, for example to every group's listeners, so that no other
+# process gets a port between the request and the test's use of it.
 _FIRST, _LAST = 20000, 28999
 
 
 def free_port() -> int:
-    """Return a free port of this machine."""
-    # The module's generator would give every process the same port after a test set the seed.
+    # After a test set the seed, the module's generator would return the same port in every process.
     chance = random.SystemRandom()
     while True:
         port = chance.randint(_FIRST, _LAST)

@@ -1,4 +1,4 @@
-"""Runs Python programs as a user would: the examples, those of the pages, the commands."""
+"""Run Python programs as a user would: examples, programs of pages, commands."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def ended(*words: Any, timeout: float = 200.0, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python WORDS` to its end, whatever its exit code; `options` are those of subprocess."""
+    """Run `python WORDS` and return the finished process; `options` are passed to subprocess."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         capture_output=True,
@@ -26,6 +26,6 @@ def run(*words: Any, timeout: float = 200.0, **options: Any) -> str:
 
 
 def run_script(code: str, folder: Path) -> str:
-    """Return the output of a program that is run as a file of a folder."""
+    """Run a program as a file in a folder and return its output."""
     (folder / "script.py").write_text(code)
     return run("script.py", cwd=folder)

@@ -1,4 +1,4 @@
-"""What runs inside a rank process of `ranks.py`: serve calls until told to exit."""
+"""The rank processes of `ranks.py`: they serve calls until asked to exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ is_rank = False
 
 
 def without_launcher(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the environment without what torchrun, SLURM and MPI set for a rank."""
+    """Return the environment without the variables that torchrun, SLURM and MPI set."""
     return {
         name: value
         for name, value in environment
@@ -38,7 +38,7 @@ def without_launcher(environment: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 @dataclass
 class RankCall:
-    """What a rank needs for one call; the surroundings are set before the payload is unpickled."""
+    """A call for a rank; the surroundings are set before the payload is unpickled."""
 
     payload: bytes
     world_size: int
@@ -54,7 +54,7 @@ class RankCall:
 
 @dataclass
 class RankStart:
-    """What the template needs to fork a rank; the connection's descriptor comes with it."""
+    """A request to the template to fork a rank; the connection's descriptor follows it."""
 
     rank: int
     stack: str
@@ -63,7 +63,7 @@ class RankStart:
 
 
 def fork_ranks() -> None:
-    """Import what ranks need, fork a rank at each request, and report when one has ended.
+    """Import the modules of ranks, fork a rank at each request, and report each rank's end.
 
     Ends at the end of the connection. Nothing here may start a thread or initialize CUDA.
     """
@@ -75,13 +75,13 @@ def fork_ranks() -> None:
     import stepwrap.wrappers  # noqa: F401
     from stepwrap.collectives import forget_meshes
 
-    # It imports more of torch, which every rank would do at the end of its first call.
+    # Imports more of torch, which otherwise every rank does at the end of its first call.
     forget_meshes()
     torch.set_num_threads(1)
-    # A collection in a rank would otherwise visit, and so copy, all that was imported here.
+    # Otherwise a collection in a rank visits, and so copies, all modules imported here.
     gc.collect()
     gc.freeze()
-    # Process ids by the descriptor that becomes readable when the process ends.
+    # Maps the descriptor that becomes readable when a process ends to its process id.
     children: dict[int, int] = {}
     while True:
         for ready in wait([control, *children]):
@@ -107,7 +107,7 @@ def fork_ranks() -> None:
 
 
 def _become_rank(start: RankStart, fd: int) -> None:
-    # A group of its own: a kill reaches grandchildren.
+    # In a separate process group a kill also reaches grandchildren.
     os.setsid()
     output = os.open(start.output, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
@@ -134,20 +134,20 @@ def _serve(rank: int, connection: Connection, stack: str) -> None:
         _call_by_sockets()
         connection.send_bytes(_answer("ready", None))
         while (message := inbox.get()) != b"exit":
-            # Anew: Lightning takes all signals back to the handlers that Python knows.
+            # Register again: Lightning resets all signals to the handlers that Python knows.
             faulthandler.unregister(signal.SIGUSR1)
             faulthandler.register(signal.SIGUSR1, file=stack_file)
             connection.send_bytes(_answer_call(rank, message))
             # The group ends only when all ranks are done with it, or when this one has failed.
             inbox.get()
-            # First what a test left in cycles: where a wrapper is a group's last owner, its end
-            # waits for the group's thread while that waits for Python's lock.
+            # Collect cycles first: if a wrapper in one is a group's last owner, freeing it later
+            # waits for the group's thread, which waits for Python's lock.
             gc.collect()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             forget_meshes()
             gc.collect()
-            # What is left, mostly imported modules, stays: the next collection looks at little.
+            # Exclude the remaining objects, mostly of modules, from later collections.
             gc.freeze()
             connection.send_bytes(_answer("released", None))
 
@@ -166,7 +166,7 @@ def _answer(kind: str, value: Any) -> bytes:
 
 
 def _call_by_sockets() -> None:
-    """Have torch's RPC use sockets also between processes of one machine.
+    """Make torch's RPC use sockets also between processes of one machine.
 
     A thread that never sleeps serves its transport by shared memory: three ranks would take all of
     a machine with two cores. Worlds in processes that tests start afresh have torch's own choice.
@@ -204,7 +204,7 @@ def _reset_torch() -> None:
 
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    # Only where needed: the first of these two calls imports the compiler, which takes a second.
+    # Only if needed: the first of these two calls imports the compiler, which takes a second.
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
     if torch.get_default_device() != torch.device("cpu"):

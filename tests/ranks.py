@@ -45,9 +45,9 @@ T = TypeVar("T")
 Test = TypeVar("Test", bound=Callable[..., None])
 
 START_TIMEOUT_S = 120.0
-# How long the other ranks may go on after one has failed.
+# How long the other ranks may run after one has failed.
 GRACE_S = 5.0
-# How long a teardown may take: it collects garbage, on a machine that may be busy.
+# How long a teardown may take; it collects garbage, and the machine may be busy.
 TEARDOWN_S = 30.0
 
 
@@ -55,7 +55,7 @@ class RanksError(RuntimeError):
     """Ranks failed, died or stayed silent; the text has each one's traceback or stack.
 
     Attributes:
-        reports: what is known by rank, in the order in which the ranks failed, so that a rank
+        reports: the failure of each rank, in the order in which the ranks failed, so that a rank
             that failed only because of another one comes after it.
     """
 
@@ -149,12 +149,11 @@ class _Template:
                 stdout=self._output,
                 stderr=self._output,
                 pass_fds=[theirs.fileno()],
-                # A group of its own: Ctrl-C stays with pytest.
+                # In a separate session, so that only pytest gets Ctrl-C.
                 start_new_session=True,
             )
 
     def fork(self, rank: int, connection: int, stack: Path, output: Path) -> int:
-        """Fork a rank and return its process id."""
         start = RankStart(rank, str(stack), str(output), _rank_environment())
         with contextlib.suppress(OSError):
             socket.send_fds(self._socket, [pickle.dumps(start)], [connection])
@@ -171,10 +170,10 @@ class _Template:
         return self._exit_codes.get(pid)
 
     def wait(self, pid: int, timeout_s: float | None = None) -> int:
-        """Return the exit code of a rank when it has ended.
+        """Wait for the end of a rank and return its exit code.
 
         Raises:
-            TimeoutError: it has not ended by then.
+            TimeoutError: it has not ended in time.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while pid not in self._exit_codes:
@@ -185,7 +184,7 @@ class _Template:
         return self._exit_codes[pid]
 
     def close(self) -> None:
-        """End the process; it ends at the end of the connection."""
+        """End the process by closing the connection."""
         self._socket.close()
         try:
             self._process.wait(GRACE_S)
@@ -195,7 +194,7 @@ class _Template:
         self._output.close()
 
     def _take_exit(self) -> None:
-        """Note the exit code of one more rank that has ended; wait for it."""
+        """Wait until a rank ends and record its exit code."""
         _, pid, code = self._receive()
         self._exit_codes[pid] = code
 
@@ -218,7 +217,7 @@ def _rank_environment() -> dict[str, str]:
 
 
 class _Rank:
-    """One rank process, as its parent sees it."""
+    """The parent's handle of a rank process."""
 
     def __init__(self, rank: int, folder: Path, template: _Template) -> None:
         self.rank = rank
@@ -233,15 +232,14 @@ class _Rank:
         self.connection = Connection(ours.detach())
 
     def is_alive(self) -> bool:
-        """Return whether the process runs."""
         return self._template.poll(self.pid) is None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return the exit code when the process has ended."""
+        """Wait for the end of the process and return its exit code."""
         return self._template.wait(self.pid, timeout_s)
 
     def send(self, message: bytes) -> None:
-        """Send; that the process is gone shows when its answer is waited for."""
+        """Send a message; if the process has ended, waiting for its answer reports it."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 
@@ -373,7 +371,7 @@ class _Wait:
 
     def _take_answer(self, member: _Rank) -> None:
         try:
-            # Not a blocking read: what a dead rank has forked may still hold its end open.
+            # Do not block: a process forked by a dead rank may keep the connection open.
             message = member.connection.recv_bytes() if member.connection.poll() else b""
         except (EOFError, OSError):
             message = b""
@@ -382,14 +380,14 @@ class _Wait:
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
             output = member.new_output()[-4000:]
             text = f"the process ended {how}; its output:\n{output or '(none)'}"
-            # Nobody knows when it ended; an end is a cause, so it goes before every error.
+            # The time is unknown, but an ended rank is a cause, so it precedes every error.
             self.failures[member.rank] = (0.0, text)
             self.lost.append(member.rank)
             return
         kind, value, when = pickle.loads(message)
         if kind == "error":
             self.failures[member.rank] = (when, value)
-            # Its group ends now, so that peers that wait for it fail instead of waiting on.
+            # Its group ends now, so that peers waiting for it fail at once.
             member.send(b"release")
         else:
             self.results[member.rank] = value

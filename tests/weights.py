@@ -1,4 +1,4 @@
-"""Weights under the user's names, and how far they are apart."""
+"""Weights under the user's names, and their distance."""
 
 from typing import Any
 

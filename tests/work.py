@@ -1,4 +1,4 @@
-"""Work counted instead of timed: how often functions of a name are called."""
+"""Measure work by counting the calls of functions instead of by time."""
 
 import sys
 from collections.abc import Callable

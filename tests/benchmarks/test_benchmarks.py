@@ -1,4 +1,4 @@
-"""The tools around the benchmarks, and what each benchmark must offer them; speed is not tested."""
+"""The tools around the benchmarks, and the interface of each benchmark; speed is not tested."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Results:
-    """Writes files such as `make bench` writes them."""
+    """Write files as `make bench` does."""
 
     def __init__(self, report: Any, folder: Path) -> None:
         self.report = report
@@ -72,7 +72,7 @@ STEADY = [99.0, 100.0, 100.0, 101.0, 100.0]
 RESTLESS = [80.0, 90.0, 100.0, 110.0, 130.0]
 
 
-def test_compare_tells_a_regression_from_noise(results: Results) -> None:
+def test_compare_distinguishes_a_regression_from_noise(results: Results) -> None:
     old = results.write({"by hand": STEADY, "stepwrap": STEADY})
     slower = results.write({"by hand": STEADY, "stepwrap": scaled(STEADY, 1.2)})
     assert "1.200  REGRESSION  steps: a step: stepwrap" in compare(old, slower, code=1)
@@ -90,7 +90,7 @@ def test_compare_tells_a_regression_from_noise(results: Results) -> None:
     assert "2.000  noise" in compare(old, slower, "--all")
 
 
-def test_a_slower_machine_or_peer_is_no_regression(results: Results) -> None:
+def test_a_slower_machine_or_peer_is_not_a_regression(results: Results) -> None:
     names = ("by hand", "stepwrap", "peer")
     old = results.write(dict.fromkeys(names, STEADY))
     slow = scaled(STEADY, 2)
@@ -99,7 +99,7 @@ def test_a_slower_machine_or_peer_is_no_regression(results: Results) -> None:
     assert "2.000  slower      steps: a step: peer" in compare(old, results.write(times))
 
 
-def test_compare_says_what_only_one_of_the_runs_has(results: Results) -> None:
+def test_compare_names_figures_that_only_one_run_has(results: Results) -> None:
     old = results.write({"by hand": STEADY, "stepwrap old": STEADY})
     text = compare(old, results.write({"by hand": STEADY, "stepwrap new": STEADY}))
     assert "only in old  steps: a step: stepwrap old" in text
@@ -132,7 +132,7 @@ def test_all_benchmarks_run_and_one_that_fails_is_named(tmp_path: Path) -> None:
     for name in ("run.py", "report.py", "peers.txt"):
         shutil.copy(BENCHMARKS / name, tmp_path)
     (tmp_path / "good.py").write_text(GOOD)
-    (tmp_path / "new_soak.py").write_text("raise SystemExit('a soak is no benchmark')")
+    (tmp_path / "new_soak.py").write_text("raise SystemExit('a soak is not a benchmark')")
     assert "1.000 ±0 us" in run(tmp_path / "run.py", "--quick")
     (tmp_path / "bad.py").write_text("raise SystemExit('no luck today')")
     text = run(tmp_path / "run.py", "--results", tmp_path / "full", code=1)
@@ -148,7 +148,7 @@ def test_all_benchmarks_run_and_one_that_fails_is_named(tmp_path: Path) -> None:
     assert [figure["rounds"] for figure in json.loads(quick.read_text())["figures"]] == [3, 3]
 
 
-def test_the_page_of_figures_is_that_of_its_file(report: Any, tmp_path: Path) -> None:
+def test_the_page_of_figures_matches_its_file(report: Any, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     copy = tmp_path / "docs" / "page.md"
     copy.parent.mkdir()

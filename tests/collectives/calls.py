@@ -1,4 +1,4 @@
-"""What a call ends in, as text that travels between processes."""
+"""The outcomes of calls as text that can be sent between processes."""
 
 import contextlib
 import logging
@@ -12,12 +12,12 @@ from stepwrap.collectives import trace_collectives
 
 T = TypeVar("T")
 
-# Where all collectives called from here say that they were called.
+# The location that errors and traces name for collectives called in this file.
 HERE = os.path.relpath(__file__)
 
 
 def outcome(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Return type and text of the error that the call raises, or two empty texts."""
+    """Return the type and text of the error that the call raises, or two empty strings."""
     try:
         call(*args, **kwargs)
     except Exception as error:
@@ -26,20 +26,20 @@ def outcome(call: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[str
 
 
 def outcome_text(call: Callable[..., object], *args: Any) -> str:
-    """Return the same in one text, or "no error"."""
+    """Return the error as "Type: text", or "no error"."""
     kind, text = outcome(call, *args)
     return f"{kind}: {text}" if kind else "no error"
 
 
 def assert_outcomes(outcomes: Iterable[tuple[str, str]], expected: list[tuple[str, str]]) -> None:
-    """Compare the types of errors, and look for the expected part in each text."""
+    """Compare the types of errors, and check that each text has the expected part."""
     for (kind, text), (error, part) in zip(outcomes, expected, strict=True):
         assert (kind, part in text) == (error, True), text
 
 
 @contextlib.contextmanager
 def group_of_one(backend: str | None) -> Iterator[None]:
-    """Have a default group with this process alone."""
+    """Create a default group of this process alone."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -62,7 +62,7 @@ def messages_of_collectives() -> Iterator[list[str]]:
 
 
 def traced(on: bool, scenario: Callable[..., T], *args: Any) -> T:
-    """Return what the scenario returns, with tracing switched on or off around it."""
+    """Call the scenario with tracing switched on or off."""
     trace_collectives(on)
     try:
         return scenario(*args)

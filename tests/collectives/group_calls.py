@@ -1,4 +1,4 @@
-"""Calls of a group now and later, and tensors of each rank in several layouts."""
+"""Synchronous and asynchronous calls of a group, and checks of their results."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ Call = Callable[[bool], CollectiveHandle[None] | None]
 
 
 def now_and_later(call: Call) -> Iterator[None]:
-    """Make the call with and without `async_op`; yields when its outcome must be there."""
+    """Make the call with and without `async_op`; yield when its result must be available."""
     assert call(False) is None
     yield
     handle = call(True)
@@ -18,17 +18,16 @@ def now_and_later(call: Call) -> Iterator[None]:
     assert handle.wait() is None
     assert handle.is_completed()
     yield
-    # Waiting again changes nothing, also after the tensors have been used for something else.
+    # A second wait must not change tensors that have been reused.
     assert handle.wait() is None
 
 
 def members_of(ranks: Sequence[int] | None) -> tuple[CollectiveGroup, bool]:
-    """Return a new group and whether this rank is one of it."""
+    """Return a new group and whether this rank is a member."""
     group = CollectiveGroup.create(ranks)
     return group, group.current_rank is not None
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Compare dtype and every bit."""
     assert ours.dtype == theirs.dtype
     assert torch.equal(ours, theirs), (ours, theirs)

@@ -1,4 +1,4 @@
-"""Random nested objects for the object collectives, and whether two of them are the same."""
+"""Random nested objects for the object collectives, and their comparison."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ NUMPY_DTYPES = ("f2", "f4", "f8", "c8", "?", "i1", "i8", "u4", "S3", "U2", "M8[s
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Return a tensor of any dtype, layout in memory and need of gradients."""
+    """Return a tensor of any dtype and memory layout, with or without gradients."""
     shape = draw(st.sampled_from(SHAPES))
     seed = draw(st.integers(0, 2**16))
     values = torch.randint(-3, 100, shape, generator=torch.Generator().manual_seed(seed))
@@ -39,7 +39,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray:
-    """Return an array of any dtype and order in memory."""
+    """Return an array of any dtype and memory order."""
     shape = draw(st.sampled_from(SHAPES))
     array = np.arange(int(np.prod(shape))).reshape(shape) % 90
     array = array.astype(draw(st.sampled_from(NUMPY_DTYPES)))
@@ -47,7 +47,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
 
 
 def objects() -> st.SearchStrategy[Any]:
-    """Return a strategy for nested containers of what ranks exchange."""
+    """Return a strategy for nested containers of tensors, arrays and plain values."""
     leaves = st.one_of(
         st.none(),
         st.booleans(),
@@ -61,7 +61,7 @@ def objects() -> st.SearchStrategy[Any]:
         arrays(),
         tensors().map(lambda t: torch.nn.Parameter(t.detach(), requires_grad=t.requires_grad)),
         st.just(torch.eye(3).to_sparse()),
-        # Large enough to travel apart from the first message, and through shared memory.
+        # Too large for the first message, and large enough for shared memory.
         st.sampled_from((5_000, 300_000)).map(lambda n: torch.arange(n, dtype=torch.float64)),
         st.just(np.arange(40_000.0)),
     )

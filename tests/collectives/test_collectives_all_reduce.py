@@ -31,7 +31,7 @@ def _reduce_every_dtype() -> None:
             if not _allowed(op, dtype):
                 assert outcome(all_reduce, own, op)[0] == "ValueError"
                 continue
-            # A bool of torch adds as "or" and multiplies as "and", as ours does.
+            # torch adds bools as "or" and multiplies them as "and".
             expected = functools.reduce(function, parts)
             assert all_reduce(own, op) is None  # type: ignore[func-returns-value]
             all_reduce(contiguous, op)
@@ -70,7 +70,7 @@ def test_means_keep_their_dtype_and_are_rounded_with_one_warning() -> None:
             own = torch.tensor([1 + rank, 2 + rank, 2 * rank, 100 + rank], dtype=dtype)
             all_reduce(own, "mean")
             assert own.dtype == dtype
-            # 1.5 and 2.5 to the even neighbour; the sum of the last needs more than 8 bits.
+            # 1.5 and 2.5 round to the even neighbour; the sum of the last needs more than 8 bits.
             assert own.tolist() == [2, 2, 1, 100]
         negative = torch.tensor([-1 - rank, -3 * rank, 2**60 + 2 * rank])
         all_reduce(negative, "mean")

@@ -1,4 +1,4 @@
-"""Back-ends by name, and one's own."""
+"""Back-ends by name, and custom ones."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ class _CountingDist(NonDist):
     made = 0
 
     def __init__(self) -> None:
-        # Long enough for another thread to ask for the same name.
+        # Long enough that another thread asks for the same name.
         time.sleep(0.05)
         type(self).made += 1
         if self.made == 1:
@@ -140,7 +140,7 @@ def test_only_back_ends_with_a_name_are_registered() -> None:
 
 
 def test_configs_know_the_same_back_ends() -> None:
-    """The names of the registry for configs are the classes' and the short ones of here."""
+    """The registry for configs has the names of the classes and these short names."""
     short = {name: DIST_BACKENDS.get(name) for name in BUILTIN}
     assert short["torch"] is DIST_BACKENDS.get("TorchDist") is TorchDist
     assert set(DIST_BACKENDS.names()) >= {*BUILTIN, *(kind.__name__ for kind in short.values())}

@@ -1,4 +1,4 @@
-"""Back-ends: the object collectives over five hooks, over threads that copy, and over gloo."""
+"""Back-ends: object collectives built on five hooks, over threads that copy, and over gloo."""
 
 import json
 import pickle
@@ -29,7 +29,7 @@ PAYLOADS = [None, "x", list(range(300)), {"a": [1, None]}, b"\0" * 100_000]
 
 
 class _Hub:
-    """Where the threads that play the ranks hand over their tensors."""
+    """Exchange tensors between the threads that act as ranks."""
 
     def __init__(self, world_size: int) -> None:
         self.slots: list[Any] = [None] * world_size
@@ -44,7 +44,7 @@ class _Hub:
 
 
 class _NumpyDist(TensorBaseDistBackend):
-    """Out of place: what was passed in is never written to."""
+    """A back-end that never writes to its arguments."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self.hub = hub
@@ -74,7 +74,7 @@ class _NumpyDist(TensorBaseDistBackend):
 
     def _pad_tensor(self, tensor: Any, max_size: int) -> Any:
         assert type(max_size) is int
-        # Raises "negative dimensions" for a size that is too small.
+        # A size that is too small raises "negative dimensions".
         return np.concatenate([tensor, np.zeros(max_size - len(tensor), np.uint8)])
 
     def _all_gather(self, tensor: Any) -> list[Any]:
@@ -87,8 +87,6 @@ class _NumpyDist(TensorBaseDistBackend):
 
 
 class _CopyingTorchDist(_NumpyDist):
-    """The same with tensors of torch."""
-
     def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
         data, size = super()._object_to_tensor(obj)
         return torch.from_numpy(data.copy()), torch.tensor([int(size)])
@@ -106,7 +104,7 @@ class _CopyingTorchDist(_NumpyDist):
 
 
 class _JsonDist(_NumpyDist):
-    """Here None takes more room than a digit."""
+    """Encode as JSON, in which None is longer than a digit."""
 
     def _object_to_tensor(self, obj: Any) -> tuple[Any, Any]:
         data = np.frombuffer(json.dumps(obj).encode(), dtype=np.uint8)
@@ -117,7 +115,7 @@ class _JsonDist(_NumpyDist):
 
 
 class _RefusingDist(_NumpyDist):
-    """Rank 1 cannot decode one word."""
+    """Fail on rank 1 to decode one word."""
 
     def _tensor_to_object(self, tensor: Any, size: int) -> Any:
         obj = super()._tensor_to_object(tensor, size)
@@ -137,7 +135,7 @@ def _on_threads(
 @pytest.mark.parametrize("kind", [_NumpyDist, _CopyingTorchDist])
 @pytest.mark.parametrize("src", [0, 1])
 def test_broadcast_without_aliasing(kind: type[_NumpyDist], src: int) -> None:
-    """Longer, shorter, equal and None, over a back-end that does not work in place."""
+    """Longer, shorter and equal payloads and None, over a back-end that works out of place."""
 
     def work(backend: _NumpyDist) -> None:
         for payload in PAYLOADS:
@@ -173,8 +171,8 @@ def test_gather_of_any_sizes(kind: type[_NumpyDist], world_size: int) -> None:
     _on_threads(kind, world_size, work)
 
 
-def test_objects_of_ranks_that_receive_are_not_looked_at() -> None:
-    """A lambda there is allowed, because it is never encoded."""
+def test_objects_of_receiving_ranks_are_ignored() -> None:
+    """A lambda is allowed there, because it is never encoded."""
 
     def work(backend: _NumpyDist) -> Any:
         own = "text" if backend.rank == 1 else (lambda: None)
@@ -184,8 +182,8 @@ def test_objects_of_ranks_that_receive_are_not_looked_at() -> None:
     assert _on_threads(_NumpyDist, 2, work) == [[], ["text"]]
 
 
-def _fail_then_go_on(backend: BaseDistBackend) -> list[tuple[str, str]]:
-    """Let rank 1 fail in both collectives; the ranks are in step after each."""
+def _fail_then_continue(backend: BaseDistBackend) -> list[tuple[str, str]]:
+    """Let rank 1 fail in both collectives, and check after each that the ranks are in step."""
     bad = threading.Lock() if backend.rank == 1 else "text"
     outcomes = [outcome(backend.all_gather_object, bad)]
     assert backend.all_gather_object(backend.rank) == list(range(backend.world_size))
@@ -194,15 +192,15 @@ def _fail_then_go_on(backend: BaseDistBackend) -> list[tuple[str, str]]:
     return outcomes
 
 
-def test_what_one_rank_cannot_encode_is_an_error_on_all() -> None:
-    for outcomes in _on_threads(_NumpyDist, 3, _fail_then_go_on):
+def test_an_encoding_error_on_one_rank_raises_on_all() -> None:
+    for outcomes in _on_threads(_NumpyDist, 3, _fail_then_continue):
         for kind, text in outcomes:
             assert kind == "CollectiveError"
             assert "rank 1: TypeError: cannot pickle '_thread.lock' object" in text
             assert "rank 0" not in text
 
 
-def test_what_one_rank_cannot_decode_is_an_error_on_all() -> None:
+def test_a_decoding_error_on_one_rank_raises_on_all() -> None:
     def work(backend: _NumpyDist) -> list[tuple[str, str]]:
         outcomes = [
             outcome(backend.all_gather_object, "poison"),
@@ -217,7 +215,7 @@ def test_what_one_rank_cannot_decode_is_an_error_on_all() -> None:
 
 
 @pytest.mark.parametrize("src", [-1, 2, "0", None])
-def test_a_source_that_is_no_rank_is_refused(src: Any) -> None:
+def test_a_source_that_is_not_a_rank_is_refused(src: Any) -> None:
     for kind, text in _on_threads(_NumpyDist, 2, lambda b: outcome(b.broadcast_object, 1, src)):
         assert (kind, text) == ("ValueError", f"src must be a rank below 2, got {src!r}")
 
@@ -233,7 +231,7 @@ def test_an_incomplete_back_end_cannot_be_made() -> None:
 
 @pytest.mark.parametrize("kind", [NonDist, TorchDist, TorchCPUDist])
 def test_one_process(kind: type[BaseDistBackend], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also under a launcher's variables before there is a group."""
+    """Also with a launcher's variables set but no group."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
     backend, lock = kind(), threading.Lock()
@@ -256,13 +254,13 @@ def _use(kind: Callable[[], BaseDistBackend]) -> list[tuple[str, str]]:
             assert backend.broadcast_object(own, src) == payload
     lists = [list(range(r)) for r in range(size)]
     assert backend.all_gather_object(lists[rank]) == lists
-    # Copies: what one rank changes reaches nobody.
+    # They are copies: changes on one rank do not reach another.
     gathered = backend.all_gather_object({"tensor": torch.zeros(3)})
     for at, each in enumerate(gathered):
         each["tensor"] += rank + at
     assert [each["tensor"][0].item() for each in gathered] == [rank + at for at in range(size)]
     assert outcome(backend.broadcast_object, 1, size)[0] == "ValueError"
-    return _fail_then_go_on(backend)
+    return _fail_then_continue(backend)
 
 
 @pytest.mark.parametrize("world_size", [2, *slow(4)])
@@ -291,8 +289,8 @@ def _use_a_sub_group() -> tuple[Any, ...]:
     )
 
 
-def test_a_sub_group_has_ranks_of_its_own() -> None:
-    """So that `samples[rank::world_size]` leaves none out."""
+def test_a_sub_group_numbers_its_own_ranks() -> None:
+    """`samples[rank::world_size]` then omits no sample."""
     outside, first, _, second = run_ranks(_use_a_sub_group, 4)
     assert outside == ("ValueError", "ValueError")
     refused = ("ValueError", "src must be a rank below 2, got 3")

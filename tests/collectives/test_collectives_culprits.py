@@ -1,4 +1,4 @@
-"""What one rank does wrong ends in an error on all of them that names it."""
+"""A mistake of one rank raises an error on all ranks that names it."""
 
 import os
 import re
@@ -27,7 +27,7 @@ from stepwrap.collectives.trace.calling import calling
 
 
 class _Pair:
-    """Gathers in a pair of ranks while it is pickled."""
+    """Call a collective of a pair of ranks while being pickled."""
 
     def __init__(self, pair: Any) -> None:
         self.pair = pair
@@ -48,7 +48,7 @@ def test_a_collective_inside_another_keeps_its_own_group(on: bool) -> None:
 
 
 @on_ranks(2)
-def test_roots_that_differ_are_told_at_once() -> None:
+def test_roots_that_differ_are_an_error_at_once() -> None:
     rank = dist.get_rank()
     texts = [
         outcome_text(broadcast, rank, rank),
@@ -105,7 +105,7 @@ def _give_bad_data() -> list[str]:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_bad_data_on_one_rank_is_told_on_all(on: bool) -> None:
+def test_bad_data_on_one_rank_raises_on_all(on: bool) -> None:
     for texts in run_ranks(traced, 2, on, _give_bad_data, group_timeout_s=20):
         kinds = [text.split(":")[0] for text in texts]
         assert kinds == ["TypeError", "TypeError", "ValueError", "CollectiveError"]
@@ -117,7 +117,7 @@ def _fail_inside() -> None:
 
 
 def _fail_then_leave(folder: str) -> list[str]:
-    """Both fail in one call; later rank 0 waits alone for rank 1, which computes."""
+    """Let both ranks fail in one call; later rank 0 waits alone for rank 1, which computes."""
     texts = [outcome_text(_fail_inside)]
     dist.barrier()
     time.sleep(1.2)

@@ -15,8 +15,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Pair(NamedTuple):
-    """Two tensors or nests of them."""
-
     first: Any
     second: Any
 
@@ -61,7 +59,7 @@ def test_data_without_one_device(data: Any, error: type[Exception], text: str) -
         get_data_device(data)
 
 
-def test_nests_move_in_their_own_classes() -> None:
+def test_containers_keep_their_classes_when_moved() -> None:
     data = _nested()
     moved = cast_data_device(data, "meta")
     assert get_data_device(moved) == META
@@ -74,7 +72,7 @@ def test_nests_move_in_their_own_classes() -> None:
     assert moved["pair"].second[0].shape == (2,)
 
 
-def test_what_is_there_already_is_not_copied() -> None:
+def test_tensors_already_on_the_device_are_not_copied() -> None:
     tensor = torch.ones(2)
     assert cast_data_device(tensor, CPU) is tensor
     assert cast_data_device([tensor], CPU)[0] is tensor
@@ -82,7 +80,7 @@ def test_what_is_there_already_is_not_copied() -> None:
 
 def test_out_is_filled_in_place() -> None:
     data = {"a": torch.ones(2), "b": [torch.ones(3), (torch.full((), 2.0),)]}
-    # Another order of the keys.
+    # The keys are in another order.
     out = {"b": [torch.zeros(3), (torch.zeros(()),)], "a": torch.zeros(2)}
     places = out["a"], out["b"][0], out["b"][1][0]
     assert cast_data_device(data, CPU, out)["a"] is data["a"]

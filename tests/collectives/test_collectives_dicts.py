@@ -11,7 +11,7 @@ from stepwrap.collectives.dist import all_reduce_dict
 
 
 class Key:
-    """A key that cannot be sorted and has the same text on all ranks."""
+    """A key that cannot be sorted and has the same `repr` on all ranks."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -65,7 +65,7 @@ def test_a_dict_keeps_every_dtype() -> None:
     assert data["none"].shape == (0, 2)
     assert data["float"].item() == 0.1 + 1.1
     assert data["number"].item() == 9
-    # The dict has new tensors; those that were in it are as before.
+    # The dict gets new tensors; the old ones are unchanged.
     assert before["a"].tolist() == [dist.get_rank() + 1] * 2
     assert before["complex"].imag == dist.get_rank()
     assert before["tracked"].item() == dist.get_rank() + 1

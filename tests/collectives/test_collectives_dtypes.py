@@ -1,4 +1,4 @@
-"""The dtypes that transports refuse: unsigned 64 bits, 8-bit floats and complex halves."""
+"""Dtypes that transports do not support: uint64, narrow numbers, complex halves."""
 
 import warnings
 from typing import Any
@@ -79,7 +79,7 @@ def test_the_mean_of_three_large_integers() -> None:
 def test_narrow_numbers(dtype: torch.dtype) -> None:
     rank = dist.get_rank()
     with warnings.catch_warnings():
-        # torch says once that complex halves are experimental.
+        # torch warns once that complex halves are experimental.
         warnings.simplefilter("ignore")
         own = torch.tensor([[1, 2], [4, 3]])[rank].to(dtype)
         is_complex = dtype.is_complex
@@ -119,7 +119,7 @@ def _refuse(dtype: torch.dtype) -> list[str]:
     return texts
 
 
-def test_what_has_no_arithmetic_is_refused() -> None:
+def test_dtypes_without_arithmetic_are_refused() -> None:
     for texts in run_ranks(_refuse, 2, torch.float4_e2m1fn_x2):
         assert len(texts) == 4
         assert all("torch.float4_e2m1fn_x2 cannot be reduced" in text for text in texts)

@@ -1,4 +1,4 @@
-"""How large objects travel: through shared memory or not, nothing lost and nothing left behind."""
+"""Large objects are sent through shared memory or not; no data is lost and no memory is left."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ LARGE = 3_000_000
 
 
 def _traces_of_shared_memory() -> list[str]:
-    """Return this process's open and mapped memory that object collectives have made."""
+    """Return the shared memory of object collectives that this process has open or mapped."""
     opened = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -36,7 +36,7 @@ def _traces_of_shared_memory() -> list[str]:
 
 
 def _exchange_sizes(sizes: list[int]) -> list[Any]:
-    """Gather, gather to one rank and broadcast tensors of the ranks' sizes; return what failed."""
+    """Gather, gather to one rank and broadcast tensors; return the names of failed calls."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     own = torch.full((sizes[rank],), float(rank))
     wrong: list[Any] = []
@@ -66,7 +66,7 @@ def test_even_and_uneven_sizes(
 
 
 def _exchange_with_few_descriptors(spare: int) -> list[Any]:
-    """Exchange large tensors while rank 1 can open only that many files more."""
+    """Exchange large tensors while rank 1 can open only `spare` more files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.open(os.devnull, os.O_RDONLY)
     os.close(lowest_free)
@@ -80,12 +80,12 @@ def _exchange_with_few_descriptors(spare: int) -> list[Any]:
 
 @pytest.mark.parametrize("spare", [0, 1])
 def test_a_rank_without_shared_memory_moves_all_to_the_transport(spare: int) -> None:
-    """It cannot make its own (0), or cannot open what the other offers (1)."""
+    """It cannot create its own (0), or cannot open the other rank's (1)."""
     assert run_ranks(_exchange_with_few_descriptors, 2, spare) == [[], []]
 
 
 @on_ranks(2)
-def test_shared_memory_lives_as_long_as_what_was_received() -> None:
+def test_shared_memory_is_freed_with_the_received_objects() -> None:
     gathered = all_gather_object(torch.ones(LARGE))
     while_held = len(_traces_of_shared_memory())
     del gathered
@@ -94,7 +94,7 @@ def test_shared_memory_lives_as_long_as_what_was_received() -> None:
 
 
 class _EndsRank1:
-    """Kills rank 1 while it unpickles, when all ranks have offered and mapped their memory."""
+    """Kill rank 1 while it unpickles; all ranks have created and mapped their memory by then."""
 
     def __init__(self) -> None:
         self.data = torch.ones(LARGE)
@@ -143,7 +143,7 @@ def _use_sub_groups() -> list[Any]:
 
 @pytest.mark.slow
 def test_sub_groups_take_global_ranks() -> None:
-    """Who is no member is told so."""
+    """Calls by other ranks raise an error."""
     in_first, in_second = [0, 2], [1, 3]
     assert run_ranks(_use_sub_groups, 4) == [
         [in_first, "of 0", [0.0, 2.0]],
@@ -161,7 +161,7 @@ def _pad() -> tuple[Any, ...]:
 
 
 def test_padding_to_the_largest_keeps_dtype_and_fills_with_zeros() -> None:
-    """Who is as long already gets its own tensor back."""
+    """A rank whose tensor is already that long gets it back."""
     float32, two = torch.float32, [2, 2]
     assert run_ranks(_pad, 2) == [
         ([2, 5], [1.0, 2.0, 0.0, 0.0, 0.0], float32, False, two, [1.0, 2.0]),

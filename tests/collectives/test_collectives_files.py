@@ -1,4 +1,4 @@
-"""Objects of all ranks through files in a shared directory, and the directories themselves."""
+"""Gathering objects through files in a shared directory, and creating such directories."""
 
 import os
 import pickle
@@ -31,7 +31,7 @@ def _files(folder: str | Path) -> list[str]:
 
 
 class _DuringPickling:
-    """Does something in the middle of the gather, and unpickles to the integer 7."""
+    """Call a function in the middle of the gather; unpickles to the integer 7."""
 
     def __init__(self, work: Callable[..., None], *args: Any) -> None:
         self.work = work
@@ -46,7 +46,7 @@ def _gather_often(tmpdir: str) -> list[int]:
     rank = dist.get_rank()
     wrong = []
     for turn in range(200):
-        # The sizes change, so that a part of another turn could not pass for this one's.
+        # The sizes differ, so that a file of another turn would be noticed.
         sent = [(turn, member, b"x" * (turn * 10 + member)) for member in range(2)]
         received = all_gather_object_cpu(sent[rank], tmpdir)
         if received != (sent if rank == 0 else None):
@@ -67,7 +67,7 @@ def _gather_every_way(tmpdir: str) -> tuple[list[Any], list[str]]:
     rank = dist.get_rank()
     Path(tmpdir, "cwd").mkdir(exist_ok=True)
     os.chdir(Path(tmpdir, "cwd"))
-    # Rank 0's directory for temporary files holds for all.
+    # All ranks must use rank 0's directory for temporary files.
     tempfile.tempdir = str(Path(tmpdir, "cwd")) if rank == 0 else "/nowhere"
     own = {"rank": rank, "none": None, "text": "x" * 10**rank, "t": torch.arange(rank * 9_000.0)}
     ways: list[dict[str, Any]] = [
@@ -84,13 +84,13 @@ def _gather_every_way(tmpdir: str) -> tuple[list[Any], list[str]]:
         ]
         results.append(all_gather_object_gpu(own, not everywhere))
     tempfile.tempdir = None
-    told = [None if result is None else [_tell(one) for one in result] for result in results]
-    return told, _files(Path(tmpdir, "cwd"))
+    shown = [None if result is None else [_summary(one) for one in result] for result in results]
+    return shown, _files(Path(tmpdir, "cwd"))
 
 
-def _tell(received: dict[str, Any]) -> tuple[Any, ...]:
+def _summary(received: dict[str, Any]) -> tuple[Any, ...]:
     tensor = received["t"] + 0
-    # What arrives may be changed in place.
+    # Received tensors may be changed in place.
     received["t"] += 1
     return received["rank"], received["none"], len(received["text"]), tensor.sum().item()
 
@@ -99,10 +99,10 @@ def _tell(received: dict[str, Any]) -> tuple[Any, ...]:
 def test_every_way_gives_the_same(world_size: int, tmp_path: Path) -> None:
     expected = [(r, None, 10**r, torch.arange(r * 9_000.0).sum().item()) for r in range(world_size)]
     outcomes = run_ranks(_gather_every_way, world_size, str(tmp_path))
-    for rank, (told, _) in enumerate(outcomes):
-        assert told[:6] == [expected if rank == 0 else None] * 6
-        assert told[6:] == [expected] * 6
-    # Only the directories that were named.
+    for rank, (shown, _) in enumerate(outcomes):
+        assert shown[:6] == [expected if rank == 0 else None] * 6
+        assert shown[6:] == [expected] * 6
+    # Only the named directories are left.
     assert outcomes[0][1] == ["new", "new/deep", "relative"]
 
 
@@ -144,14 +144,14 @@ def _gather_what_fails(tmpdir: str) -> tuple[list[tuple[str, str]], Any]:
 
 
 class _Unloadable:
-    """Pickles, and cannot be unpickled."""
+    """An object that can be pickled, but not unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, ("text",)
 
 
-def test_what_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
-    """And the ranks are still in step."""
+def test_a_failure_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+    """The ranks stay in step."""
     outcomes = run_ranks(_gather_what_fails, 3, str(tmp_path))
     for errors, after in outcomes:
         names, texts = zip(*errors, strict=True)
@@ -179,8 +179,6 @@ def _forge(tmpdir: str, ruin: Path) -> None:
 
 
 class _Touch:
-    """Shows, by a file, that it was unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -261,7 +259,7 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
     if rank == 1 and when == "writing":
         own = _DuringPickling(_die_after_all_parts, tmpdir)
     if when == "entering":
-        # Not while another rank still connects to this one.
+        # Wait until the other rank has connected.
         connected = Path(f"{tmpdir}_connected")
         connected.mkdir(exist_ok=True)
         (connected / str(rank)).touch()
@@ -275,7 +273,7 @@ def _lose_a_rank(tmpdir: str, when: str, everywhere: bool) -> None:
     raise RuntimeError(f"{name}: {text}")
 
 
-# When the first rank reads, it is the first rank that dies.
+# Only the first rank reads, so there it is the first rank that dies.
 @pytest.mark.parametrize(("when", "dead"), [("entering", 1), ("reading", 0), *slow(("writing", 1))])
 @pytest.mark.slow
 def test_a_killed_rank_leaves_no_file_behind(when: str, dead: int, tmp_path: Path) -> None:
@@ -290,7 +288,7 @@ def test_a_killed_rank_leaves_no_file_behind(when: str, dead: int, tmp_path: Pat
 
 
 def test_one_process_keeps_its_own_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also under a launcher's variables before there is a group."""
+    """Also with a launcher's variables set but no group."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     lock = threading.Lock()
     for gathered in (
@@ -326,12 +324,12 @@ def test_directories_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def _make_directories(base: str) -> tuple[list[str], tuple[str, str]]:
     rank = dist.get_rank()
     tempfile.tempdir = base if rank == 0 else "/nowhere"
-    # A launcher's rank does not count against the group's.
+    # The group's rank takes precedence over the given one.
     made = [create_tmpdir(rank), create_tmpdir(7), create_tmpdir(rank, f"{base}/own_{rank}")]
     tempfile.tempdir = f"{base}/missing" if rank == 0 else base
-    told = outcome(create_tmpdir, rank)
+    refused = outcome(create_tmpdir, rank)
     tempfile.tempdir = None
-    return made, told
+    return made, refused
 
 
 def test_directories_in_a_group(tmp_path: Path) -> None:
@@ -347,14 +345,14 @@ def test_directories_in_a_group(tmp_path: Path) -> None:
 
 def _make_directory_alone(base: str) -> None:
     tempfile.tempdir = base
-    # A rank that dies while another one still connects to it breaks the group instead.
+    # Otherwise a rank could die while the other still connects, which breaks the group.
     dist.barrier()
     if dist.get_rank() == 1:
         _die()
     create_tmpdir(dist.get_rank())
 
 
-def test_a_directory_that_nobody_learns_of_is_removed(tmp_path: Path) -> None:
+def test_a_directory_that_no_rank_gets_is_removed(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
         run_ranks(_make_directory_alone, 2, str(tmp_path), timeout_s=30)
     assert "CollectiveError" in caught.value.reports[0]

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.gpu
 
 
 def _call_every_helper() -> dict[str, Any]:
-    """Call every helper with CUDA tensors; the answers as plain numbers, and where they lie."""
+    """Call every helper with CUDA tensors; return the results as numbers, and their devices."""
     rank = dist.get_rank()
     own = torch.full((3,), float(rank + 1), device="cuda")
     reduced = own.clone()

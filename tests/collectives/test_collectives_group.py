@@ -1,4 +1,4 @@
-"""Groups as objects: who is in them, and until when."""
+"""Groups as objects: their members and lifetime."""
 
 import gc
 from typing import Any
@@ -14,7 +14,7 @@ from stepwrap.collectives import CollectiveGroup
 
 
 def _every_call(group: CollectiveGroup) -> dict[str, tuple[str, str]]:
-    """Return what each call of the group ends in."""
+    """Return the outcome of each call of the group."""
     one, two = torch.ones(1), [torch.ones(1), torch.ones(1)]
     arguments: dict[str, tuple[Any, ...]] = {
         **dict.fromkeys(("send", "isend", "broadcast", "reduce"), (one, 1)),
@@ -75,7 +75,7 @@ def test_groups_of_torch_are_taken() -> None:
     assert f"rank in the group, {dist.get_rank()}, got {dist.get_rank() + 1}" in text
     value = torch.ones(1)
     world.destroy()
-    # The default group was not made by it, and lives on.
+    # `destroy` must not end the default group, which the object did not create.
     dist.all_reduce(value)
     assert value.item() == 3
     own.destroy()
@@ -91,7 +91,7 @@ def test_a_group_outlives_its_object() -> None:
     dist.all_reduce(value, group=torchs)
     assert value.item() == 2
     CollectiveGroup(torchs, dist.get_rank()).destroy()
-    # Only what `create` has made can end, so this one must be torch's no more.
+    # `destroy` ends only groups made by `create`, also through another object.
     assert outcome(dist.get_rank, torchs)[0] == "ValueError"
 
 
@@ -131,7 +131,7 @@ def _create_wrongly() -> list[tuple[str, str]]:
     return endings
 
 
-def test_what_is_created_is_agreed() -> None:
+def test_ranks_must_create_the_same_group() -> None:
     first, second = run_ranks(_create_wrongly, 2)
     assert first == second
     assert_outcomes(first, [tuple(mistake[2:]) for mistake in MISTAKES])

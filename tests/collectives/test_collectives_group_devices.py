@@ -1,4 +1,4 @@
-"""Lists of tensors of each rank, as of several devices: compared with plain arithmetic."""
+"""Lists of several tensors per rank, as with several devices, compared with plain arithmetic."""
 
 import functools
 from typing import Any
@@ -13,12 +13,12 @@ from tensors_by_rank import BITWISE, COMPLEX, DTYPES, OPS
 
 from stepwrap.collectives import CollectiveGroup
 
-# How many tensors each rank has, by place.
+# The number of tensors of each rank.
 LENGTHS = [[1, 1, 1], [3, 3, 3], [2, 1, 3]]
 
 
 def _value(number: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return two rows, not contiguous, whose products even halves can hold."""
+    """Return a tensor of two rows, not contiguous, whose products fit in float16."""
     numbers = torch.tensor([[0, 1], [2, 1], [1, 2], [2, 2]]).roll(number, 0)
     return (numbers * (1 - 2j) if dtype.is_complex else numbers).to(dtype).T
 
@@ -164,7 +164,7 @@ def _reduce_random() -> list[bytes]:
     bits = []
     for op in ("sum", "product", "mean", "min"):
         own = [torch.randn(999, generator=generator) for _ in range(dist.get_rank() + 1)]
-        # Once more from copies: the order is the same.
+        # Repeated from copies, the order of the sums is the same.
         again = [tensor.clone() for tensor in own]
         for tensors in (own, again):
             group.all_reduce_multigpu(tensors, op)
@@ -252,7 +252,7 @@ def _mistake_lists() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     )
     inputs = [ONE] * (rank + 1)
     together = [
-        # Rank 0 has room for two tensors only.
+        # Rank 0 passes room for only two tensors.
         outcome(group.all_gather_multigpu, [[ONE.clone()] * (rank + 2)] * (rank + 1), inputs),
         outcome(group.all_gather_multigpu, [[(ONE, WIDE)[rank]] * 2], [(ONE, WIDE)[rank]]),
     ]

@@ -25,7 +25,7 @@ def test_every_dtype_is_sent_in_a_part_of_the_ranks() -> None:
             group.send(sent, 3)
             group.isend(sent, 3, tag=5).wait()
             continue
-        # Not contiguous, and from a known and from any sender: each names its global rank.
+        # The tensors are not contiguous. The sender is given or any; its global rank is returned.
         for src, tag, later in ((1, 0, False), (None, 5, True)):
             place = values_of(0, dtype)
             if later:
@@ -42,7 +42,7 @@ def _receive_from_any() -> list[int]:
     group = CollectiveGroup.create()
     rank = dist.get_rank()
     if rank:
-        # By both calls, and the tags not in the order in which they are received.
+        # Sent by both calls, and received in another order of the tags.
         later = group.isend(torch.tensor([rank]), 0, tag=2)
         group.send(torch.tensor([10 * rank]), 0, tag=1)
         later.wait()
@@ -99,12 +99,12 @@ def _mistake_messages() -> list[tuple[str, str]]:
     if is_member:
         endings = [outcome(getattr(group, name), *given) for name, given, _, _ in MISTAKES]
         endings.append(outcome(alone.recv, torch.ones(1)))
-    # Nothing was sent.
+    # No message was sent.
     group.barrier()
     return endings
 
 
-def test_mistakes_are_told_before_anything_is_sent() -> None:
+def test_mistakes_are_found_before_anything_is_sent() -> None:
     *endings, last = run_ranks(_mistake_messages, 2)[0]
     for (kind, text), (_, _, expected, part) in zip(endings, MISTAKES, strict=True):
         assert kind == expected
@@ -119,7 +119,7 @@ def _wait_in_vain(later: bool) -> str:
         receive = group.irecv(torch.ones(1), 1).wait if later else group.recv
         kind, text = outcome(receive) if later else outcome(receive, torch.ones(1), tag=3)
         assert kind == "CollectiveError"
-    # The other one is alive: nothing has come all the same.
+    # The other rank is alive, but has sent nothing.
     dist.barrier()
     return text
 
@@ -131,7 +131,7 @@ def _wait_in_vain(later: bool) -> str:
         (True, "group.irecv.wait()", "rank 1 (tag 0)"),
     ],
 )
-def test_a_message_that_does_not_come_says_from_whom(later: bool, call: str, sender: str) -> None:
+def test_a_missing_message_names_its_sender(later: bool, call: str, sender: str) -> None:
     text = run_ranks(_wait_in_vain, 2, later)[0]
     assert text.startswith(f"{call} on rank 0 ({HERE}:")
     assert f"received nothing from {sender}. The transport (cpu:gloo" in text
@@ -141,7 +141,7 @@ def _trace_messages() -> list[str]:
     group = CollectiveGroup.create()
     trace_collectives()
     try:
-        # Of three ranks, two: the third is in no call and must not be waited for.
+        # The third rank makes no call; the other two must not wait for it.
         if dist.get_rank() == 0:
             group.isend(torch.ones(2), 1).wait()
         elif dist.get_rank() == 1:

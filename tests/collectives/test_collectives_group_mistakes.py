@@ -1,4 +1,4 @@
-"""What is wrong with a call of a group, and who hears of it."""
+"""Mistakes in calls of a group, and the ranks on which they raise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from stepwrap.collectives import CollectiveGroup, recent_collectives
 
 ONE, WIDE = torch.ones(2), torch.ones(3)
 NO_MEMBER = "must be a rank of the group [1, 3], got 0"
-# What rank 1 of the group [1, 3] passes; the documented default of `dst` and `src` is rank 0.
+# The arguments of rank 1 in the group [1, 3]; `dst` and `src` default to rank 0.
 MISTAKES: list[tuple[str, tuple[Any, ...], str, str]] = [
     ("broadcast", (ONE, 0), "ValueError", f"src {NO_MEMBER}"),
     ("broadcast", ([1.0], 1), "TypeError", "tensor must be a torch.Tensor, got list"),
@@ -89,13 +89,13 @@ def _mistake_alone() -> list[tuple[str, str]]:
     if dist.get_rank() == 1:
         endings = [outcome(getattr(group, call), *given) for call, given, _, _ in MISTAKES]
     if is_member:
-        # Nothing was sent.
+        # No message was sent.
         group.barrier()
         group.destroy()
     return endings
 
 
-def test_mistakes_are_told_before_anything_is_sent() -> None:
+def test_mistakes_are_found_before_anything_is_sent() -> None:
     endings = run_ranks(_mistake_alone, 4)[1]
     assert_outcomes(endings, [tuple(mistake[2:]) for mistake in MISTAKES])
 
@@ -144,7 +144,7 @@ def _call_everything() -> list[str]:
     group.broadcast_object(1, 0)
     group.scatter_object([1, 2] if dist.get_rank() == 0 else None)
     group.destroy()
-    # The list is limited, and may be full of what earlier tests on these ranks have called.
+    # The list is limited, and earlier tests on these ranks may have filled it.
     return [f"{one.name} {one.state}" for one in recent_collectives()[-7:]]
 
 
@@ -179,7 +179,7 @@ def _miss_rank_2() -> list[str]:
     return texts
 
 
-def test_timeouts_name_who_is_missing() -> None:
+def test_timeouts_name_missing_ranks() -> None:
     first, second, last = run_ranks(_miss_rank_2, 3)
     assert last == []
     names = ("group.all_reduce.wait", "group.monitored_barrier")
@@ -196,10 +196,10 @@ def _lose_a_rank() -> str:
         group.destroy()
     dist.barrier()
     kind, _ = outcome(group.all_reduce, torch.ones(1))
-    # Alive until the other one has given up.
+    # Stay alive until the other rank has timed out.
     dist.barrier()
     return kind
 
 
-def test_who_destroys_too_early_fails_the_others() -> None:
+def test_destroying_a_group_early_fails_the_other_members() -> None:
     assert run_ranks(_lose_a_rank, 2) == ["CollectiveError", "RuntimeError"]

@@ -12,8 +12,6 @@ from stepwrap.collectives import CollectiveGroup
 
 
 class Unpicklable:
-    """Refuses to be pickled."""
-
     def __reduce__(self) -> Any:
         raise RuntimeError("not me")
 
@@ -23,8 +21,6 @@ def _refuse() -> None:
 
 
 class Unloadable:
-    """Refuses to be unpickled."""
-
     def __reduce__(self) -> Any:
         return _refuse, ()
 
@@ -42,7 +38,7 @@ def _exchange_objects(ranks: list[int]) -> None:
         own = group.scatter_object(objs if rank == last else None, last)
         assert own["rank"] == rank
         assert torch.equal(own["values"], torch.full((size,), float(rank)))
-        # A copy of its own, and the source's own object.
+        # The source gets its own object, other ranks get a copy.
         own["values"].add_(1)
         assert (own is objs[-1]) == (rank == last)
     group.destroy()
@@ -66,7 +62,7 @@ def _fail_to_scatter() -> list[tuple[str, str]]:
     return endings
 
 
-def test_what_cannot_be_scattered_is_told_on_all_ranks() -> None:
+def test_objects_that_cannot_be_scattered_raise_on_all_ranks() -> None:
     first, second = run_ranks(_fail_to_scatter, 2)
     parts = [
         "rank 1 cannot scatter its objects: ValueError: objs must have 2 objects, one for each of "

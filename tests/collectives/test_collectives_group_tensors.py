@@ -1,4 +1,4 @@
-"""Tensors among the ranks of a group: every call, now and later, against plain torch."""
+"""Tensor collectives of a group, synchronous and asynchronous, against plain torch."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ DTYPES_AND_LARGER = [(dtype, 1) for dtype in DTYPES] + [(torch.complex64, 9000)]
 
 
 def _move(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, repeats: int) -> None:
-    """Compare what moves values, as they are, with the values; none of them is contiguous."""
+    """Check the collectives that only move values, with tensors that are not contiguous."""
     rank, place, last = dist.get_rank(), ranks.index(dist.get_rank()), ranks[-1]
     mine = [values_of(r, dtype, repeats) for r in ranks]
     tensor = mine[place]
@@ -74,7 +74,7 @@ def _reduce(group: CollectiveGroup, ranks: list[int], dtype: torch.dtype, op: An
         tensor.copy_(own)
     for kept in (own.clone(), own.contiguous()):
         for _ in now_and_later(lambda later, kept=kept: group.reduce(kept, last, op, later)):
-            # The others keep what they had, in whatever memory.
+            # The other ranks' tensors are unchanged.
             assert_same(kept, total if rank == last else own)
             kept.copy_(own)
     offers = [values_of(rank + r, dtype) for r in ranks]
@@ -118,7 +118,7 @@ def test_means() -> None:
             assert_same(tensor, torch.tensor(values, dtype=dtype) * 2)
             group.reduce_scatter(own, [own.clone()] * 3, op)
             assert_same(own, tensor)
-    # In halves the sum would overflow; integers are rounded, halves to the even one.
+    # The sum overflows in float16. Integers are rounded, ties to the even neighbour.
     half = torch.full((2,), 60000.0, dtype=torch.float16)
     group.all_reduce(half, "mean")
     assert half.tolist() == [60000.0] * 2
@@ -133,7 +133,7 @@ def _random(rank: int, count: int = 1000) -> torch.Tensor:
 
 
 @on_ranks(3)
-def test_floats_are_those_of_torch() -> None:
+def test_floats_equal_the_results_of_torch() -> None:
     group = CollectiveGroup.create()
     rank, size = dist.get_rank(), dist.get_world_size()
     ours, theirs = _random(rank), _random(rank)
@@ -159,7 +159,7 @@ def test_floats_are_those_of_torch() -> None:
 def test_shapes_may_differ_where_each_rank_knows_them() -> None:
     group = CollectiveGroup.create()
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Rank 0 sends nothing.
+    # Rank 0 sends empty tensors.
     for scale in (1, 200_000):
         parts = [torch.zeros(scale * r) for r in range(size)]
         for _ in now_and_later(
@@ -202,7 +202,7 @@ def test_views_and_parameters() -> None:
     assert_same(weight.data, torch.ones(2, 3))
     assert weight.requires_grad
     assert weight.grad is None
-    # Sources may be expanded.
+    # Source tensors may be expanded.
     parts = [torch.zeros(3), torch.zeros(3)]
     group.all_gather(parts, torch.tensor(float(rank)).expand(3))
     assert torch.stack(parts).tolist() == [[0] * 3, [1] * 3]
@@ -216,7 +216,7 @@ def test_calls_may_overlap() -> None:
     tensors = [torch.tensor([complex(i, rank)]).conj() for i in range(8)]
     handles = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
     handles.append(group.barrier(async_op=True))
-    # Waited for in another order on each rank.
+    # Each rank waits in another order.
     for handle in handles[:: -1 if rank else 1]:
         handle.wait()
     assert [tensor.item() for tensor in tensors] == [complex(2 * i, -1) for i in range(8)]

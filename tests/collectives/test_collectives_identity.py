@@ -1,4 +1,4 @@
-"""Who a process is, whatever the backend is called and whatever the environment says."""
+"""The rank of a process, independent of the backend's name and of the environment."""
 
 import json
 import os
@@ -46,15 +46,15 @@ def _in_group(backend: str | None, store: str, rank: int, work: Callable[..., An
     )
     try:
         result = work()
-        # A rank that leaves while another still connects would break its connections.
+        # A rank that leaves while another still connects breaks its connections.
         dist.barrier()
     finally:
         dist.destroy_process_group()
     return result
 
 
-def _who_and_what() -> list[Any]:
-    """Return what a rank of two must know; in JSON's types."""
+def _facts() -> list[Any]:
+    """Return ranks, sizes and results of collectives on a rank of two, in JSON's types."""
     rank = dist.get_rank()
     synchronize()
     directory = create_tmpdir(rank)
@@ -82,17 +82,17 @@ def _who_and_what() -> list[Any]:
 def _spawned(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     before = [get_rank(), get_world_size(), get_local_rank(), distributed_available()]
-    told = [before]
+    facts = [before]
     for turn, backend in enumerate(BACKENDS):
-        told.append(_in_group(backend, f"{folder}/store_{turn}", rank, _who_and_what))
-    Path(folder, f"told_{rank}").write_text(json.dumps(told))
+        facts.append(_in_group(backend, f"{folder}/store_{turn}", rank, _facts))
+    Path(folder, f"facts_{rank}").write_text(json.dumps(facts))
 
 
 @pytest.mark.slow
 def test_spawned_processes_without_any_environment(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_spawned, (str(tmp_path),), nprocs=2)
     for rank in range(2):
-        before, *told = json.loads((tmp_path / f"told_{rank}").read_text())
+        before, *facts = json.loads((tmp_path / f"facts_{rank}").read_text())
         assert before == [0, 1, 0, False]
         expected = [
             [rank, 2, True, 2, [0, 1]],
@@ -105,19 +105,19 @@ def test_spawned_processes_without_any_environment(tmp_path: Path) -> None:
             "cpu",
             1,
         ]
-        assert told == [expected] * 3
+        assert facts == [expected] * 3
 
 
 def _against_the_environment(folder: str) -> list[Any]:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    # As a launcher of four processes on another host would have left it.
+    # As set by a launcher of four processes on another host.
     os.environ |= {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "2", "SLURM_NTASKS": "8"}
-    told = [get_rank(), get_world_size(), all_gather_object_cpu("own"), reduce_mean_of(rank)]
+    facts = [get_rank(), get_world_size(), all_gather_object_cpu("own"), reduce_mean_of(rank)]
     for turn, backend in enumerate(BACKENDS):
-        told.append(_in_group(backend, f"{folder}/store_{turn}", rank, _who_and_what))
-    return [*told, get_rank(), get_world_size()]
+        facts.append(_in_group(backend, f"{folder}/store_{turn}", rank, _facts))
+    return [*facts, get_rank(), get_world_size()]
 
 
 def reduce_mean_of(rank: int) -> float:
@@ -125,12 +125,12 @@ def reduce_mean_of(rank: int) -> float:
 
 
 def test_the_group_wins_while_it_lives(tmp_path: Path) -> None:
-    """Before and after it the environment tells the rank, and collectives are of one rank."""
-    for rank, told in enumerate(run_ranks(_against_the_environment, 2, str(tmp_path))):
-        assert told[:4] == [3, 4, ["own"], float(rank)]
-        assert [one[0] for one in told[4:7]] == [[rank, 2, True, 2, [0, 1]]] * 3
-        assert [one[1:5] for one in told[4:7]] == [[[[0, 1]] * 4, 1, [1.5, 3.0], [3.0, 3.0]]] * 3
-        assert told[7:] == [3, 4]
+    """Before and after it the environment sets the rank, and collectives have one rank."""
+    for rank, facts in enumerate(run_ranks(_against_the_environment, 2, str(tmp_path))):
+        assert facts[:4] == [3, 4, ["own"], float(rank)]
+        assert [one[0] for one in facts[4:7]] == [[rank, 2, True, 2, [0, 1]]] * 3
+        assert [one[1:5] for one in facts[4:7]] == [[[[0, 1]] * 4, 1, [1.5, 3.0], [3.0, 3.0]]] * 3
+        assert facts[7:] == [3, 4]
 
 
 def _in_subgroup() -> list[Any]:
@@ -161,13 +161,13 @@ def _in_subgroup() -> list[Any]:
 
 
 def test_a_subgroup_counts_global_ranks() -> None:
-    """A process outside it learns so at once."""
+    """A process outside it gets an error at once."""
     outside, first, outside_too, second = run_ranks(_in_subgroup, 4)
     order = first[0][3]
     assert sorted(order) == [1, 3]
-    for rank, told in ((1, first), (3, second)):
+    for rank, facts in ((1, first), (3, second)):
         place = order.index(rank)
-        assert told == [
+        assert facts == [
             [place, 2, 2, order],
             "cpu",
             [0, 1],
@@ -177,14 +177,14 @@ def test_a_subgroup_counts_global_ranks() -> None:
             order if place == 0 else None,
             [rank, 4],
         ]
-    for rank, told in ((0, outside), (2, outside_too)):
-        assert told[:2] == [-1, -1]
+    for rank, facts in ((0, outside), (2, outside_too)):
+        assert facts[:2] == [-1, -1]
         text = f"rank {rank} is not a member of the group and cannot use it"
-        assert told[2] == {("ValueError", text)}
+        assert facts[2] == {("ValueError", text)}
 
 
 def _local_ranks() -> list[int]:
-    told = []
+    facts = []
     for variables in (
         {},
         {"LOCAL_WORLD_SIZE": "2"},
@@ -194,16 +194,16 @@ def _local_ranks() -> list[int]:
         {"SLURM_LOCALID": "0", "SLURM_JOB_NAME": "bash"},
     ):
         os.environ |= variables
-        told.append(get_local_rank())
+        facts.append(get_local_rank())
         for name in variables:
             del os.environ[name]
-    return told
+    return facts
 
 
 def test_local_ranks_of_a_live_group() -> None:
-    """What the launcher says, else the place among the processes of the host."""
-    told = run_ranks(_local_ranks, 4)
-    assert told == [[rank, rank % 2, 6, 5, rank, rank] for rank in range(4)]
+    """The launcher's value, otherwise the place among the processes of the host."""
+    facts = run_ranks(_local_ranks, 4)
+    assert facts == [[rank, rank % 2, 6, 5, rank, rank] for rank in range(4)]
 
 
 @rank_zero_only

@@ -37,7 +37,7 @@ from stepwrap.collectives.dist import (
 
 @master_only
 def _only_on_main(value: int, *, factor: int = 1) -> int:
-    """Multiply."""
+    """Return the product."""
     return value * factor
 
 
@@ -50,7 +50,7 @@ def test_one_process() -> None:
     assert get_default_group() is None
     assert is_main_process()
     assert _only_on_main(3, factor=2) == 6
-    assert _only_on_main.__doc__ == "Multiply."
+    assert _only_on_main.__doc__ == "Return the product."
     barrier()
     init_local_group(0, 1)
 
@@ -109,7 +109,7 @@ def test_a_group_of_four_on_two_hosts() -> None:
         assert errors["none"] == ("ValueError", none)
         assert errors["timeout"] == ("ValueError", "timeout_s must be positive, got -1")
     assert "rank 3 is not a member of the group" in results[3][1]["backend"][1]
-    # The local group of an earlier default group is none of the next one.
+    # The local group of an earlier default group does not belong to the next one.
     assert [name for name, _ in run_ranks(_has_old_local_group, 4)] == ["RuntimeError"] * 4
 
 
@@ -134,7 +134,7 @@ def _leave_groups(folder: str, rank: int) -> None:
     assert counts[0] == counts[1] == counts[2]
 
 
-def _leave_groups_of_its_own(folder: str) -> None:
+def _leave_groups_as_rank(folder: str) -> None:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
@@ -143,9 +143,9 @@ def _leave_groups_of_its_own(folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
-def test_a_destroyed_group_is_kept_by_nobody(tmp_path: Path) -> None:
-    """Threads of one that is kept abort the process when it ends."""
-    run_ranks(_leave_groups_of_its_own, 2, str(tmp_path))
+def test_nothing_keeps_a_destroyed_group(tmp_path: Path) -> None:
+    """The threads of a group that is still referenced abort the process at its end."""
+    run_ranks(_leave_groups_as_rank, 2, str(tmp_path))
 
 
 _ENDS_WITH_A_GROUP = """
@@ -153,12 +153,12 @@ import atexit, os
 import torch
 import torch.distributed as dist
 
-def tell():
+def report():
     tasks = [open(f"/proc/self/task/{one}/comm").read() for one in os.listdir("/proc/self/task")]
     print(dist.is_initialized(), sum("gloo" in one for one in tasks) > 0)
 
 # Runs after what stepwrap registers, since it is registered before.
-atexit.register(tell)
+atexit.register(report)
 from stepwrap.collectives.dist import init_dist
 
 init_dist("pytorch", "gloo")
@@ -166,7 +166,7 @@ kept = [dist.group.WORLD]
 kept.append(kept)
 del kept
 dist.all_reduce(torch.ones(1))
-tell()
+report()
 """
 
 
@@ -269,7 +269,7 @@ def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, 
         init_dist(launcher, **kwargs)
         assert multiprocessing.get_start_method() == (method or "spawn")
     finally:
-        # The process serves other tests after this one.
+        # The process is used by other tests afterwards.
         multiprocessing.set_start_method(method, force=True)
     if "port" in kwargs:
         assert os.environ["MASTER_PORT"] == str(kwargs["port"])
@@ -280,7 +280,7 @@ def _start(launcher: str, environments: list[dict[str, str]], kwargs: dict[str, 
     assert get_local_rank() == rank
     assert get_backend() == "gloo"
     assert not torch.cuda.is_initialized()
-    # Nobody leaves while another one still talks to the store.
+    # All ranks must stay until the last one has used the store.
     barrier()
 
 

@@ -1,4 +1,4 @@
-"""Metrics over the ranks: one's own and those of torchmetrics."""
+"""Metrics over the ranks: custom ones and torchmetrics."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from stepwrap.collectives import BaseMetric, TorchDist, get_dist_backend, metric
 
 
 class _Items(BaseMetric):
-    """Gives back what it has collected, or raises what it was told to."""
+    """A metric that returns the collected items, or raises `error` if set."""
 
     error: Exception | None = None
 
@@ -29,7 +29,7 @@ class _Items(BaseMetric):
 
 
 class PickyError(Exception):
-    """Cannot be made from a text."""
+    """An error that cannot be made from a text."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} is not {second}")
@@ -48,7 +48,7 @@ def test_one_process() -> None:
     assert metric.compute() == []
 
 
-def test_a_call_leaves_the_results_as_they_are() -> None:
+def test_a_call_does_not_change_the_results() -> None:
     metric = _Items()
     metric.add([1, 2])
     assert metric([3]) == [3]
@@ -94,7 +94,7 @@ def test_four_ranks(backend: str) -> None:
 
 @on_ranks(2)
 def test_ranks_with_unequal_numbers_of_results() -> None:
-    """And None is a result like others."""
+    """None is a result like any other."""
     own = [["a", None, "c"], ["d", "e"]][dist.get_rank()]
     for mode, expected in (
         ("unzip", ["a", "d", None, "e", "c"]),
@@ -113,11 +113,11 @@ def _fail_on_rank_0() -> list[tuple[str, str]]:
     metric.add([1])
     outcomes = []
     for error in (ZeroDivisionError("no samples"), PickyError(1, 2), KeyError("a")):
-        # The others have nothing to compute, so their own never matters.
+        # Only rank 0 computes, so the other ranks' errors never matter.
         metric.error = error if dist.get_rank() == 0 else OSError("never")
         outcomes.append(outcome(metric.compute))
     metric.error = None
-    # What cannot be sent, on the way there and on the way back.
+    # Results that cannot be sent to rank 0, or back from it.
     metric.add([lambda: None] if dist.get_rank() == 1 else [])
     outcomes.append(outcome(metric.compute))
     metric.reset()
@@ -170,7 +170,7 @@ def _score(backend: str) -> tuple[float, list[float]]:
     results = metrics.compute()
     assert results["accuracy"] == (logits.argmax(1) == target).float().mean()
     assert results["seen"].tolist() == target.tolist()
-    # Synchronised for the result only: what is added later counts once.
+    # Only the result is synchronised, so later additions count once.
     metrics["seen"].update(torch.tensor([100.0 + rank]))
     return float(results["accuracy"]), metrics["seen"].compute()[-11:].tolist()
 

@@ -1,4 +1,4 @@
-"""What is wrong on one rank alone, and where the others hear of it."""
+"""Mistakes of one rank alone, and how they raise on the others."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,6 @@ from stepwrap.collectives import dist as in_place
 
 
 class Broken(Mapping[str, float]):
-    """A mapping that cannot be read."""
-
     def __getitem__(self, key: str) -> float:
         raise LookupError(key)
 
@@ -38,15 +36,13 @@ class Broken(Mapping[str, float]):
 
 
 class Unnamed:
-    """A key without a text."""
+    """A key whose `repr` fails."""
 
     def __repr__(self) -> str:
         raise OSError("no text")
 
 
 class Items(BaseMetric):
-    """Gives back what it has collected."""
-
     def add(self, item: int) -> None:
         self._results.append(item)
 
@@ -68,7 +64,7 @@ ONE = torch.ones(2, 2)
 SPARSE = torch.eye(2).to_sparse()
 META = torch.ones(2, 2, device="meta")
 NAN = float("nan")
-# The call, what rank 0 passes, what rank 1 passes, the error on both.
+# The call, the arguments of rank 0 and of rank 1, and the error on both.
 AGREED: list[tuple[Callable[..., object], tuple[Any, ...], tuple[Any, ...], str, str]] = [
     (all_gather, (ONE,), ([1.0],), "TypeError", "data must be a torch.Tensor, got list"),
     (all_gather, (ONE,), (None,), "TypeError", "data must be a torch.Tensor, got NoneType"),
@@ -113,7 +109,7 @@ def _make_agreed_mistakes(is_tracing: bool) -> list[tuple[str, str]]:
     trace_collectives(is_tracing)
     try:
         outcomes = [outcome(call, *(mine, theirs)[rank]) for call, mine, theirs, _, _ in AGREED]
-        # Nobody is left waiting.
+        # No rank is left waiting.
         assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
     finally:
         trace_collectives(False)
@@ -144,7 +140,7 @@ def _make_traced_mistakes() -> list[tuple[str, str]]:
     trace_collectives()
     try:
         outcomes = [outcome(call, *(mine, theirs)[rank]) for call, mine, theirs, _, _ in RAW]
-        # The same on all ranks: each raises its own.
+        # The same mistake on all ranks: each raises its own error.
         outcomes.append(outcome(all_reduce, 1.0))
         assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
     finally:
@@ -165,10 +161,10 @@ def test_calls_without_a_first_message_agree_while_tracing() -> None:
 def _make_a_raw_mistake() -> tuple[str, str]:
     if dist.get_rank() == 0:
         return outcome(all_reduce, ONE.clone())
-    told = outcome(all_reduce, 1.0)
-    # Alive until the other one has given up.
+    refused = outcome(all_reduce, 1.0)
+    # Stay alive until the other rank has timed out.
     time.sleep(2)
-    return told
+    return refused
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def _find_mpirun() -> str | None:
 
 
 def _run(*command: str, timeout_s: float) -> tuple[int, str]:
-    """Run a command in a process group of its own, which is gone afterwards."""
+    """Run a command in a separate process group, and end the group afterwards."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -115,7 +115,7 @@ def _run(*command: str, timeout_s: float) -> tuple[int, str]:
         try:
             out, _ = process.communicate(timeout=timeout_s)
         except BaseException:
-            # mpirun ends its ranks when it is asked to end, and not when it is killed.
+            # mpirun ends its ranks on SIGTERM, but not when it is killed.
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
@@ -130,17 +130,17 @@ def _run(*command: str, timeout_s: float) -> tuple[int, str]:
 def test_two_ranks(tmp_path: Path) -> None:
     mpirun = _find_mpirun()
     if mpirun is None:
-        pytest.skip("no mpirun on PATH or beside python: Open MPI is not installed")
+        pytest.skip("no mpirun on PATH or next to python: Open MPI is not installed")
     if importlib.util.find_spec("mpi4py") is None:
         pytest.skip("mpi4py is not installed: pip install 'stepwrap[mpi]'")
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
     flags = ("-n", "2", "--allow-run-as-root", "--oversubscribe")
-    # mpi4py's runner: a rank that raises ends them all.
+    # With mpi4py's runner a rank that raises ends all ranks.
     command = (mpirun, *flags, sys.executable, "-W", "error", "-m", "mpi4py", str(script))
     code, out = _run(*command, timeout_s=90)
     assert code == 0, out
-    # Their lines may run into each other.
+    # The ranks' lines may be mixed.
     assert [out.count(f"rank {rank} is done") for rank in (0, 1)] == [1, 1], out
 
 

@@ -23,8 +23,6 @@ from stepwrap.collectives import (
 
 
 class _OnlyUnpicklesOn:
-    """Cannot be unpickled by any other rank."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
@@ -40,7 +38,7 @@ class _OnlyUnpicklesOn:
 def test_broadcast(src: int, num_bytes: int) -> None:
     rank = dist.get_rank()
     own: Any = {"rank": rank, "data": bytes(num_bytes), "t": torch.full((2,), float(rank))}
-    # What the others pass is ignored, so it need not even be picklable.
+    # The other ranks' argument is ignored, so it need not be picklable.
     payload = own if rank == src else threading.Lock()
     received: dict[str, Any] = broadcast(payload, src)
     assert (received is own) == (rank == src)
@@ -81,7 +79,7 @@ def test_a_source_outside_the_group_is_refused() -> None:
 
 
 def test_one_process_keeps_its_own_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also under a launcher's variables before there is a group."""
+    """Also with a launcher's variables set but no group."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     lock = threading.Lock()
     assert broadcast(lock) is lock

@@ -1,4 +1,4 @@
-"""Any object comes through every object collective as it was sent."""
+"""Every object collective delivers any object unchanged."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from stepwrap.collectives import (
 
 
 def _failures(objects: list[Any], tmpdir: str) -> list[str]:
-    """Return the names of the collectives that did not bring every object through."""
+    """Return the names of the collectives that changed an object."""
     rank, own = dist.get_rank(), objects[dist.get_rank()]
     backend = get_dist_backend("torch")
     gathered = {
@@ -72,8 +72,8 @@ def test_any_object_comes_through_on_four_ranks(sent: list[Any], tmp_path: Any) 
 
 
 @on_ranks(2)
-def test_what_is_gathered_is_an_own_copy() -> None:
-    """Return whether what was received is this rank's own: writable and shared with nobody."""
+def test_gathered_objects_are_copies() -> None:
+    """Each rank can write to the received objects without changing another rank's."""
     kept = []
     for size in (10, 5_000, 500_000):
         own = {"t": torch.zeros(size), "a": np.zeros(size), "same": None}

@@ -1,4 +1,4 @@
-"""Closures that travel to other processes."""
+"""Closures that are sent to other processes."""
 
 import copy
 import multiprocessing
@@ -14,7 +14,7 @@ from stepwrap.collectives import PicklableWrapper
 
 
 class _Holder:
-    """Has what a wrapper could hide."""
+    """Has attributes and methods that a wrapper could hide."""
 
     def __init__(self) -> None:
         self.name = "held"

@@ -57,7 +57,7 @@ def test_the_environment_answers_without_a_group(
     assert _identity() == (*expected, False)
 
 
-def test_a_variable_that_is_no_integer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_not_an_integer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="variable RANK must be an integer, got 'first'"):
         get_rank()
@@ -75,14 +75,14 @@ def _local_rank_on(hosts: list[str]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_the_hosts_of_the_live_group_tell_the_local_rank() -> None:
-    """As for ranks that `mp.spawn` has started: nothing is in the environment."""
+def test_the_hosts_of_the_live_group_give_the_local_rank() -> None:
+    """Also if the environment has no variables, as under `mp.spawn`."""
     local_ranks = run_ranks(_local_rank_on, 4, ["a", "b", "a", "a"])
     assert local_ranks == [(0, 0), (0, 0), (1, 1), (2, 2)]
 
 
 def _call_on_ranks(callers: list[int]) -> str:
-    """Return what the call gives; the first rank never waits, whoever calls."""
+    """Return the result of `get_local_rank`; the first rank never waits for the others."""
     text = ""
     assert dist.group.WORLD is not None
     dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=1))
@@ -176,7 +176,7 @@ def test_synchronize_names_the_rank_that_does_not_come(tmp_path: object) -> None
 
 def _miss_rank_1_without_plain_gloo(store: str, backend: str | None, path: str) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # A rank that leaves while another still connects would break its connections.
+    # A rank that leaves while another still connects breaks its connections.
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group(
@@ -211,7 +211,7 @@ _calls: list[str] = []
 
 @rank_zero_only
 def _write(text: str) -> str:
-    """Write it down."""
+    """Write the file."""
     _calls.append(text)
     return text
 

@@ -47,7 +47,7 @@ def test_reduce_mean_of_a_tensor_that_is_not_contiguous() -> None:
     assert all(torch.equal(mean, expected) for mean in run_ranks(_mean_of_transposed, 2))
 
 
-def test_one_process_keeps_what_it_has() -> None:
+def test_one_process_changes_nothing() -> None:
     tensor, py_dict = torch.ones(2), {"a": torch.ones(2), "n": 1}
     assert reduce_mean(tensor) is tensor
     assert all_reduce_dict(py_dict, "mean") is py_dict
@@ -60,7 +60,7 @@ def _reduce_rank_dict(reduce_op: str, to_float: bool) -> dict[str, torch.Tensor]
     half = torch.full((1, 2), 40000.0 + 64 * rank, dtype=torch.float16)
     entries: dict[str, Any] = {"a": a, "n": 4, "tracked": tracked, "half": half}
     entries |= {"x": 0.1 + rank, "flag": torch.tensor(rank == 0), "none": torch.empty(0, 3)}
-    # Different insertion orders.
+    # The keys are inserted in different orders.
     keys = list(entries) if rank == 0 else list(reversed(entries))
     own = {key: entries[key] for key in keys}
     reduced = all_reduce_dict(own, reduce_op, to_float)

@@ -101,7 +101,7 @@ def _collect_what_fails(tmpdir: str) -> list[Any]:
     ]
 
 
-def test_what_fails_on_one_rank_raises_on_all(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_raises_on_all(tmp_path: Path) -> None:
     for *errors, after in run_ranks(_collect_what_fails, 2, str(tmp_path)):
         names, texts = zip(*errors, strict=True)
         assert names == ("TypeError", "ValueError", "CollectiveError", "OSError")
@@ -139,7 +139,7 @@ def test_arguments_are_checked_with_and_without_a_group() -> None:
 
 
 def test_one_process_gets_its_own_results(tmp_path: Path) -> None:
-    """As without a group."""
+    """The same with and without a group."""
     lock = threading.Lock()
     own = [None, lock, 3]
     for device in ("cpu", "gpu", "npu"):
@@ -179,7 +179,7 @@ def test_seeds_agree_and_advance_no_generator() -> None:
     assert second[:20] == first
     assert len(set(second)) == 22
     assert all(type(seed) is int and 0 <= seed < 2**31 for seed in second)
-    # Over 22 draws, one of the upper half is missing once in four million runs.
+    # All of 22 draws are in the lower half once in four million runs.
     assert max(second) >= 2**30
 
 

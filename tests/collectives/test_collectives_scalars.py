@@ -14,7 +14,7 @@ from stepwrap.collectives import mean_scalars
 
 
 def _count_collectives(scalars: dict[str, Any]) -> tuple[dict[str, int], dict[str, float]]:
-    """Count the transport's own profiling events, one for each collective."""
+    """Count the transport's profiling events, one for each collective."""
     with torch.profiler.profile() as profiler:
         means = mean_scalars(scalars)
     counts: dict[str, int] = {}
@@ -103,7 +103,7 @@ _MANY = [f"m{i}" for i in range(200)]
     ],
 )
 def test_different_keys_give_the_union(keys: list[list[str]], expected: dict[str, float]) -> None:
-    """Also when the numbers of keys differ widely; the ranks stay in step."""
+    """Also if the numbers of keys differ widely; the ranks stay in step."""
     results = run_ranks(_with_own_keys, len(keys), keys)
     for union, after in results:
         assert union == [expected, expected]
@@ -133,11 +133,11 @@ def _with_bad_value(bad: dict[Any, Any]) -> tuple[str, str, dict[str, float]]:
 def test_a_rank_with_no_scalar_raises_on_every_rank(
     bad: dict[Any, Any], name: str, text: str
 ) -> None:
-    """And the same check in one process."""
-    for kind, told, after in run_ranks(_with_bad_value, 2, bad):
+    """One process makes the same check."""
+    for kind, message, after in run_ranks(_with_bad_value, 2, bad):
         assert (kind, after) == (name, {"after": 0.5})
-        assert told.startswith("mean_scalars() on rank 1 (tests")
-        assert told.endswith(f"): {text}")
+        assert message.startswith("mean_scalars() on rank 1 (tests")
+        assert message.endswith(f"): {text}")
     assert outcome(mean_scalars, bad) == (name, text)
 
 

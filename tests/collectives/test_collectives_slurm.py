@@ -1,4 +1,4 @@
-"""What srun tells, read into torch's variables."""
+"""srun's variables, translated into torch's."""
 
 import pytest
 from hypothesis import given
@@ -62,7 +62,7 @@ def srun(**more: str) -> dict[str, str]:
     return env
 
 
-def test_srun_tells_who_a_process_is() -> None:
+def test_srun_sets_rank_and_sizes() -> None:
     env = srun(SLURM_STEP_TASKS_PER_NODE="4,2", SLURM_NODEID="1")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert [env[name] for name in names] == ["5", "6", "1", "2", "n03"]
@@ -71,7 +71,7 @@ def test_srun_tells_who_a_process_is() -> None:
     assert srun(MASTER_ADDR="mine")["MASTER_ADDR"] == "mine"
 
 
-def test_jobs_and_steps_have_ports_of_their_own() -> None:
+def test_jobs_and_steps_have_different_ports() -> None:
     ports = {
         srun(SLURM_JOB_ID=job, SLURM_STEP_ID=step)["MASTER_PORT"]
         for job in ("4711", "4712")
@@ -81,7 +81,7 @@ def test_jobs_and_steps_have_ports_of_their_own() -> None:
     assert all(12_000 <= int(port) < 32_000 for port in ports)
 
 
-def test_what_torchrun_has_set_stays() -> None:
+def test_variables_set_by_torchrun_stay() -> None:
     env = {"RANK": "0", "SLURM_PROCID": "5"}
     adopt_slurm(env)
     assert env == {"RANK": "0", "SLURM_PROCID": "5"}

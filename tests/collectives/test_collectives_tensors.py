@@ -16,7 +16,7 @@ from stepwrap.collectives.dist import all_gather, all_gather_object, all_reduce,
 
 @on_ranks(2)
 def test_every_dtype_is_gathered_and_broadcast() -> None:
-    """Numbers that are not contiguous, small ones and such that need a second message."""
+    """Tensors that are not contiguous, small ones and ones that need a second message."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:
         for repeats in (1, 400):
@@ -87,7 +87,7 @@ def test_unequal_tensors_are_an_error_on_every_rank(kind: str, error: str, text:
             "deep": torch.ones((3,) + (1,) * 17),
         }[kind]
     outcomes = [outcome(all_gather, data), outcome(gather, data, 1)]
-    # Nobody is left waiting.
+    # No rank is left waiting.
     assert torch.stack(all_gather(torch.tensor(rank))).tolist() == [0, 1]
     for name, message in outcomes:
         assert name == error
@@ -153,7 +153,7 @@ def test_subgroups_take_global_ranks() -> None:
     assert "(1,) for rank 1 on rank 1; torch.float32 of shape (1,) for rank 3 on" in texts[5]
 
 
-def test_one_process_keeps_what_it_has() -> None:
+def test_one_process_changes_nothing() -> None:
     data = torch.ones(2)
     assert all_gather(data)[0] is data
     assert gather(data)[0] is data

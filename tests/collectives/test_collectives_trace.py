@@ -1,4 +1,4 @@
-"""Who waits where: what the errors of collectives say, with and without tracing."""
+"""Errors of collectives name the ranks that wait and where, with and without tracing."""
 
 import os
 import re
@@ -41,8 +41,8 @@ def _other_call_on_rank_2() -> str:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_calls_that_begin_with_a_meeting_find_out_at_once(on: bool) -> None:
-    """Then the ranks are in step again."""
+def test_calls_with_a_first_message_detect_a_difference_at_once(on: bool) -> None:
+    """Afterwards the ranks are in step again."""
     for text in run_ranks(traced, 4, on, _other_call_on_rank_2):
         assert _without_lines(text) == (
             "CollectiveError: the ranks [0, 1, 2, 3] must make the same call with the same "
@@ -56,11 +56,11 @@ def _reduce_against_broadcast() -> tuple[str, str, int]:
         text = outcome_text(all_reduce, torch.ones(3))
     else:
         text = outcome_text(reduce_mean, torch.ones(3))
-    # A call that still counted as running would be the answer to where this rank is.
+    # A call that still counts as running would be reported as this rank's place.
     return text, recent_collectives()[-1].state, all_gather_object(dist.get_rank())[1]
 
 
-def test_tracing_finds_out_about_any_other_call_and_goes_on() -> None:
+def test_tracing_reports_a_different_call_and_stays_in_step() -> None:
     for text, state, after in run_ranks(traced, 2, True, _reduce_against_broadcast):
         assert "rank 0 is in reduce_mean" in text
         assert "rank 1 waits in all_reduce" in text
@@ -106,7 +106,7 @@ def _time_out_in_another_call() -> str:
     return outcome_text(reduce_mean, torch.ones(3))
 
 
-def test_without_tracing_the_timeout_tells_who_waits_where() -> None:
+def test_without_tracing_the_timeout_names_the_waiting_ranks() -> None:
     for rank, text in enumerate(run_ranks(_time_out_in_another_call, 3, group_timeout_s=1)):
         name = "broadcast" if rank == 2 else "reduce_mean"
         assert _without_lines(text).startswith(
@@ -128,7 +128,7 @@ def _never_come(folder: str) -> str:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
-    """With tracing it says itself where it is."""
+    """With tracing the rank itself reports its location."""
     texts = run_ranks(traced, 3, on, _never_come, str(tmp_path), group_timeout_s=1)
     for text in texts[:2]:
         assert "did not finish" in text
@@ -205,17 +205,17 @@ def _watches() -> list[str]:
 
 
 def test_the_thread_that_answers_ends_with_the_group() -> None:
-    """It is there from the switch on, not only from the first call on."""
+    """It starts when tracing is switched on, not with the first call."""
     assert run_ranks(traced, 2, True, _watches) == [["stepwrap-trace"]] * 2
     while any(run_ranks(traced, 2, False, _watches)):
         pass
 
 
 def _synchronize_too_early(folder: str) -> str:
-    # Both ranks answer from here on.
+    # From here on both ranks answer.
     mean_scalars({"a": 1})
     if dist.get_rank() == 1:
-        # Until the other rank has given up, which must not take the timeout of the group.
+        # Wait for the other rank's timeout, which must be shorter than the group's.
         while not os.listdir(folder):
             time.sleep(0.01)
         return ""

@@ -84,8 +84,8 @@ def test_padding_changes_neither_loss_nor_entropy() -> None:
     assert padded.compute() == plain.compute()
 
 
-def test_transformer_tells_its_operations() -> None:
-    # Two blocks with attention, two layers and two norms each; then one more norm, and the head.
+def test_transformer_counts_its_operations() -> None:
+    # Two blocks of attention, two layers and two norms each, then another norm and the head.
     blocks = 2 * (3 * 64 + 64 + 4 * 64 + 32 + 4 * 64 + 8 + 2 * 16)
     model = CharTransformer(width=8, depth=2, heads=2, max_length=10)
     assert model.flops_per_token == 6 * (blocks + 16 + 8 * 128 + 128) + 12 * 2 * 8 * 10

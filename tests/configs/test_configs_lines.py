@@ -1,4 +1,4 @@
-"""The language model on lines: a token-weighted loss, the same however a batch is split."""
+"""The language model on lines: its token-weighted loss does not depend on the batch split."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from stepwrap.loops import find_checkpoint, load_checkpoint
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 
-# Five updates of 32 lines, the last one of an epoch shorter, and a second epoch.
+# Two epochs of 32 lines per update; the last update of an epoch is smaller.
 SMALL = (
     "model.net.width=16",
     "model.net.depth=1",
@@ -42,13 +42,13 @@ def train_in_fp64(run_dir: Path, *overrides: str, resume: bool = False) -> None:
 
 
 def losses_of(run_dir: Path) -> list[float]:
-    """Return the losses of every update, and that of the validation."""
+    """Return the loss of every update and the validation loss."""
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [one["loss"] for one in records]
 
 
 def weights_apart(one: Path, other: Path) -> float:
-    """Return the largest difference of a weight at the end of two runs."""
+    """Return the largest difference between the final weights of two runs."""
     first, second = (load_checkpoint(find_checkpoint(run)).read("model.pt") for run in (one, other))
     assert first.keys() == second.keys()
     return max(float((first[name] - second[name]).abs().max()) for name in first)
@@ -86,13 +86,15 @@ def test_validation_is_a_mean_over_characters(tmp_path: Path) -> None:
     assert losses_of(few)[-1] == pytest.approx(losses_of(many)[-1], abs=1e-12)
 
 
-def test_a_run_goes_on_in_other_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_resumes_with_another_batch_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_in_fp64(whole, "train.max_steps=4")
     train_in_fp64(parts, "train.max_steps=2")
     with caplog.at_level("INFO"):
         train_in_fp64(parts, "train.max_steps=4", "data.train.batch_size=32", resume=True)
-    # As many batches as before it was stopped, now that one is an update.
+    # Two updates are left, although two batches of the new size have been counted as read.
     assert "nothing is left to train" not in caplog.text
     assert weights_apart(whole, parts) < 1e-12
 

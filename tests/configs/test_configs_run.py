@@ -1,4 +1,4 @@
-"""The shipped configs do what their first lines say, on real data."""
+"""The shipped configs do on real data what their first lines say."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_language_model_beats_the_unigram_entropy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_copy_in_a_folder_of_ones_own_has_the_same_settings(name: str, tmp_path: Path) -> None:
+def test_a_copy_in_another_folder_has_the_same_settings(name: str, tmp_path: Path) -> None:
     copy = tmp_path / "mine.yaml"
     copy.write_text((ROOT / "configs" / f"{name}.yaml").read_text())
     assert load_config(copy).to_dict() == load_config(name).to_dict()

@@ -1,4 +1,4 @@
-"""A small run into which one fault can be put: at one update, on one rank, in one place."""
+"""A small run in which one fault can be injected at one update, on one rank, in one place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY = -1
 
 
 class Images(Dataset):
-    """Noisy images; one sample may have another pixel or label, or two may be swapped."""
+    """Noisy images, optionally with another pixel or label in a sample, or two samples swapped."""
 
     def __init__(self, pixel: int = -1, label: int = -1, swap: tuple[int, ...] = ()) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -39,12 +39,12 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = random.random() + float(np.random.rand())  # noqa: NPY002
-        # Powers of two: no rounding may hide the pixel.
+        # Scale by powers of two, so that rounding does not hide the changed pixel.
         return self.images[index] * 2.0 ** math.floor(4 * noise), self.labels[index]
 
 
 class Conv(nn.Conv2d):
-    """A convolution that can take another way to the same result."""
+    """A convolution that can use another algorithm for the same result."""
 
     kernel = ""
 
@@ -85,11 +85,11 @@ def next_up(value: Tensor) -> Tensor:
 
 
 class Fault(Hook):
-    """Does one thing wrong at update `step` on rank `rank` (or EVERY one), then puts it back.
+    """Inject one fault at update `step` on rank `rank` (or EVERY one), then undo it.
 
     Args:
-        kind: a method's name here.
-        where: what it is done to: the path of a parameter, a buffer or a module, or an item.
+        kind: the name of a method of this class.
+        where: path of a parameter, a buffer or a module, index of an item, or name of a generator.
     """
 
     def __init__(self, kind: str, step: int, where: str = "", rank: int = 0) -> None:
@@ -190,7 +190,7 @@ class Fault(Hook):
         self._bump(state.model.module.get_parameter(self.where))
 
     def buffer(self, state: LoopState) -> None:
-        # A single rounding may be lost in the running average of the next step.
+        # The running average of the next step could hide a single rounding.
         for _ in range(4):
             self._bump(state.model.module.get_buffer(self.where))
 

@@ -1,4 +1,4 @@
-"""Run folders as trainings leave them, written by hand for tests of reports."""
+"""Write run folders without a training, for tests of reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_folder(
     events: Iterable[dict[str, Any]] = (),
     **files: Any,
 ) -> Path:
-    """Write a run folder; `files` are the contents of further JSON files, by their stems."""
+    """Write a run folder; `files` maps stems of further JSON files to their contents."""
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(lines(records))
     (folder / "config.yaml").write_text(config)

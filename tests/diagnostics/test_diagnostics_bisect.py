@@ -1,4 +1,4 @@
-"""`stepwrap bisect`: faults put into runs, and the names that it gives to them."""
+"""`stepwrap bisect`: it names the faults that are injected into runs."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ PARAMETERS = ("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.5
 
 
 def step_of(sample: int) -> int:
-    """The update that first sees a sample in the run of one rank."""
+    """Return the update that first reads a sample in a run on one rank."""
     sampler = ShardedBatchSampler(SAMPLES, 4, shuffle=True, seed=3)
     return next(b + 1 for b in range(6) if sample in sampler.indices_of(0, b))
 
@@ -48,7 +48,7 @@ def fault(kind: str, step: int, where: str = "", rank: int = 0) -> str:
 
 
 DATA = "data.train.dataset"
-# An override that makes a run differ, and what is to be said of it.
+# An override that makes a run differ, and the reported difference.
 ALONE = [
     (f"{DATA}.pixel=7", f"step {step_of(7)}, rank 0, data: batch.0"),
     (fault("kernel", 6, "net.0"), "step 6, rank 0, forward: output of net.0"),
@@ -77,7 +77,7 @@ ALONE = [
         *(
             (fault("gradient", 3 + n, name), f"step {3 + n}, rank 0, gradient: {name}")
             for n, name in enumerate(PARAMETERS)
-            # The bias before a BatchNorm has no gradient but rounding.
+            # The gradient of a bias before a BatchNorm is only rounding errors.
             if name != "net.0.bias"
         ),
         (fault("zeroed", 6, "net.5.bias"), "step 6, rank 0, gradient: net.5.bias"),
@@ -110,7 +110,7 @@ ON_TWO_RANKS = [
     (fault("item", 3, "0", rank=1), "step 3, rank 1, data: batch.0"),
     (fault("kernel", 4, "net.5", rank=1), "step 4, rank 1, forward: output of net.5"),
     (fault("weight", 5, "net.5.weight", rank=1), "step 5, rank 1, update: net.5.weight"),
-    # Before the averaging, so that all ranks have it.
+    # The fault is before the averaging, so all ranks have it.
     (fault("gradient", 3, "net.5.weight", rank=1), "step 3, rank 0, gradient: net.5.weight"),
     (fault("unreduced", 2, rank=EVERY), "step 2, rank 0, gradient: net.0.weight"),
     (fault("draw", 6, "torch", rank=1), "step 6, rank 1, random state: torch"),
@@ -133,7 +133,7 @@ def config(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run without a fault, with a ledger of every fourth update."""
+    """Train without a fault, with a ledger entry every fourth update."""
     folder = tmp_path_factory.mktemp("reference")
     (folder / "faults.yaml").write_text(CONFIG)
     run = folder / "run"
@@ -141,15 +141,19 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.parametrize(("override", "told"), ALONE)
+@pytest.mark.parametrize(("override", "difference"), ALONE)
 def test_a_fault_between_two_entries_is_named(
-    override: str, told: str, config: Path, reference: Path, capsys: pytest.CaptureFixture[str]
+    override: str,
+    difference: str,
+    config: Path,
+    reference: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     train("other", SPARSE, override)
     capsys.readouterr()
     assert main(["bisect", str(reference), "other"]) == 3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == f"the runs first differ at {told}", lines
+    assert lines[-1] == f"the runs first differ at {difference}", lines
     assert len(lines) == 4
 
 
@@ -157,12 +161,12 @@ def test_a_fault_on_one_rank_is_named(config: Path) -> None:
     run_ranks(train_here, 2, config, "whole", FULL)
     whole = read_ledger(config / "whole")
     assert whole.steps == [*range(7)]
-    for n, (override, told) in enumerate(ON_TWO_RANKS):
+    for n, (override, difference) in enumerate(ON_TWO_RANKS):
         run_ranks(train_here, 2, config, f"run{n}", FULL, override)
-        assert str(first_difference(whole, read_ledger(config / f"run{n}"))) == told
+        assert str(first_difference(whole, read_ledger(config / f"run{n}"))) == difference
 
 
-def test_what_the_command_prints(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("a", "ledger=true")
     train("b", "ledger=true", fault("loss", 5))
     train("c", "train.max_epochs=1")
@@ -184,8 +188,8 @@ def test_what_the_command_prints(config: Path, capsys: pytest.CaptureFixture[str
         "the runs first differ at step 5, rank 0, forward: output of loss\n"
     )
     assert main(["bisect", "a", "c"]) == 2
-    told = "stepwrap bisect: c has no ledger: train with `ledger: {every_steps: 10}`\n"
-    assert capsys.readouterr().err == told
+    message = "stepwrap bisect: c has no ledger: train with `ledger: {every_steps: 10}`\n"
+    assert capsys.readouterr().err == message
     assert main(["bisect", "a"]) == 2
     assert "RUN_B" in capsys.readouterr().err
 
@@ -204,7 +208,7 @@ def test_a_run_that_does_not_repeat_itself_is_named(
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("ledger={every_stps: 5}", "ledger.every_stps: there is no such setting; did you mean"),
         ("ledger.every_steps=0", "ledger.every_steps: must be at least 1, got 0"),
@@ -212,11 +216,11 @@ def test_a_run_that_does_not_repeat_itself_is_named(
         ("hooks.ledger={evry_steps: 1}", "hooks.ledger.evry_steps: LedgerHook has no such arg"),
     ],
 )
-def test_mistakes_in_the_section_are_told(
-    setting: str, told: str, config: Path, capsys: pytest.CaptureFixture[str]
+def test_mistakes_in_the_section_are_named(
+    setting: str, message: str, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "faults.yaml", setting]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_section_and_the_hook_exclude_each_other(

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow
 
 
 def chart(browser: Browser, name: str) -> Any:
-    """Return the picture in a chart when it is drawn."""
+    """Wait until a chart is drawn, and return its picture."""
     script = "return document.querySelector(`[data-name='${arguments[0]}'] .main-svg`)"
     return browser.wait(lambda: browser.run(script, name))
 
 
 def shown_at(browser: Browser, name: str, step: int) -> str:
-    """Move the mouse to a step of a chart, and return the text that appears."""
+    """Move the mouse to a step of a chart and return the text of the label."""
     chart(browser, name)
     x, y = browser.run(
         """
@@ -62,7 +62,7 @@ def report(folder: Path, *paths: Path) -> Path:
 
 
 def assert_quiet(browser: Browser, *addresses: str) -> None:
-    """The page logged no error, and asked for nothing but addresses with these beginnings."""
+    """Check that the page logged no error and requested only addresses with these prefixes."""
     assert browser.errors() == []
     assert [one for one in browser.requests() if not one.startswith(addresses)] == []
 
@@ -104,7 +104,7 @@ def test_smoothing_changes_the_line_and_shows_the_record(browser: Browser, tmp_p
         "const slider = document.querySelector('#smoothing'); slider.value = 0.9;"
         "slider.dispatchEvent(new Event('input'))"
     )
-    # The recorded lines stay, pale, and the smoothed ones are added.
+    # The recorded lines stay, in a paler colour, next to the smoothed ones.
     drawn = browser.wait(lambda: len(found := browser.run(paths)) == 4 and found)
     assert len(set(drawn)) == 4
     text = shown_at(browser, "loss", 40)
@@ -176,7 +176,7 @@ def test_a_page_of_another_site_gets_nothing(browser: Browser, server: RunServer
     browser.open(f"http://{FOREIGN_NAME}:{server.server_address[1]}/")
     text = browser.wait(lambda: browser.run("return document.body.innerText"))
     assert "answers only requests to its own address" in text
-    # Reading across origins is refused by the browser.
+    # The browser does not allow reading across origins.
     reply = browser.driver.execute_async_script(
         "fetch(arguments[0]).then(r => r.text()).catch(e => e.name).then(arguments[1])",
         f"{server.url}api/runs",

@@ -1,4 +1,4 @@
-"""`stepwrap compare` and the mistakes in the arguments of `stepwrap report`."""
+"""`stepwrap compare`, and wrong arguments of `stepwrap report`."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_lines_fit_into_80_columns(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "".join(lines).count("b") >= 250
 
 
-def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = (write_folder(tmp_path / name) for name in "ab")
     (one / "config.yaml").unlink()
     assert main(["compare", str(one), str(other)]) == 0

@@ -1,4 +1,4 @@
-"""The ledger: what is in it, that no change is missed, and its files after all accidents."""
+"""The ledger: its entries, its sensitivity to changes, and its files after crashes and damage."""
 
 import random
 import signal
@@ -34,7 +34,7 @@ def train(
     accumulate: int = 1,
     **ledger: Any,
 ) -> None:
-    """Train 6 batches an epoch, shared by the ranks."""
+    """Train on 6 batches per epoch, shared by the ranks."""
     state = make_state(run_dir=folder, dropout=0.2, accumulate=accumulate)
     if resume:
         load_checkpoint(find_checkpoint(folder)).restore(state)
@@ -126,7 +126,7 @@ def test_every_bit_and_the_order_count(hasher: Any, dtype: torch.dtype) -> None:
 
 
 def test_hashes_of_words_do_not_collide() -> None:
-    """Also where few bits differ, as those of signs."""
+    """Also if only sign bits differ."""
     signs = [torch.tensor([1.0 - 2 * (n >> at & 1) for at in range(12)]) for n in range(4096)]
     assert len({int(hash_words([one.view(torch.uint8)])) for one in signs}) == 4096
 
@@ -141,7 +141,7 @@ def test_words_of_several_blocks_are_hashed_whole() -> None:
     assert len(found) == 5
 
 
-def test_what_a_batch_may_hold_is_hashed(tmp_path: Path) -> None:
+def test_all_kinds_of_batch_items_are_hashed(tmp_path: Path) -> None:
     def entry(name: str, text: str, number: int) -> dict[Any, int]:
         state = make_state(run_dir=tmp_path / name)
         sparse = torch.eye(2).to_sparse()
@@ -160,11 +160,11 @@ def test_what_a_batch_may_hold_is_hashed(tmp_path: Path) -> None:
     assert [i.name for i in a if a[i] != c[i]] == ["batch.deep"]
 
 
-def test_a_resumed_run_goes_on_with_its_file(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
     train(tmp_path / "whole", every_steps=1)
     broken = tmp_path / "broken"
     train(broken, CheckpointHook(every_steps=4, keep_last=None), every_steps=1, epochs=1)
-    # Gone back on: its entries are on file, but from step 4 on they no longer count.
+    # The run resumes from step 4, so its later entries in the file no longer count.
     for path in (broken / "checkpoints").glob("step_00000006*"):
         path.rename(path.with_name("later"))
     file = broken / "ledger" / "rank_0.bin"
@@ -176,7 +176,7 @@ def test_a_resumed_run_goes_on_with_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 40, 6))
-def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path, cut: int) -> None:
+def test_a_truncated_file_is_read_up_to_its_last_whole_entry(tmp_path: Path, cut: int) -> None:
     train(tmp_path, every_steps=1)
     file = tmp_path / "ledger" / "rank_0.bin"
     whole = read_ledger(tmp_path)
@@ -186,7 +186,7 @@ def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path, cut: int) -
     assert rest.entry(11) == whole.entry(11)
 
 
-def test_a_damaged_entry_and_what_follows_it_do_not_count(tmp_path: Path) -> None:
+def test_entries_from_a_damaged_one_on_are_ignored(tmp_path: Path) -> None:
     train(tmp_path, every_steps=1)
     file = tmp_path / "ledger" / "rank_0.bin"
     data = bytearray(file.read_bytes())
@@ -255,7 +255,7 @@ def test_sharded_runs_have_ledgers(tmp_path: Path) -> None:
     assert str(first_difference(a, c)) == "step 1, rank 0, update: net.0.weight"
 
 
-def test_ledgers_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
+def test_ledgers_that_cannot_be_compared_raise_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="nothing has no ledger: no such folder"):
         read_ledger(tmp_path / "nothing")
     with pytest.raises(LedgerError, match="has no ledger: train with"):

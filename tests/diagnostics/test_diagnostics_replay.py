@@ -1,4 +1,4 @@
-"""One step of a run again: the same bits, under a debugger, anomaly mode, a profiler."""
+"""Replaying one step of a run bit for bit, under a debugger, anomaly mode or a profiler."""
 
 from __future__ import annotations
 
@@ -55,27 +55,27 @@ def test_a_step_is_the_same_bit_for_bit(run: Path, capsys: Capture, step: int, s
     trained(run, capsys, "train.log_every_steps=1")
     before = files_in(run / "runs")
     assert main(["replay", "runs", "--step", str(step)]) == 0
-    told = capsys.readouterr().out
-    assert f"step {step}, from " in told
-    assert source in told
-    assert ", 2 steps before it" in told
+    printed = capsys.readouterr().out
+    assert f"step {step}, from " in printed
+    assert source in printed
+    assert ", 2 steps before it" in printed
     found = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
-    assert found in told
+    assert found in printed
     records = map(json.loads, (run / "runs/metrics.jsonl").read_text().splitlines())
     record = next(one for one in records if one["step"] == step and one["phase"] == "train")
-    assert f"rank 0: loss {record['loss']!r}" in told
+    assert f"rank 0: loss {record['loss']!r}" in printed
     assert files_in(run / "runs") == before
 
 
-def test_what_is_not_the_same_is_told(run: Path, capsys: Capture) -> None:
+def test_a_difference_is_reported(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
     assert main(["replay", "runs", "--step", "9", "data.train.seed=5"]) == 0
-    told = capsys.readouterr().out
-    assert "the weights after it do NOT equal runs/checkpoints/step_00000009" in told
+    printed = capsys.readouterr().out
+    assert "the weights after it do NOT equal runs/checkpoints/step_00000009" in printed
 
 
 @pytest.mark.slow
-def test_two_ranks_are_replayed_whatever_the_config_says(start: Start, tmp_path: Path) -> None:
+def test_two_ranks_are_replayed_although_the_config_has_one(start: Start, tmp_path: Path) -> None:
     words = [
         "run_dir=runs",
         "optim_wrapper.accumulative_counts=2",
@@ -105,9 +105,9 @@ def test_anomaly_mode_names_the_forward_call(run: Path, capsys: Capture) -> None
 def test_a_profile_is_of_the_step_alone(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
     assert main(["replay", "runs", "--step", "8", "--profile", "trace.json"]) == 0
-    told = capsys.readouterr().out
-    assert "aten::addmm" in told
-    assert told.rstrip().endswith("trace: trace.json")
+    printed = capsys.readouterr().out
+    assert "aten::addmm" in printed
+    assert printed.rstrip().endswith("trace: trace.json")
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     names = [one["name"] for one in events]
     assert names.count("aten::linear") == 2
@@ -130,16 +130,16 @@ def debugged(folder: Path, text: str, *words: str) -> tuple[int, str]:
 @pytest.mark.slow
 def test_the_debugger_begins_at_the_training_step(run: Path, capsys: Capture) -> None:
     trained(run, capsys)
-    code, told = debugged(run, "p state.step\np batch[0].shape\ns\nw\nc\n", "--step", "8")
-    assert code == 0, told
-    assert "-> logs = train_step(batch, optim)" in told
-    assert "(Pdb) 7\n(Pdb) torch.Size([4, 2])" in told
-    assert "def train_step(self, data: Any" in told
-    assert "step 8, from runs/checkpoints/step_00000006" in told
-    # The end of the input is no error either.
-    code, told = debugged(run, "", "--step", "9")
-    assert code == 0, told
-    assert "equal, bit for bit, runs/checkpoints/step_00000009" in told
+    code, printed = debugged(run, "p state.step\np batch[0].shape\ns\nw\nc\n", "--step", "8")
+    assert code == 0, printed
+    assert "-> logs = train_step(batch, optim)" in printed
+    assert "(Pdb) 7\n(Pdb) torch.Size([4, 2])" in printed
+    assert "def train_step(self, data: Any" in printed
+    assert "step 8, from runs/checkpoints/step_00000006" in printed
+    # The end of the input is not an error.
+    code, printed = debugged(run, "", "--step", "9")
+    assert code == 0, printed
+    assert "equal, bit for bit, runs/checkpoints/step_00000009" in printed
 
 
 @pytest.mark.slow
@@ -150,10 +150,10 @@ def test_the_debugger_shows_where_a_step_fails(run: Path, capsys: Capture) -> No
             "\n    def forward(self, points):\n        assert not self.training, 'not here'\n"
         )
         module.write("        return super().forward(points)\n")
-    code, told = debugged(run, "c\np points.shape\nc\n", "--step", "4")
+    code, printed = debugged(run, "c\np points.shape\nc\n", "--step", "4")
     assert code == 1
-    assert "AssertionError: not here" in told
-    assert "(Pdb) torch.Size([4, 2])" in told
+    assert "AssertionError: not here" in printed
+    assert "(Pdb) torch.Size([4, 2])" in printed
 
 
 @pytest.mark.slow
@@ -190,7 +190,7 @@ def test_a_step_that_was_left_out_can_be_looked_into(run: Path, capsys: Capture)
     assert "equal, bit for bit, runs/" in capsys.readouterr().out
 
 
-def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsys: Capture) -> None:
+def test_steps_that_a_guard_skipped_are_skipped_again(run: Path, capsys: Capture) -> None:
     (run / "points.py").write_text(
         (run / "points.py").read_text()
         + "\n\nclass Wild(Points):\n"
@@ -201,19 +201,19 @@ def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsy
     words = ["data.train={dataset: {type: points.Wild}, batch_size: 4, shuffle: false}"]
     words += ["hooks.spike_guard={before: 3, warmup: 4}"]
     trained(run, capsys, *words)
-    # The sample is in step 10; the run has gone back to step 6, and left out 7 to 10.
-    for step, told in (
+    # The NaN is in step 10; the run has gone back to step 6 and skipped steps 7 to 10.
+    for step, message in (
         (9, "equal, bit for bit,"),
         (12, "equal, bit for bit,"),
         (10, "spike guard skipped it"),
     ):
         assert main(["replay", "runs", "--step", str(step)]) == 0
         shown = capsys.readouterr().out
-        assert (told in shown) is (step != 9), shown
+        assert (message in shown) is (step != 9), shown
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["runs"], 2, "stepwrap replay: Missing option '--step'."),
         (["runs", "--step", "0"], 2, "must be a positive integer, got '0'"),
@@ -228,9 +228,9 @@ def test_steps_that_a_guard_has_gone_back_on_are_left_out_again(run: Path, capsy
     ],
 )
 def test_mistakes_are_named(
-    run: Path, capsys: Capture, words: list[str], code: int, told: str
+    run: Path, capsys: Capture, words: list[str], code: int, message: str
 ) -> None:
     if words[2:]:
         trained(run, capsys)
     assert main(["replay", *words]) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_best_values_use_the_direction_of_the_metric(tmp_path: Path) -> None:
     assert best == {"val/score": 3, "val/wer": 1, "val/val_loss": 1}
 
 
-def test_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_status_of_an_empty_folder_is_unknown(tmp_path: Path) -> None:
     data = read(write_folder(tmp_path / "run")).page_data()
     assert (data["curves"], data["metrics"], data["environment"]) == ([], {}, {})
     assert data["status"] == "unknown"
@@ -96,7 +96,7 @@ def test_the_status_follows_from_the_last_event(
 
 
 HOSTILE = {
-    # A billion laughs, a list that contains itself, code, and texts that are no YAML.
+    # A billion laughs, a list that contains itself, code, and invalid YAML.
     "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\n"
     + "\n".join(f"e{n}: &e{n} [*{'d' if n == 0 else f'e{n - 1}'}, *d]" for n in range(60)): "a",
     "a: 1\nb: &x [[*x]]\n": "a",
@@ -127,7 +127,7 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     assert json.loads(as_json(run.page_data()))["environment"] == {"cores": None, "ranks": None}
 
 
-def test_no_text_of_a_run_ends_the_script(tmp_path: Path) -> None:
+def test_no_text_of_a_run_can_end_the_script_element(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!-- "
     config = f"name: {json.dumps(evil)}\n"
     folder = write_folder(tmp_path / "run", [record(1, **{evil: 1.0})], config=config)

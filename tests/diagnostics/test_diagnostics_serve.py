@@ -1,4 +1,4 @@
-"""`stepwrap serve`: who gets an answer, and what; the start and the end of the command."""
+"""`stepwrap serve`: accepted requests, their answers, the start and end of the command."""
 
 import http.client
 import json
@@ -87,7 +87,7 @@ def test_own_names_are_answered(host: str, server: RunServer) -> None:
 )
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/plotly.js"])
 def test_other_names_are_refused(host: str, path: str, server: RunServer) -> None:
-    """A page of another site whose name resolves to this machine sends its own name."""
+    """A page of another site, whose name resolves to this machine, sends that name."""
     status, text = ask(server, path, host=host)
     assert status == 403
     assert "slow" not in text
@@ -136,7 +136,7 @@ def test_the_command_ends_with_a_signal(
     line = command.process.stdout.readline()
     assert line == f"serving runs at http://127.0.0.1:{port}/ (stop with Ctrl-C)\n"
     with socket.create_connection(("127.0.0.1", port)):
-        # A connection that stays open does not keep the server from ending.
+        # An open connection does not keep the server from ending.
         command.process.send_signal(number)
         assert command.finish() == (code, "stopped\n", "")
 

@@ -1,4 +1,4 @@
-"""`stepwrap verify-resume`: what a run keeps outside its checkpoints, and the names it gets."""
+"""`stepwrap verify-resume`: it names state that a run keeps outside its checkpoints."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ train: {{type: EpochTrainLoop, max_epochs: 2, log_every_steps: 5}}
 DATA = "data.train.dataset.type=unsaved_parts"
 NET = "model.net.type=unsaved_parts"
 WORKERS = "data.train.num_workers=1"
-# Of 12 steps in two epochs step 9 is in the middle of the second, and step 7 has a checkpoint.
+# 12 steps in two epochs: step 9 is inside the second epoch, and step 7 has a checkpoint.
 FAULTS = [
     ([f"{DATA}.WithOwn"], "step 8, rank 0, data: batch.0 differs", "self.rng.random"),
     ([f"{DATA}.WithClock"], "step 1, rank 0, data: batch.0 differs before", "rng = np.random.def"),
@@ -54,7 +54,7 @@ FAULTS = [
     ),
 ]
 SAME = "sample ids, random states, losses, gradients, weights, optimizer state, logs"
-# Each command starts processes one after the other.
+# Each command starts several processes one after the other.
 LIMIT_S = 230
 WEIGHTED = "optim_wrapper={type: OptimWrapper, loss_weight: samples}"
 DROPOUT = f"{NET}.WithDropout"
@@ -78,14 +78,14 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("overrides", "told", "line"), FAULTS)
-def test_what_no_checkpoint_holds_is_named(
-    overrides: list[str], told: str, line: str, config: Path, capsys: Capture
+@pytest.mark.parametrize(("overrides", "difference", "line"), FAULTS)
+def test_state_outside_checkpoints_is_named(
+    overrides: list[str], difference: str, line: str, config: Path, capsys: Capture
 ) -> None:
     assert main(["verify-resume", str(config), *overrides]) == 1
     shown = capsys.readouterr()
     (head,) = [one for one in shown.out.splitlines() if one.startswith("step ")]
-    assert head.startswith(told), shown
+    assert head.startswith(difference), shown
     assert any(f"  {place} " in shown.out for place in unsaved_parts.lines_with(line)), shown
 
 
@@ -104,14 +104,14 @@ def test_lines_that_draw_or_change_attributes_are_seen(
         ]
         places = {place for _, _, _, place in seen}
         assert places & {*unsaved_parts.lines_with(line)}, (overrides, seen)
-        told = overrides[0].startswith("data.train=") or WORKERS in overrides
-        assert {in_worker for _, in_worker, _, _ in seen} == {told}, [
-            one for one in seen if one[1] != told
+        by_workers = overrides[0].startswith("data.train=") or WORKERS in overrides
+        assert {in_worker for _, in_worker, _, _ in seen} == {by_workers}, [
+            one for one in seen if one[1] != by_workers
         ]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--kill-at=1"], "--kill-at must be at least 2"),
         (["--kill-at=0"], "must be a positive integer"),
@@ -120,11 +120,11 @@ def test_lines_that_draw_or_change_attributes_are_seen(
         (["train=null"], "verify-resume needs this section"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_trained(
-    words: list[str], told: str, config: Path, capsys: Capture
+def test_mistakes_are_found_before_the_training(
+    words: list[str], message: str, config: Path, capsys: Capture
 ) -> None:
     assert main(["verify-resume", str(config), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_run_that_resumes_exactly_passes_and_is_kept(
     )
     assert read_ledger(runs / "killed").steps == [0, 1, 2, 3, 4]
     assert read_ledger(runs / "resumed").steps == read_ledger(runs / "uninterrupted").steps
-    # The folder has the results of other runs now.
+    # The folder has results of other runs by now.
     assert main(words) == 1
     assert "the uninterrupted run has failed" in capsys.readouterr().err
 
@@ -164,16 +164,16 @@ def test_all_ranks_are_killed_and_compared(start: Start, config: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("more", "code", "told"), ELASTIC)
+@pytest.mark.parametrize(("more", "code", "texts"), ELASTIC)
 def test_a_resume_on_other_ranks_has_the_same_samples(
-    more: list[str], code: int, told: list[str], config: Path, capsys: Capture
+    more: list[str], code: int, texts: list[str], config: Path, capsys: Capture
 ) -> None:
     words = ["verify-resume", str(config), "--nproc=2", "wrapper={type: ddp}", "--then=3", *more]
     assert main(words) == code
     out = capsys.readouterr().out.splitlines()
     assert out[1] == "killed at step 6, resumed on 3 ranks from the checkpoint of step 4", out
     assert out[2] == "the same in both runs: the samples of each update and their order"
-    assert [text in line for text, line in zip(told, out[3:], strict=True)] == [True] * len(told)
+    assert [text in line for text, line in zip(texts, out[3:], strict=True)] == [True] * len(texts)
 
 
 @pytest.mark.slow

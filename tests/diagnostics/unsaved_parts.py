@@ -1,4 +1,4 @@
-"""Parts of a run that keep something outside its checkpoints: one kind of mistake each."""
+"""Parts of a run that keep state outside its checkpoints, each by another kind of mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHIFTS = itertools.cycle([0.0, 0.1, 0.2, 0.3, 0.4])
 
 
 class Points(Dataset):
-    """Points in the plane above or below a line."""
+    """Points of the plane, labelled as above or below a line."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -70,14 +70,14 @@ class WithCount(Points):
 
 
 class WithCycle(Points):
-    """Shifts samples in turn, by an iterator of the module."""
+    """Shift samples by the values of an iterator at module level."""
 
     def noise(self) -> float:
         return next(SHIFTS)
 
 
 class WithCache(Points):
-    """Draws where a sample comes for the first time."""
+    """Draw a factor when a sample is first read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,15 +94,13 @@ def plain_loader(dataset: str = "WithGlobal") -> DataLoader[Any]:
 
 
 class Net(nn.Sequential):
-    """A plain network in float64."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
         self.double()
 
 
 class Running(Net):
-    """Divides by a running mean that is a plain number."""
+    """Divide by a running mean that is a plain number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +113,6 @@ class Running(Net):
 
 
 class OwnDropout(Net):
-    """Draws its mask from a generator of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.generator = torch.Generator().manual_seed(0)
@@ -128,14 +124,14 @@ class OwnDropout(Net):
 
 
 class WithDropout(Net):
-    """As exact as torch's own streams are."""
+    """Draw from torch's generator, which checkpoints save."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(F.dropout(inputs, 0.5, self.training))
 
 
 class OnRankOne(Hook):
-    """Draws on rank 1, as often as it has counted."""
+    """Draw a growing number of values on rank 1."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -147,8 +143,6 @@ class OnRankOne(Hook):
 
 
 class Decay(Hook):
-    """Shrinks the weights by what it has counted."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -160,7 +154,7 @@ class Decay(Hook):
 
 
 class Shown(Hook):
-    """Logs a moving mean that starts anew with each process."""
+    """Log a moving mean that starts again in each process."""
 
     def __init__(self) -> None:
         self.mean = 0.0
@@ -171,6 +165,6 @@ class Shown(Hook):
 
 
 def lines_with(text: str) -> Iterator[str]:
-    """Yield path and number of the lines of this file that have a text."""
+    """Yield path and line number of the lines of this file that contain a text."""
     with open(__file__, encoding="utf-8") as file:
         yield from (f"{__file__}:{n}" for n, line in enumerate(file, 1) if text in line)

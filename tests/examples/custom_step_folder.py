@@ -1,4 +1,4 @@
-"""Makes the modules of examples/custom_steps importable, here and on the ranks."""
+"""Make the modules of examples/custom_steps importable, here and on the ranks."""
 
 import sys
 from pathlib import Path

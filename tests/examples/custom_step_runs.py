@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# Before the modules that lie there.
+# Must be imported before the modules of that folder.
 import custom_step_folder
 import distillation
 import gan
@@ -51,12 +51,12 @@ BASES: dict[str, Any] = {
     "tensor": SingleDevice,
 }
 ALONE = ("single", "dp")
-# A line search multiplies what rounding makes of the order of sums.
+# A line search amplifies rounding differences.
 TOLERANCE = defaultdict(lambda: 1e-12, lbfgs=1e-9)
 
 
 def fixed_noise(self: Any, images: Tensor) -> Tensor:
-    """Noise that is the same whichever rank draws it."""
+    """Return noise that is the same on all ranks."""
     return torch.sin(7 * images.flatten(1)[:, 20:36]) - 0.5
 
 
@@ -88,7 +88,7 @@ def plain_gan(model: Any, batches: Batches) -> None:
 
 
 def windows(model: nn.Module, batches: Batches, length: int, backward: Any) -> None:
-    """Train by AdamW with clipping; ``backward(batch)`` adds to the gradients."""
+    """Train with AdamW and clipping; ``backward(batch)`` adds to the gradients."""
     weights = [one for one in model.parameters() if one.requires_grad]
     optimizer = adamw(weights)
     for at, batch in enumerate(batches):
@@ -166,7 +166,7 @@ def plain_tbptt(model: Any, batches: Batches) -> None:
 
 @contextmanager
 def doubles() -> Iterator[None]:
-    """New tensors are float64 inside."""
+    """Use float64 for new tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -180,7 +180,7 @@ def supervised() -> nn.Module:
 
 
 def student() -> nn.Module:
-    """A student without the run that its teacher comes from."""
+    """Return a student without loading its teacher from a run."""
     model: Any = supervised()
     model.__class__ = distillation.Student
     model.teacher = teacher().requires_grad_(False)
@@ -207,7 +207,7 @@ def text_batches() -> Batches:
 
 @dataclass
 class Step:
-    """A worked step: its wrapper, a model for it, how it is optimised, and what should come out."""
+    """A worked step: its wrapper, its plain PyTorch version, and a model, optimizers and data."""
 
     wrapper: Any
     plain: Callable[[Any, Batches], None]
@@ -266,7 +266,6 @@ STEPS = {
 
 
 def rebased(cls: Any, base: Any) -> Any:
-    """The same step on another wrapper."""
     own = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
     return type(f"{cls.__name__}On{base.__name__}", (base,), own)
 
@@ -278,7 +277,7 @@ def fresh_model(step: Step) -> nn.Module:
 
 
 def expected(name: str) -> dict[str, Tensor]:
-    """The weights that plain PyTorch reaches on whole batches."""
+    """Return the weights after training in plain PyTorch on whole batches."""
     step = STEPS[name]
     model = fresh_model(step)
     step.plain(model, step.batches())
@@ -286,7 +285,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 
 def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
-    """The weights that a step reaches on a wrapper, or the error that it raises at once."""
+    """Return the weights after training on a wrapper, or the error that the first step raises."""
     step, base = STEPS[name], BASES[wrapper]
     gan.DigitGan.noise = fixed_noise
     split: dict[str, Any] = {}
@@ -316,5 +315,5 @@ def stepped(name: str, wrapper: str, **options: Any) -> dict[str, Tensor] | str:
 
 
 def stepped_in_group(name: str) -> dict[str, Any]:
-    """The same for all wrappers of several ranks."""
+    """Return the results of all wrappers of several ranks."""
     return {one: stepped(name, one) for one in BASES if one not in ALONE}

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, and stay short."""
+"""The examples run by the commands in their first lines, and stay short."""
 
 import re
 import runpy
@@ -12,7 +12,7 @@ from programs import run
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 TRAIN = ("-m", "stepwrap.runner", "train", str(EXAMPLES / "own_train_step.yaml"))
-# The most lines of each file, blank ones not counted.
+# The maximum number of lines of each file, without blank ones.
 LONGEST = {
     "meta_device_fsdp.py": 65,
     "metric_backends.py": 45,
@@ -24,13 +24,13 @@ LONGEST = {
 
 
 def last_number(out: str, of: str) -> float:
-    """Return the number at the end of the only line with a text."""
+    """Return the number at the end of the only line that contains a text."""
     (line,) = [line for line in out.splitlines() if of in line]
     return float(line.split()[-1])
 
 
 def of_metric_backends(out: str) -> None:
-    """The same number over each back-end, and as one process has it."""
+    """Each back-end has the same result as one process."""
     module = runpy.run_path(str(EXAMPLES / "metric_backends.py"))
     alone = module["accuracy_of_nearest_mean"]("non_dist")
     assert 0.8 < alone < 1.0
@@ -55,7 +55,7 @@ def of_place_actor_critic(out: str) -> None:
     models = [name.strip(",") for line in devices for name in line.split()[7:] if name != "-"]
     assert len(models) == len(set(models)) == 8
     for name in ("actor", "critic1", "critic2"):
-        # A target takes all weights of its model every step, so it sits with it.
+        # A target reads all weights of its model at every step, so both are on one device.
         assert any(f" {name}" in line and f"target_{name}" in line for line in devices)
 
 
@@ -75,7 +75,7 @@ def of_parameter_server(out: str) -> None:
 
 
 def of_model_server(out: str) -> None:
-    """Both evaluators follow the versions of the trainer."""
+    """Both evaluators load the trainer's versions."""
     for name in ("validator", "tester"):
         found = re.findall(rf"^{name}: version (\d), accuracy (\S+)$", out, flags=re.MULTILINE)
         versions = [int(version) for version, _ in found]

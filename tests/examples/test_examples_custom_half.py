@@ -1,4 +1,4 @@
-"""The worked steps with gradients of their own, in float16 and with a loss scale."""
+"""Worked steps that compute gradients themselves, in float16 and with a loss scale."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from stepwrap.configs.digits import Digits, SmallCNN
 from stepwrap.wrappers import AmpOptimWrapper, SingleDevice, SupervisedModel
 
-# So small that the gradients of a loss that is not scaled are zero in float16.
+# So small that the gradients of an unscaled loss are zero in float16.
 FACTOR = 1e-6
 RADIUS, WEIGHT = 0.05, 1e6
 
@@ -69,13 +69,13 @@ def plain_penalty(net: nn.Module, batch: list[Tensor], scaler: Any) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "backward", "lost"),
-    # A slope that is infinite shows in the logs.
+    # An infinite slope is logged.
     [(sam.SharpnessAwareDDP, plain_sam, 0), (gradient_penalty.SmoothDDP, plain_penalty, 2)],
 )
 def test_small_gradients_are_not_lost(
     cls: Any, backward: Any, lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights of plain PyTorch, with accumulation, and a first scale that is too large."""
+    """The weights equal plain PyTorch, with accumulation and an initial scale that is too large."""
     monkeypatch.setattr(gradient_penalty, "WEIGHT", WEIGHT)
     first, scales = 2.0**40, {"init_scale": 2.0**40, "backoff_factor": 2.0**-16}
     plain = model().net

@@ -1,4 +1,4 @@
-"""Each part of a runner may be an object that knows nothing of this package."""
+"""Each part of a runner may be an object that does not use this package."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ ROWS, SIZE, RATE = 64, 16, 0.1
 
 
 class Net(nn.Module):
-    """A plain module; its `mode` is what the usual step asks it for."""
+    """A plain module with the `mode` argument that the usual step passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,8 +46,6 @@ class Net(nn.Module):
 
 
 class Stepping(Net):
-    """A plain module that steps itself."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         loss = self(*data)["loss"]
         optim_wrapper.update_params(loss)
@@ -55,7 +53,7 @@ class Stepping(Net):
 
 
 class BareOptimization:
-    """What a step that asks for no context needs of an optimizer wrapper."""
+    """The members of an optimizer wrapper that a step without a context uses."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.optimizer = torch.optim.SGD(parameters, lr=RATE)
@@ -75,15 +73,13 @@ class BareOptimization:
 
 
 class Optimization(BareOptimization):
-    """All that a run and its checkpoints need of an optimizer wrapper, as the page lists it."""
+    """The members of an optimizer wrapper that a run and its checkpoints use, as on the page."""
 
     def optim_context(self, model: Any) -> Any:
         return nullcontext()
 
 
 class Loop:
-    """A training loop of one's own."""
-
     def run(self, state: LoopState, hooks: Any) -> LoopState:
         model: Any = state.model
         for batch in data():
@@ -98,15 +94,11 @@ class Evaluation:
 
 
 class Batches:
-    """No list and no loader, and of no known length."""
-
     def __iter__(self) -> Iterator[Any]:
         return iter(data())
 
 
 class Step:
-    """A function that has settings, as an object."""
-
     def __call__(self, wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
         return self.run(wrapper, batch, optim_wrapper)
 
@@ -158,7 +150,7 @@ def own(model: nn.Module) -> Optimization:
 
 
 PLAIN = partial(step, factor=1.0)
-# A model, and what makes the loop, the optimizer wrapper and the step.
+# A model class, and factories of the loop, the optimizer wrapper and the step.
 PARTS: dict[str, tuple[type[Net], Any, Any, Any]] = {
     "model": (Net, once, wrapped, None),
     "model-with-a-step": (Stepping, once, wrapped, None),
@@ -180,7 +172,7 @@ PARTS: dict[str, tuple[type[Net], Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_of_ones_own(name: str, tmp_path: Path) -> None:
+def test_custom_parts(name: str, tmp_path: Path) -> None:
     kind, loop, optimization, train_step = PARTS[name]
     model = net(kind)
     runner = Runner(
@@ -196,7 +188,7 @@ def test_a_part_of_ones_own(name: str, tmp_path: Path) -> None:
     assert runner.validate() == {"steps": 4.0}
 
 
-def test_the_page_lists_what_an_optimizer_wrapper_has() -> None:
+def test_the_page_lists_the_members_of_an_optimizer_wrapper() -> None:
     listed = PAGE.split("an optimizer wrapper with ")[1].split(", an object")[0]
     made = Optimization([nn.Parameter(torch.ones(1))])
     public = {name for name in dir(made) if not name.startswith("_")}
@@ -229,7 +221,7 @@ class Watch:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_schedulers_hooks_and_checkpoints(named: bool, tmp_path: Path) -> None:
-    """Interrupted after two updates, the run ends with the weights of the whole one."""
+    """A run that is interrupted after two updates ends with the weights of the whole run."""
 
     def run(folder: str, updates: int, resume: bool = False) -> tuple[Net, list[float]]:
         model, watch = net(), Watch()
@@ -258,7 +250,6 @@ def test_schedulers_hooks_and_checkpoints(named: bool, tmp_path: Path) -> None:
 
 
 def slower(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-    """Halves the rate after each update."""
     logs = step(wrapper, batch, optim_wrapper, 1.0)
     (group,) = optim_wrapper.optimizer.param_groups
     group["lr"] /= 2
@@ -266,7 +257,6 @@ def slower(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
 
 
 def choosy(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
-    """Leaves out the update by the second batch."""
     loss = wrapper(*batch, mode="loss")["loss"]
     optim_wrapper.backward(optim_wrapper.scale_loss(loss))
     if optim_wrapper.should_update():
@@ -280,10 +270,10 @@ def choosy(wrapper: Any, batch: Any, optim_wrapper: Any) -> dict[str, Any]:
     ("train_step", "rates"),
     [(slower, [RATE / 2**i for i in range(4)]), (choosy, [RATE, 0.0, RATE, RATE])],
 )
-def test_a_rate_and_a_choice_of_ones_own(
+def test_steps_that_change_the_rate_or_skip_updates(
     train_step: Any, rates: list[float], tmp_path: Path
 ) -> None:
-    """Interrupted and resumed, with all that the step logs."""
+    """The run is interrupted and resumed, and logs everything that the step returns."""
     records: list[dict[str, float]] = []
 
     class Keep(Hook):

@@ -1,4 +1,4 @@
-"""The steps of examples/custom_steps through the runner, against plain PyTorch."""
+"""The steps of examples/custom_steps run by the runner, compared with plain PyTorch."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ from stepwrap.runner.command.cli import main
 from stepwrap.runner.launcher import single_process_group
 from stepwrap.wrappers import SingleDevice
 
-# Two optimizers, a closure, and a state that is carried from batch to batch.
+# Two optimizers, a closure, and a state carried from batch to batch.
 QUICK = ("gan", "lbfgs", "tbptt")
 NARROW = ["model.net.width=4", "model.net.dropout=0.0"]
 MODELS = {
@@ -50,7 +50,7 @@ LOGS = {
 
 
 def changes(name: str, updates: int, ranks: int = 1) -> list[str]:
-    """What makes the example's config small, and its batches those of plain PyTorch."""
+    """Return overrides that make an example small, with the batches of the plain version."""
     data = ["dtype=float64"]
     if name == "tbptt":
         data = [f"streams={runs.SIZE}", "block=8", f"limit={runs.COUNT * runs.SIZE}"]
@@ -81,13 +81,13 @@ def weights_in(run: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where there is a run of the teacher."""
+    """Return a folder that contains a run of the teacher."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gan.DigitGan, "noise", runs.fixed_noise)
     with doubles():
         state = LoopState(SingleDevice(runs.teacher()))
         save_checkpoint(tmp_path / "teacher" / "checkpoints", state, is_best=True)
-    # Each run collects garbage at its end, and need not look at what has been imported.
+    # Each run collects garbage at its end; exclude all objects of imported modules.
     gc.freeze()
     yield tmp_path
     gc.unfreeze()
@@ -96,7 +96,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def command(name: str, run: str, updates: int, *words: str) -> None:
     with doubles():
         config = str(FOLDER / f"{name}.yaml")
-        # Without a log there are no curves to draw, which takes longer than all else.
+        # Drawing the curves of a log takes longer than the rest of the run.
         words = (*words, *changes(name, updates), "hooks.log=false")
         assert main(["train", config, "--run-dir", run, *words]) == 0
 
@@ -109,7 +109,7 @@ def run_alone(name: str, run: str, updates: int) -> None:
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in STEPS if name not in QUICK))])
 def test_a_step_in_one_process(name: str, folder: Path) -> None:
-    """Weights, logs, and a resume between checkpoints that gives the same weights."""
+    """The weights equal plain PyTorch, also after a resume; every update is logged."""
     last = updates_of(name)
     run_alone(name, "run", last)
     found, plain = weights_in(folder / "run", last), expected(name)
@@ -125,7 +125,7 @@ def test_a_step_in_one_process(name: str, folder: Path) -> None:
 
 
 def train(name: str, folder: Path, more: list[str]) -> tuple[dict[str, Tensor], bool]:
-    """Train on this rank's half of each batch; whether a resume gives the same."""
+    """Train on half of each batch; return the weights, and whether a resume gives the same."""
     gan.DigitGan.noise = runs.fixed_noise  # type: ignore[method-assign]
     last = updates_of(name)
     found = []
@@ -149,7 +149,7 @@ def check_two_ranks(name: str, folder: Path, *more: str) -> None:
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.slow
 def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
-    """Half the batch on each rank: the weights of plain PyTorch, also with a resume."""
+    """With half the batch on each rank the weights equal plain PyTorch, also after a resume."""
     check_two_ranks(name, folder)
 
 
@@ -164,14 +164,14 @@ def test_a_step_on_two_ranks(name: str, folder: Path) -> None:
     ],
 )
 def test_the_step_of_a_class_as_a_function(path: str, shard: str, folder: Path) -> None:
-    """Under another wrapper than that of the example, named in the config."""
+    """The config names another wrapper than the example does."""
     name = path.partition(".")[0]
     wrapper = f"wrapper={{type: fsdp, shard: [{shard}]}}"
     check_two_ranks(name, folder, wrapper, f"train_step={path}.train_step")
 
 
-def test_what_is_carried_goes_where_the_model_is() -> None:
-    """A checkpoint gives its tensors on the CPU."""
+def test_carried_state_moves_to_the_models_device() -> None:
+    """Checkpoints return tensors on the CPU."""
     model = runs.STEPS["tbptt"].model().to("meta")
     wrapper = runs.rebased(tbptt.TruncatedDDP, SingleDevice)(model)
     wrapper.load_step_state({"state": torch.ones(2, 8), "rows": torch.arange(2)})

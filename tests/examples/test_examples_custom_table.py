@@ -1,4 +1,4 @@
-"""The table of docs/custom_steps.md: every cell is tried."""
+"""Every cell of the table in docs/custom_steps.md is run."""
 
 import gc
 import re
@@ -18,7 +18,7 @@ from weights import apart, whole_weights
 from stepwrap.wrappers import OptimWrapper, StepFullyShardedDataParallel, SupervisedModel
 
 PAGE = (Path(__file__).parents[2] / "docs/custom_steps.md").read_text()
-TOLD = {
+MESSAGES = {
     ("gan", "ddp"): "needs SeparateDistributedDataParallel",
     ("gradient_penalty", "fsdp"): "blocks that fsdp has freed",
     ("gradient_penalty", "tensor"): "split over a tensor axis",
@@ -50,21 +50,21 @@ def in_group(name: str) -> list[dict[str, Any]]:
     return run_ranks(stepped_in_group, 2, name)
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_has_every_step_and_wrapper() -> None:
     assert len(cells()) == len(STEPS) * len(runs.BASES)
     assert {name for name, _, _ in cells()} == set(STEPS)
-    assert {(name, on) for name, on, word in cells() if word == "error"} == set(TOLD)
+    assert {(name, on) for name, on, word in cells() if word == "error"} == set(MESSAGES)
 
 
 @pytest.mark.parametrize(("name", "wrapper", "word"), cells())
 def test_a_cell(name: str, wrapper: str, word: str) -> None:
-    """The weights of plain PyTorch on the whole batch, or an error that helps."""
+    """The weights equal plain PyTorch on the whole batch, or the error names a remedy."""
     alone = wrapper in runs.ALONE
     found = [stepped(name, wrapper)] if alone else [one[wrapper] for one in in_group(name)]
     for one in found:
         if word == "error":
             assert isinstance(one, str)
-            assert TOLD[name, wrapper] in one
+            assert MESSAGES[name, wrapper] in one
         else:
             assert not isinstance(one, str), one
             assert apart(one, plain(name)) <= runs.TOLERANCE[name]
@@ -75,7 +75,7 @@ def gan_as_a_whole(shard: list[str] | None) -> Any:
 
 
 @pytest.mark.parametrize("shard", [None, ["generator"]])
-def test_a_network_that_is_stepped_apart_is_named(shard: list[str] | None) -> None:
+def test_a_network_that_is_used_outside_the_wrapper_is_named(shard: list[str] | None) -> None:
     for found in run_ranks(gan_as_a_whole, 2, shard):
         assert "used outside, where they are shards" in found
 
@@ -84,12 +84,12 @@ def static_graph() -> Any:
     return stepped("gradient_penalty", "ddp", static_graph=True)
 
 
-def test_no_gradient_of_a_gradient_in_a_static_graph() -> None:
+def test_a_gradient_of_a_gradient_needs_a_dynamic_graph() -> None:
     assert all("leave static_graph out" in one for one in run_ranks(static_graph, 2))
 
 
 class Smooth(SupervisedModel):
-    """The penalty of the example, inside of the forward."""
+    """The example's penalty, computed inside the forward."""
 
     def forward(self, *items: Any, mode: str = "tensor", **named: Any) -> Any:
         if mode != "loss":
@@ -134,7 +134,7 @@ def test_no_search_over_uneven_shards() -> None:
 
 
 def sharing_a_forward(careless: str) -> str:
-    """A step that leaves gradients of the ranks apart; returns what it is told."""
+    """Run a step whose gradients differ between ranks; return the error message."""
 
     def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         losses = self(*data, mode="loss")
@@ -149,15 +149,15 @@ def sharing_a_forward(careless: str) -> str:
     data = [one.float() if one.is_floating_point() else one for one in runs.digit_batches()[0]]
     with pytest.raises(RuntimeError, match="gradients would differ between ranks") as caught:
         model.train_step(data, optims)
-    told = str(caught.value)
-    # What torch's reducer is the last to hold of a group must not end after the group: its thread
-    # may want the interpreter, which waits for that thread.
+    message = str(caught.value)
+    # torch's reducer may hold the last references to a group. Free them before the group ends,
+    # because its thread may wait for the interpreter, which waits for that thread.
     del caught, model, optims
     gc.collect()
-    return told
+    return message
 
 
-@pytest.mark.parametrize("careless", ["twice", "beside"])
+@pytest.mark.parametrize("careless", ["twice", "outside"])
 def test_a_backward_that_averages_nothing_is_an_error(careless: str) -> None:
     found = run_ranks(partial(sharing_a_forward, careless), 2)
     assert all("Careless.train_step" in one for one in found)

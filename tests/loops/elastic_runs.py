@@ -1,4 +1,4 @@
-"""Runs that go on with another number of ranks, and plain PyTorch on the same samples."""
+"""Runs that resume with another number of ranks, and plain PyTorch on the same samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stepwrap.wrappers import (
 )
 
 EPOCHS = 2
-# Replicas and shards by number of ranks.
+# Replicas and shards, by number of ranks.
 _HSDP = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
 
 
@@ -59,12 +59,12 @@ def make_optimizer(net: nn.Module) -> torch.optim.AdamW:
 
 
 def wrapped(kind: str, model: nn.Module) -> Any:
-    """Return the model for the ranks that there are, laid out as `kind` says."""
+    """Wrap the model by `kind` for the current number of ranks."""
     ranks = dist.get_world_size()
     if kind == "ddp":
         return StepDistributedDataParallel(model)
     if kind == "tensor":
-        # Two ranks at most share the data.
+        # At most two ranks share the data.
         tensor = ranks if ranks < 4 else 2
         mesh = build_mesh({"data": ranks // tensor, "tensor": tensor})
         plan = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
@@ -78,7 +78,7 @@ def wrapped(kind: str, model: nn.Module) -> Any:
 
 
 class Follow(Hook):
-    """Notes the samples of each update and whether the batch counts; stops after some update."""
+    """Record the samples of each update whose batch counts; stop after an update."""
 
     def __init__(self, stop: int | None) -> None:
         self.stop = stop
@@ -94,7 +94,7 @@ class Follow(Hook):
 
     def on_update(self, state: LoopState) -> None:
         if state.step == self.stop:
-            state.request_stop("another number of ranks goes on")
+            state.request_stop("to resume with another number of ranks")
 
 
 def train(
@@ -108,7 +108,7 @@ def train(
     by_steps: int | None = None,
     **optim: Any,
 ) -> dict[str, Any]:
-    """Go on from the latest checkpoint to update `stop`, and save one, on every rank."""
+    """Resume from the latest checkpoint, train until update `stop` and save, on every rank."""
     model = wrapped(kind, SupervisedModel(make_net(), nn.CrossEntropyLoss()))
     wrapper = OptimWrapper(make_optimizer(model), accumulate, **optim)
     state, follow = LoopState(model, wrapper), Follow(stop)

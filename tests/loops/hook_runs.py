@@ -63,7 +63,7 @@ def new_state(
 def train(
     state: LoopState, hooks: Sequence[Hook], *, epochs: int = 2, **settings: Any
 ) -> LoopState:
-    """Train for some epochs of 4 batches (over all ranks), validating after each."""
+    """Train for epochs of 4 batches (over all ranks), with a validation after each."""
     settings = {"log_every_steps": 2, "val_loop": ValLoop(loader(8), metrics()), **settings}
     batches = settings.pop("dataloader", None) or loader()
     return EpochTrainLoop(batches, max_epochs=epochs, **settings).run(state, HookList(hooks))
@@ -74,7 +74,7 @@ def metrics() -> dict[str, MeanSquaredError]:
 
 
 def scripted(*values: float, higher_is_better: bool | None = None) -> Metric:
-    """Return a metric that gives these values one after the other, and may know its direction."""
+    """Return a metric that computes these values in turn, optionally with a direction."""
     script = iter(values)
 
     class Scripted(Metric):
@@ -88,7 +88,7 @@ def scripted(*values: float, higher_is_better: bool | None = None) -> Metric:
 
 
 def rates(optimizer: Optimizer, steps: int, *schedulers: Any) -> list[list[float]]:
-    """Return the rates of all groups at each step of some schedulers, stepped by hand."""
+    """Return the rates of all groups at each step of schedulers that are stepped by hand."""
     found = []
     for _ in range(steps):
         found.append([group["lr"] for group in optimizer.param_groups])
@@ -99,12 +99,11 @@ def rates(optimizer: Optimizer, steps: int, *schedulers: Any) -> list[list[float
 
 
 def weights(state: LoopState) -> list[Tensor]:
-    """Return copies of the parameters."""
     return [param.detach().clone() for param in state.model.parameters()]
 
 
 class Terminal:
-    """A pseudo-terminal that is the standard output and error while it is entered."""
+    """A pseudo-terminal that replaces standard output and error inside a `with` block."""
 
     def __init__(self, columns: int = 80, rows: int = 24) -> None:
         self._size = rows, columns
@@ -126,12 +125,12 @@ class Terminal:
         self.text()
 
     def resize(self, columns: int, rows: int = 24) -> None:
-        """Change the size, also of the screens that ``screens`` returns."""
+        """Change the size of the terminal and of later screens in ``screens``."""
         self._set_size(rows, columns)
         os.write(self.stream.fileno(), f"\x1b]resize;{rows};{columns}\x07".encode())
 
     def text(self) -> str:
-        """Close the terminal and return all that was written to it."""
+        """Close the terminal and return everything written to it."""
         if not self.stream.closed:
             self.stream.close()
         self._reader.join()
@@ -140,7 +139,7 @@ class Terminal:
     def screens(self) -> list[list[str]]:
         """Close the terminal; return the screen before each erasure and at the end, as rows.
 
-        The last one also has the rows that were scrolled away.
+        The last screen includes the rows that were scrolled away.
         """
         screen = pyte.HistoryScreen(self._size[1], self._size[0], history=1000, ratio=1.0)
         stream = pyte.Stream(screen)
@@ -160,7 +159,7 @@ class Terminal:
         fcntl.ioctl(self.stream.fileno(), termios.TIOCSWINSZ, size)
 
     def _read(self) -> None:
-        # Reading from a pseudo-terminal that nobody writes to any more is an OSError on Linux.
+        # On Linux, reading a pseudo-terminal without writers raises OSError.
         with contextlib.suppress(OSError):
             while part := os.read(self._reading, 65536):
                 self._parts.append(part)

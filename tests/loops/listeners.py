@@ -1,4 +1,4 @@
-"""Small hooks that the tests of the loops share."""
+"""Small hooks for the tests of the loops."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stepwrap.loops import Hook, LoopState
 
 
 def on(order: int = 50, **listeners: Callable[..., object]) -> Any:
-    """Return a hook that calls each function at the event of its name."""
+    """Return a hook that calls each function at the event with its name."""
     return SimpleNamespace(order=order, **listeners)
 
 
 def stop_at(step: int | None) -> Any:
-    """Return a hook that asks to stop after an update."""
+    """Return a hook that requests a stop after an update."""
 
     def on_update(state: LoopState) -> None:
         if state.step == step:
@@ -26,7 +26,7 @@ def stop_at(step: int | None) -> Any:
 
 
 def failing(error: BaseException, event: str = "on_update", *, step: int | None = None) -> Any:
-    """Return a hook that raises at an event, whenever it comes or at one step only."""
+    """Return a hook that raises at an event, always or at one step only."""
 
     def fail(state: LoopState, *_: object) -> None:
         if step in (None, state.step):
@@ -36,12 +36,12 @@ def failing(error: BaseException, event: str = "on_update", *, step: int | None 
 
 
 def slow(seconds: float, event: str = "on_update") -> Any:
-    """Return a hook that waits at each event of one kind."""
+    """Return a hook that sleeps at each event of one kind."""
     return on(**{event: lambda *_: time.sleep(seconds)})
 
 
 class Records(Hook):
-    """Keeps the log records and the results of evaluations."""
+    """Collect the log records and the results of evaluations."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, float]] = []

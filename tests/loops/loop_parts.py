@@ -21,7 +21,7 @@ from stepwrap.wrappers import (
 
 
 def make_data(samples: int) -> TensorDataset:
-    """Return inputs (samples, 4) that say which sample they are, and targets (samples,)."""
+    """Return inputs (samples, 4) that identify their sample, and targets (samples,)."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, 4, generator=generator)
     inputs[:, 0] = torch.arange(samples)
@@ -29,12 +29,12 @@ def make_data(samples: int) -> TensorDataset:
 
 
 def make_loader(samples: int = 12, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    """Return a training loader over `make_data`; every rank its share."""
+    """Return a training loader over this rank's share of `make_data`."""
     return build_loader(make_data(samples), batch_size=batch_size, train=True, **options)
 
 
 class Value:
-    """Something stateful that knows nothing of parts of tensors."""
+    """A stateful object with a plain number as state."""
 
     def __init__(self, value: Any = 0) -> None:
         self.value = value
@@ -47,8 +47,6 @@ class Value:
 
 
 class Unsized:
-    """A loader that does not know its length."""
-
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
 
@@ -59,7 +57,7 @@ class Unsized:
 def make_state(
     *, accumulate: int = 1, run_dir: Path | None = None, dropout: float = 0.0
 ) -> LoopState:
-    """Return a fresh run's state: a small classifier, SGD with momentum; DDP inside a group."""
+    """Return the state of a new run: a small classifier, SGD with momentum; DDP inside a group."""
     seed_rng(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 3))
     model = SupervisedModel(net, nn.CrossEntropyLoss())
@@ -74,7 +72,7 @@ def make_state(
 
 
 def weights_of(state: LoopState) -> dict[str, Tensor]:
-    """Return a copy of the user's model's weights."""
+    """Return a copy of the weights of the user's model."""
     model = state.model.module
     assert isinstance(model, nn.Module)
     return {name: value.clone() for name, value in model.state_dict().items()}
@@ -87,7 +85,7 @@ def assert_identical(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(value, right[name]), name
 
 
-# What a recorder appends at each event.
+# The text that a recorder appends at each event.
 _TEXTS: dict[str, Callable[..., str]] = {
     "on_run_start": lambda state: "run_start",
     "on_run_end": lambda state: "run_end",
@@ -108,8 +106,6 @@ _TEXTS: dict[str, Callable[..., str]] = {
 
 
 class Recorder:
-    """Records the events in order."""
-
     def __init__(self) -> None:
         self.events: list[str] = []
         for event, text in _TEXTS.items():

@@ -1,4 +1,4 @@
-"""Runs of one small model under every kind of parallelism, for tests of what is saved of them."""
+"""Runs of a small model under every kind of parallelism, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stepwrap.wrappers import (
 )
 from stepwrap.wrappers.sharding.layout import as_dtensor, layout_of
 
-# Kind and number of ranks.
+# The kind of parallelism and the number of ranks.
 CASES = [
     *(("ddp", 2), ("fsdp", 2), ("tensor", 2), ("fsdp x tensor", 4)),
     *slow(("fsdp", 4), ("hsdp", 4), ("ddp x tensor", 4)),
@@ -36,7 +36,7 @@ WIDTH = 512
 
 
 def make_net(seed: int = 0) -> nn.Sequential:
-    """A plan's layers (0, 2), others, and one that cannot be cut evenly."""
+    """Return a net: layers of the plan (0, 2), others, and one that cannot be split evenly."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Linear(5, 3)
@@ -67,7 +67,7 @@ def make_run(kind: str, *, seed: int = 0, run_dir: Path | None = None, **optim: 
 
 
 def batch(state: LoopState, index: int) -> list[Tensor]:
-    """This rank's share of the batch `index` of 8 samples."""
+    """Return this rank's share of the batch `index` of 8 samples."""
     generator = torch.Generator().manual_seed(index)
     inputs = torch.randn(8, 4, generator=generator)
     target = torch.randint(3, (8,), generator=generator)
@@ -79,7 +79,7 @@ def batch(state: LoopState, index: int) -> list[Tensor]:
 
 
 def train(state: LoopState, indices: Iterable[int]) -> None:
-    """Train on some batches as the loops do, with the averaging hook."""
+    """Train on batches as the loops do, with the averaging hook."""
     ema: Any = state.stateful["hooks.ema"]
     ema.on_train_start(state)
     for index in indices:
@@ -123,5 +123,5 @@ def gradients(state: LoopState) -> list[Tensor | None]:
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    """Whether both have the same names and bit-identical tensors."""
+    """Return whether both have the same names and bit-identical tensors."""
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)

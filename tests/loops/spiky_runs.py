@@ -1,4 +1,4 @@
-"""Runs in which some samples have wild targets, for tests of what leaves steps out."""
+"""Runs in which some samples have wild targets, for tests of skipped steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ BATCH = 4
 
 
 class Spiky(Dataset[Any]):
-    """A noisy regression; reading a sample draws from the random stream of this process.
+    """A noisy regression; reading a sample draws random numbers.
 
-    `wild` gives samples other targets, `without` says which are not there.
+    `wild` replaces targets of samples, `without` removes samples.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Spiky(Dataset[Any]):
 
 
 def samples_of(steps: Collection[int], world_size: int, accumulate: int = 1) -> list[int]:
-    """Return the samples of all ranks in these steps, counted from 1, of an unshuffled epoch."""
+    """Return the samples of all ranks in these steps (from 1) of an unshuffled epoch."""
     size = BATCH * world_size * accumulate
     return [index for step in steps for index in range((step - 1) * size, step * size)]
 
 
 def sample_at(step: int, rank: int, world_size: int, accumulate: int = 1, batch: int = 0) -> int:
-    """Return a sample that one rank sees in one batch of a step."""
+    """Return a sample that a rank reads in a batch of a step."""
     return ((step - 1) * accumulate + batch) * BATCH * world_size + rank
 
 
@@ -67,7 +67,7 @@ def make_loader(data: Dataset[Any], **options: Any) -> DataLoader[Any]:
 def make_state(
     kind: str = "ddp", *, run_dir: Path | None = None, optim: Any = OptimWrapper, **options: Any
 ) -> LoopState:
-    """A net with batch norm and dropout, AdamW; every rank has random streams of its own."""
+    """Return a state: a net with batch norm and dropout, AdamW; random streams differ by rank."""
     seed_rng(0)
     net = nn.Sequential(
         nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)
@@ -85,7 +85,7 @@ def make_state(
 def train(
     state: LoopState, data: Dataset[Any], hooks: Iterable[Any] = (), **options: Any
 ) -> LoopState:
-    """Train for an epoch; hooks that can be saved are part of the state."""
+    """Train for an epoch; stateful hooks are added to the state."""
     hooks = list(hooks)
     state.stateful = {type(h).__name__: h for h in hooks if hasattr(h, "state_dict")}
     loader = options.pop("loader", None) or make_loader(data)
@@ -94,7 +94,7 @@ def train(
 
 
 def all_of(state: LoopState) -> dict[str, Any]:
-    """Return copies of weights, buffers, optimizer state and the random stream of this rank."""
+    """Return copies of weights, buffers, optimizer state and this rank's random stream."""
     parts: dict[str, Any] = {n: v.detach() for n, v in state.model.state_dict().items()}
     for index, slot in state.optim_wrapper.state_dict()["state"].items():
         parts |= {f"{index}.{name}": value for name, value in slot.items()}
@@ -104,6 +104,6 @@ def all_of(state: LoopState) -> dict[str, Any]:
 
 
 def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """Return the names of what is not the same, bit for bit."""
+    """Return the names of all values that differ in any bit."""
     assert left.keys() == right.keys()
     return [name for name, value in left.items() if not torch.equal(value, right[name])]

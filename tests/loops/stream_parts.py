@@ -1,4 +1,4 @@
-"""Loaders that tell where they are, of several kinds, and runs that are resumed with them."""
+"""Stateful loaders of several kinds, and runs that are resumed with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stepwrap.loops import (
 from stepwrap.runner import Runner
 
 SAMPLES = 22
-# As many batches for each of two ranks with two workers.
+# Two ranks with two workers get equal numbers of batches.
 ROWS = 48
 
 
@@ -37,14 +37,14 @@ def shard() -> tuple[int, int]:
 
 
 def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a sample with noise of two random streams in all but its number."""
+    """Return a sample with noise of two random streams; its number is exact."""
     noise = torch.randn(4) * random.random()
     noise[0] = 0
     return sample[0] + noise, sample[1]
 
 
 class Lines(IterableDataset[Any]):
-    """A stream of one's own: each pass in an order of its own generator, and noise."""
+    """A custom stream: a generator shuffles each pass, and samples have noise."""
 
     def __init__(self, samples: int = SAMPLES, of: tuple[int, int] | None = None) -> None:
         self.data = make_data(samples)
@@ -72,7 +72,7 @@ class Lines(IterableDataset[Any]):
 
 
 class Noisy(Dataset[Any]):
-    """A map-style data set with noise, different at each reading."""
+    """A map-style data set whose noise differs at each reading."""
 
     def __init__(self, samples: int = SAMPLES, noise: bool = True) -> None:
         self.data, self.noise = make_data(samples), noise
@@ -92,8 +92,6 @@ def batch_at(at: int) -> tuple[Tensor, ...]:
 
 
 class OwnLoader:
-    """A user-defined loader with a state."""
-
     def __init__(self) -> None:
         self.at = 0
 
@@ -111,7 +109,7 @@ class OwnLoader:
 
 
 class Cursor:
-    """An iterator with a state, by the names that grain gives."""
+    """An iterator with a state, whose methods are named as in grain."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -133,14 +131,12 @@ class Cursor:
 
 
 class CursorLoader:
-    """A loader whose iterators have a state."""
-
     def __iter__(self) -> Cursor:
         return Cursor()
 
 
 def hugging_face() -> Any:
-    """Return a shuffled stream of the real `datasets`, with noise, for this rank."""
+    """Return a shuffled stream of `datasets` with noise for this rank."""
     import datasets
     from datasets.distributed import split_dataset_by_node
 
@@ -148,7 +144,7 @@ def hugging_face() -> Any:
     inputs, targets = make_data(ROWS).tensors
     rows = {"inputs": inputs.tolist(), "target": targets.tolist()}
     stream = datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=4 * world)
-    # Of its shards in each pass: the content of a buffer is not in its state.
+    # Shuffle only its shards, because its state does not contain a shuffle buffer.
     stream = stream.shuffle(seed=5, buffer_size=1, max_buffer_input_shards=1).map(with_noise)
     return split_dataset_by_node(stream, rank, world)
 
@@ -164,7 +160,7 @@ def as_pair(rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor]:
 
 
 def make_stream_loader(kind: str, workers: int) -> Any:
-    """Return a loader of this kind in its first state, with a last batch that is not full."""
+    """Return a new loader of this kind, whose last batch is not full."""
     if kind in ("own loader", "iterator"):
         return OwnLoader() if kind == "own loader" else CursorLoader()
     if kind == "own stream":
@@ -176,13 +172,13 @@ def make_stream_loader(kind: str, workers: int) -> Any:
     if kind == "datasets":
         options: dict[str, Any] = {"collate": as_pair, "seed": shard()[0]}
         if workers:
-            # pyarrow has threads of its own, which a forked process lacks: one was seen to wait.
+            # A forked process lacks pyarrow's threads, and may wait for them.
             options["multiprocessing_context"] = "spawn"
         return build_loader(hugging_face(), batch_size=5, num_workers=workers, **options)
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     if kind == "torchdata":
-        # The random streams of its workers are not in its state.
+        # The loader's state does not contain the random streams of its workers.
         samples = Noisy(noise=not workers)
         return StatefulDataLoader(samples, batch_size=4, shuffle=True, num_workers=workers)
     assert kind == "datasets in torchdata"
@@ -191,7 +187,7 @@ def make_stream_loader(kind: str, workers: int) -> Any:
 
 
 class SaveAll(Hook):
-    """Keeps the batches, and saves at every save point, each into a folder of its own."""
+    """Keep the batches, and save at every save point into a separate folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
@@ -208,13 +204,13 @@ class SaveAll(Hook):
 
 
 def resume_from(folder: Path, kind: str, workers: int, **options: Any) -> list[int]:
-    """Resume from save points of a run of three passes; return the numbers of its samples."""
+    """Resume from save points of a run of three passes; return the run's sample numbers."""
     state, hook = make_state(dropout=0.5), SaveAll(folder)
     random.seed(shard()[0])
     loop = EpochTrainLoop(make_stream_loader(kind, workers), max_epochs=3, **options)
     loop.run(state, HookList([hook]))
     a_pass = len(hook.read) // 3
-    # Inside of the first pass, twice at its end, and so on; of many, as many as take a while.
+    # Every third save point: inside the first pass, at its end, and so on.
     for done, path in hook.saved[2 : 2 * a_pass + 2 : 3]:
         resumed, again = make_state(dropout=0.5), SaveAll()
         loop = EpochTrainLoop(make_stream_loader(kind, workers), max_epochs=3, **options)
@@ -228,7 +224,7 @@ def resume_from(folder: Path, kind: str, workers: int, **options: Any) -> list[i
 
 
 class Kill(Hook):
-    """Kills the process in the middle of the step after `at` updates."""
+    """Kill the process in the middle of the step after `at` updates."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -239,7 +235,7 @@ class Kill(Hook):
 
 
 def train_program(run_dir: str, kill_at: str, weights: str) -> None:
-    """Train, or go on, in a process of its own; write the weights at the end."""
+    """Train or resume in a separate process; write the weights at the end."""
     state = make_state(dropout=0.5)
     loop = EpochTrainLoop(make_stream_loader("own stream", 2), max_epochs=2)
     runner = Runner(

@@ -1,4 +1,4 @@
-"""When checkpoints are saved and which of them stay."""
+"""When checkpoints are saved, and which are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stepwrap.loops.train import IterTrainLoop
 
 
 def at_step_3(change: Callable[[LoopState], object]) -> Any:
-    """Return a hook that does something after the third update, before all others."""
+    """Return a hook that calls a function after the third update, before all other hooks."""
     return on(order=1, on_update=lambda state: change(state) if state.step == 3 else None)
 
 
@@ -37,8 +37,6 @@ def failing_eval() -> Any:
 
 
 class GivenMetric(Hook):
-    """Makes the validations give the values named."""
-
     order = 1
 
     def __init__(self, *values: float) -> None:
@@ -85,12 +83,12 @@ def test_by_updates_and_the_last_ones(
     assert [(m["step"], m["reason"]) for m in saved(tmp_path)] == expected
 
 
-def test_where_all_are_kept_a_save_reads_each_earlier_one_once(tmp_path: Path) -> None:
+def test_a_save_reads_each_kept_checkpoint_only_once(tmp_path: Path) -> None:
     hook = CheckpointHook(every_steps=1, every_epochs=None, keep_last=None)
     settings = {"val_loop": None}
     read = calls_of("read_meta", lambda: train(new_state(run_dir=tmp_path), [hook], **settings))
     assert len(saved(tmp_path)) == 8
-    # The last step is saved once more, at the end of its epoch.
+    # The last step is saved again at the end of its epoch.
     assert read == sum(range(8)) + 8
 
 
@@ -99,7 +97,7 @@ def test_in_the_iteration_loop_after_the_validation_of_the_same_update(tmp_path:
     val = ValLoop(loader(8), metrics())
     loop = IterTrainLoop(loader(), max_steps=7, val_loop=val, val_interval=3)
     loop.run(new_state(run_dir=tmp_path), HookList([hook]))
-    # Four updates are a pass over the data, and none was validated there.
+    # Four updates are a pass over the data, without a validation at its end.
     assert [(meta["step"], list(meta["metrics"])) for meta in saved(tmp_path)] == [
         (7, ["error"]), (6, ["error"]), (4, []), (3, ["error"])
     ]  # fmt: skip
@@ -123,7 +121,7 @@ def test_the_best_one_stays(tmp_path: Path, mode: str, best: int) -> None:
 def test_the_best_one_by_the_direction_of_the_metric(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, metric: str, best: int
 ) -> None:
-    """Neither metric says itself which values are better: their names do."""
+    """The direction of both metrics follows from their names."""
     caplog.set_level(logging.INFO)
     kept = CheckpointHook(keep_last=1, keep_best=metric)
     val = ValLoop(loader(8), {metric: scripted(0.1, 0.9, 0.5, 0.2)})
@@ -201,7 +199,7 @@ def test_errors_that_do_not_save(
     assert saved_steps(tmp_path) == []
 
 
-def test_an_error_inside_a_step_is_not_said_to_be_saved(
+def test_an_error_inside_a_step_is_not_reported_as_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Failing(nn.Linear):
@@ -234,24 +232,24 @@ def test_an_error_in_an_evaluation_alone_does_not_save(tmp_path: Path, trained: 
     assert saved_steps(tmp_path) == ([4] if trained else [])
 
 
-def test_the_launcher_is_told_of_a_save_after_an_error(
+def test_the_launcher_waits_for_a_save_after_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Telling(Hook):
+    class ListsLaunchFolder(Hook):
         seen: list[str] = []
 
         def state_dict(self) -> dict[str, Any]:
-            Telling.seen = [path.name for path in place.iterdir()]
+            ListsLaunchFolder.seen = [path.name for path in place.iterdir()]
             return {}
 
     place = tmp_path / "launch"
     place.mkdir()
     monkeypatch.setenv("STEPWRAP_LAUNCH_DIR", str(place))
     state = new_state(run_dir=tmp_path)
-    state.stateful["hooks.telling"] = Telling()  # type: ignore[assignment]
+    state.stateful["hooks.lists"] = ListsLaunchFolder()  # type: ignore[assignment]
     with pytest.raises(OSError, match="disk"):
         train(state, [CheckpointHook(), failing(OSError("disk"), step=3)])
-    assert Telling.seen == ["saving_0"]
+    assert ListsLaunchFolder.seen == ["saving_0"]
     assert list(place.iterdir()) == []
 
 
@@ -260,7 +258,7 @@ def test_a_checkpoint_that_can_not_be_removed(
 ) -> None:
     train(new_state(run_dir=tmp_path), [CheckpointHook()], epochs=1)
     place = tmp_path / "checkpoints" / "step_00000004"
-    # shutil.rmtree refuses a link.
+    # shutil.rmtree does not remove a link.
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
     state = new_state(run_dir=tmp_path)
@@ -274,7 +272,7 @@ def _file_for_checkpoints(state: LoopState) -> None:
     (state.run_dir / "checkpoints").write_text("in the way")
 
 
-def test_what_is_in_the_way_is_found_at_the_start(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     state = new_state(run_dir=tmp_path)
     with pytest.raises(CheckpointError, match=r"making .*checkpoints failed: FileExistsError"):
@@ -291,7 +289,7 @@ def test_a_run_folder_that_is_removed_ends_the_run(tmp_path: Path, hook: type[Ho
     assert not run_dir.exists()
 
 
-def test_an_error_while_saving_after_an_error_is_told(
+def test_an_error_while_saving_after_an_error_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hooks = [CheckpointHook(), at_step_3(_file_for_checkpoints), failing(OSError("disk"), step=3)]
@@ -313,7 +311,7 @@ def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
         CheckpointHook(**settings)
 
 
-def test_the_average_is_saved_beside_the_plain_weights(tmp_path: Path) -> None:
+def test_the_average_is_saved_next_to_the_plain_weights(tmp_path: Path) -> None:
     ema = EMAHook(decay=0.5)
     state = new_state(run_dir=tmp_path)
     state.stateful["hooks.ema"] = ema
@@ -360,7 +358,7 @@ def _fail_on_rank_1(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_what_a_rank_saves_without_the_others_is_not_the_latest(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_rank_alone_is_not_the_latest(tmp_path: Path) -> None:
     run_ranks(_fail_on_rank_1, 2, tmp_path, timeout_s=20, group_timeout_s=2)
     assert saved_steps(tmp_path) == []
     aside = tmp_path / "checkpoints" / "incomplete_step_00000001"

@@ -1,4 +1,4 @@
-"""Stopping when validation no longer gets better."""
+"""Stopping when the validation does not improve any more."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepwrap.loops.state import LoopState, Phase
 
 
 def stopped_after(values: list[float], **settings: Any) -> int | None:
-    """Return after how many validations with these values the hook asks to stop."""
+    """Return the number of validations with these values until the hook requests a stop."""
     hook = EarlyStopHook("score", **{"mode": "min", **settings})
     state = LoopState(model=new_state().model, phase=Phase.VAL)
     for count, value in enumerate(values, start=1):
@@ -73,7 +73,7 @@ def test_a_test_run_does_not_count() -> None:
     assert state.stop_reason == ""
 
 
-def test_a_resumed_run_goes_on_waiting() -> None:
+def test_a_resumed_run_keeps_its_patience() -> None:
     first = EarlyStopHook("error", patience=3)
     train(new_state(lr=0.0), [first], epochs=2)
     second = EarlyStopHook("error", patience=3)

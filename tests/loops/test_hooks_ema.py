@@ -17,7 +17,7 @@ from stepwrap.loops.state import LoopState
 
 
 class WeightsHook(Hook):
-    """Notes the weights after each update and in each evaluation."""
+    """Record the weights after each update and in each evaluation."""
 
     def __init__(self) -> None:
         self.updates: list[list[Tensor]] = []

@@ -1,4 +1,4 @@
-"""What limits the speed of training: data, hooks and ranks that are slow, by real waiting."""
+"""Limits of the training speed: slow data, hooks and ranks, simulated by sleeping."""
 
 from __future__ import annotations
 
@@ -22,15 +22,11 @@ STEPS = 30
 
 
 class Pause(Hook):
-    """A slow hook."""
-
     def on_update(self, state: LoopState) -> None:
         time.sleep(PAUSE_S)
 
 
 class SlowLoader:
-    """A loader that takes time for each batch."""
-
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
@@ -44,8 +40,6 @@ class SlowLoader:
 
 
 class SlowNet(nn.Linear):
-    """A network with a slow forward."""
-
     def __init__(self, seconds: float) -> None:
         super().__init__(3, 1)
         self._seconds = seconds
@@ -58,10 +52,10 @@ class SlowNet(nn.Linear):
 def limits(
     loading_s: float, forward_s: float, hooks: list[Hook]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Train, and return the limits of the last interval and its record."""
+    """Train; return the limits and the record of the last interval."""
     seen, state = Records(), new_state(net=SlowNet(forward_s))
     hooks = [*hooks, ThroughputHook(), seen]
-    # The first interval does not count.
+    # The first interval is ignored.
     train(
         state, hooks, epochs=1, dataloader=SlowLoader(loading_s), val_loop=None, log_every_steps=5
     )
@@ -89,7 +83,7 @@ def limits_with_slow_rank(cause: str) -> tuple[dict[str, float], dict[str, float
 def test_a_slow_rank_is_named(cause: str) -> None:
     results: list[Any] = run_ranks(limits_with_slow_rank, 3, cause)
     for found, record in results:
-        # A step takes 0.03 s in the hook on all ranks, and 0.06 s more on rank 2.
+        # A step spends 0.03 s in the hook on all ranks, and 0.06 s more on rank 2.
         assert next(iter(found)) == "rank 2"
         assert 0.45 < found["rank 2"] < 0.7
         assert 0.2 < found["hook Pause"] < 0.45

@@ -20,7 +20,7 @@ from stepwrap.loops.state import LoopState, Phase
 
 
 def extra(values: dict[str, float], *, from_step: int = 0) -> Any:
-    """Return a hook that adds values to the log records from some step on."""
+    """Return a hook that adds values to the log records from a step on."""
 
     def collect_logs(state: LoopState, scalars: Scalars) -> None:
         scalars |= values if state.step >= from_step else {}
@@ -30,7 +30,7 @@ def extra(values: dict[str, float], *, from_step: int = 0) -> Any:
 
 def json_records(folder: Path) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
@@ -42,7 +42,7 @@ def csv_records(folder: Path) -> list[dict[str, str]]:
 
 
 def steps(folder: Path) -> list[tuple[int, str]]:
-    """Return step and phase of each record; fails unless both files have the same values."""
+    """Return step and phase of each record; fail unless both files have the same values."""
     records = json_records(folder)
     for row, record in zip(csv_records(folder), records, strict=True):
         assert {k: v for k, v in row.items() if v} == {k: str(v) for k, v in record.items()}
@@ -80,7 +80,7 @@ def test_a_value_named_like_a_fixed_column(tmp_path: Path) -> None:
     assert record["time"] > 1e9
 
 
-def test_a_resume_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resume_drops_the_records_after_its_checkpoint(tmp_path: Path) -> None:
     train(new_state(run_dir=tmp_path), [LogHook()])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "epo')
@@ -157,7 +157,7 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
     assert [step for step, phase in steps(tmp_path) if phase == "train"] == [2, 4]
 
 
-def test_an_evaluation_beside_a_training_takes_nothing_from_it(tmp_path: Path) -> None:
+def test_an_evaluation_does_not_change_the_records_of_a_training(tmp_path: Path) -> None:
     training, testing = LogHook(), LogHook()
     state, other = new_state(run_dir=tmp_path), new_state(run_dir=tmp_path)
     other.phase = Phase.TEST

@@ -31,7 +31,7 @@ from stepwrap.wrappers import (
 
 
 def norms_by_hand(batches: list[tuple[Tensor, Tensor]], lr: float = 0.05) -> list[float]:
-    """Return the gradients' norm before each update of a plain loop."""
+    """Return the gradient norm before each update of a plain loop."""
     torch.manual_seed(0)
     net, norms = nn.Linear(3, 1), []
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
@@ -61,7 +61,7 @@ def test_gradient_norm_of_the_clipping_wrapper_is_before_clipping() -> None:
     assert seen.records[0]["grad_norm"] == pytest.approx(norms_by_hand(batches())[0], rel=1e-6)
 
 
-def test_gradient_norm_under_accumulation_is_that_of_the_whole_window() -> None:
+def test_gradient_norm_is_of_the_whole_accumulation_window() -> None:
     seen, state = Records(), new_state(accumulative_counts=2)
     train(state, [GradNormHook(), seen], epochs=1, log_every_steps=1)
     pairs = batches()
@@ -123,7 +123,7 @@ def test_nothing_is_left_on_the_optimizer() -> None:
 
 
 class Clock(Hook):
-    """A clock that moves only when told to: 1 s a step, 3 s a batch, 100 s an evaluation batch."""
+    """A simulated clock: 1 s per step, 3 s per batch, 100 s per evaluation batch."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -147,8 +147,6 @@ class Clock(Hook):
 
 
 class ClockedLoader(list[Any]):
-    """A loader that takes time by a clock."""
-
     def __init__(self, batches: list[Any], clock: Clock) -> None:
         super().__init__(batches)
         self._clock = clock
@@ -163,7 +161,7 @@ def test_speed_without_evaluations_and_the_share_of_waiting(
     clock, seen = Clock(), Records()
     monkeypatch.setattr("stepwrap.loops.hooks.monitors.perf_counter", clock)
     train(new_state(), [clock, ThroughputHook(), seen], dataloader=ClockedLoader(batches(), clock))
-    # An interval is two steps of 3 + 1 s and two save points of 4 s, less at the start, more
+    # An interval has two steps of 3 + 1 s and two save points of 4 s, fewer at the start and more
     # after the end of an epoch.
     for record, seconds in zip(seen.records, [12, 16, 20, 16], strict=True):
         assert record["steps_per_s"] == pytest.approx(2 / seconds)
@@ -172,7 +170,7 @@ def test_speed_without_evaluations_and_the_share_of_waiting(
 
 
 def speed_of(batches: list[Any], model: nn.Module, **counts: float) -> dict[str, float]:
-    """Return the record of some updates, one for each batch."""
+    """Train one update per batch and return the record."""
     hook, state = ThroughputHook(**counts), LoopState(model=model)
     hook.on_train_start(state)
     for batch in batches:
@@ -220,9 +218,9 @@ IN_NET = SingleDevice(SupervisedModel(Described(3, 1), nn.MSELoss()))
         (nn.Identity(), {"flops_per_sample": 50.0}, None, 50),
         (IN_MODEL, {}, 6, 6e3),
         (IN_NET, {}, 6, 6e3),
-        # Settings take precedence.
+        # The hook's arguments take precedence over the model's attributes.
         (IN_MODEL, {"tokens_per_sample": 2, "flops_per_sample": 10.0}, 2, 10),
-        # Two copies on one device are one device.
+        # Two replicas on one device count as one device.
         (StepDataParallel(Described(3, 1), device_ids=["cpu", "cpu"]), {}, 6, 6e3),
     ],
 )
@@ -239,11 +237,11 @@ def test_tokens_and_mfu(
 
 
 @pytest.mark.parametrize("model", [IN_MODEL, IN_NET])
-def test_without_a_peak_there_is_no_mfu(model: nn.Module) -> None:
+def test_mfu_is_not_logged_without_a_peak(model: nn.Module) -> None:
     assert "mfu" not in speed_of([torch.zeros(5, 3)] * 2, model)
 
 
-def test_tokens_are_those_that_the_loss_counts() -> None:
+def test_only_tokens_that_the_loss_counts_are_counted() -> None:
     seen, state = Records(), new_state(loss_weight="tokens")
     ragged = [(inputs, targets.clone()) for inputs, targets in batches()]
     for count, (_, targets) in enumerate(ragged):
@@ -265,7 +263,7 @@ def test_samples_and_tokens_of_skipped_steps_do_not_count() -> None:
         assert record["tokens_per_s"] == pytest.approx(count * record["steps_per_s"])
 
 
-def test_a_batch_that_only_keeps_others_company_is_no_sample() -> None:
+def test_stand_in_batches_do_not_count_as_samples() -> None:
     hook, state = ThroughputHook(), new_state(loss_weight="samples")
     hook.on_train_start(state)
     for counts in (True, False):
@@ -278,7 +276,7 @@ def test_a_batch_that_only_keeps_others_company_is_no_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "message"),
     [
         ({"tokens_per_sample": 0}, "tokens_per_sample must be more than 0, got 0"),
         ({"peak_flops": float("nan")}, "peak_flops must be more than 0, got nan"),
@@ -288,8 +286,8 @@ def test_a_batch_that_only_keeps_others_company_is_no_sample() -> None:
         ({"peak_flops": 1.0, "flops_per_token": 1.0, "flops_per_sample": 1.0}, "got both"),
     ],
 )
-def test_counts_that_are_wrong_or_missing(counts: dict[str, float], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_counts_that_are_wrong_or_missing(counts: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ThroughputHook(**counts).on_train_start(LoopState(model=nn.Identity()))
 
 
@@ -327,5 +325,5 @@ def _records_of_a_split_model() -> list[dict[str, float]]:
 def test_samples_that_ranks_of_a_tensor_axis_share_count_once() -> None:
     for record in run_ranks(_records_of_a_split_model, 2)[0]:
         assert record["samples_per_s"] == pytest.approx(4 * record["steps_per_s"])
-        # Two devices work on each of them.
+        # Two devices share the work on each sample.
         assert record["mfu"] == pytest.approx(10 * record["samples_per_s"] / (2 * 1e6))

@@ -1,4 +1,4 @@
-"""Values that are not finite: found, named, told by every rank."""
+"""Values that are not finite are found and named on every rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepwrap.wrappers import AmpOptimWrapper
 
 
 class PoisonHook(Hook):
-    """Makes the inputs of one update bad, or one parameter after it."""
+    """Make the inputs of an update, or a parameter after it, infinite or NaN."""
 
     def __init__(self, *, step: int, param: str = "", rank: int = 0) -> None:
         self._step, self._param, self._rank = step, param, rank
@@ -40,7 +40,7 @@ class PoisonHook(Hook):
 
 
 class WithSpare(nn.Linear):
-    """Has a parameter that no output depends on."""
+    """A model with a parameter that no output depends on."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
@@ -50,10 +50,10 @@ class WithSpare(nn.Linear):
 @pytest.mark.parametrize(
     ("settings", "bad", "log_every_steps", "samples", "found"),
     [
-        # With the record of the interval.
+        # Found with the record of the interval.
         ({}, 3, 4, 16, 4),
         ({}, 1, 3, 16, 3),
-        # At the end, long before the next record.
+        # Found at the end, long before the next record.
         ({}, 3, 1000, 1200, 300),
         ({"every_steps": 1}, 2, 100, 16, 2),
     ],
@@ -77,7 +77,7 @@ def test_weights_that_no_loss_shows_are_found_at_the_end() -> None:
     assert state.epoch == 2
 
 
-def test_a_bad_loss_whose_update_a_scaler_skips_is_no_fault() -> None:
+def test_a_bad_loss_is_allowed_if_the_scaler_skips_its_update() -> None:
     state = new_state()
     optimizer = torch.optim.SGD(state.model.parameters(), lr=0.01)
     state.optim_wrapper = AmpOptimWrapper(optimizer, dtype="float16", device="cpu")
@@ -102,8 +102,8 @@ def test_a_bad_log_value_is_named() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_nothing_is_said_of_a_healthy_run(masked: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A mask with infinities, which is a buffer, is no fault."""
+def test_a_healthy_run_logs_nothing(masked: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Infinities in a buffer, for example a mask, are allowed."""
     caplog.set_level(logging.INFO)
     net = nn.Linear(3, 1)
     if masked:
@@ -113,12 +113,12 @@ def test_nothing_is_said_of_a_healthy_run(masked: bool, caplog: pytest.LogCaptur
     assert (state.step, caplog.messages) == (8, [])
 
 
-def test_going_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_continuing_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     state = train(new_state(), [NanGuardHook(action="warn"), PoisonHook(step=3)])
     assert state.step == 8
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    told = "loss is nan at step 3 on rank 0; parameter 'net.weight' has 3 of 3 values not finite"
-    assert caplog.messages == [told]
+    message = "loss is nan at step 3 on rank 0; parameter 'net.weight' has 3 of 3 values not finite"
+    assert caplog.messages == [message]
 
 
 def test_the_bad_record_is_on_file_and_no_bad_checkpoint(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_settings_out_of_range(settings: dict[str, Any], text: str) -> None:
         NanGuardHook(**settings)
 
 
-def test_a_look_each_pass_comes_before_its_checkpoint(tmp_path: Path) -> None:
+def test_a_check_each_pass_comes_before_its_checkpoint(tmp_path: Path) -> None:
     state = new_state(run_dir=tmp_path)
     hooks: list[Hook] = [NanGuardHook(every_epochs=2), CheckpointHook(), PoisonHook(step=2)]
     with pytest.raises(NonFiniteError, match="loss is nan at step 2 on rank 0"):
@@ -159,7 +159,7 @@ def test_a_look_each_pass_comes_before_its_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints" / "step_00000008").exists()
 
 
-def test_a_look_by_the_clock() -> None:
+def test_a_check_by_the_clock() -> None:
     state = new_state()
     with pytest.raises(NonFiniteError, match="loss is nan at step 1 on rank 0"):
         train(state, [NanGuardHook(every_secs=1e-9), slow(0.06), PoisonHook(step=1)], epochs=1)

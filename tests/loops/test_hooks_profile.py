@@ -1,4 +1,4 @@
-"""Profiles of some steps, and statistics of the system in the records."""
+"""Profiles of steps, and statistics of the system in the records."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_profile_has_a_trace_a_table_and_the_wait_for_data(
     assert trace.endswith(str(folder / "rank0.json"))
 
 
-def test_a_short_training_is_profiled_to_its_end_or_says_why_not(
+def test_a_short_training_is_profiled_to_its_end_or_logs_why_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(new_state(run_dir=tmp_path / "a"), [ProfileHook(skip=0, steps=99)], epochs=1)

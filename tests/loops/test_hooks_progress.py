@@ -1,4 +1,4 @@
-"""The progress hook on a terminal, in a file and on other ranks."""
+"""The progress hook on a terminal, in a file and on several ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def panel_of(rows: list[str]) -> list[str]:
-    """Return the rows of the only panel on a screen, without the border; empty without a panel."""
+    """Return the rows of the panel on a screen without its border; empty without a panel."""
     tops = [index for index, row in enumerate(rows) if "╭" in row]
     ends = [index for index, row in enumerate(rows) if "╰" in row]
     assert len(tops) == len(ends) <= 1, rows
@@ -57,7 +57,7 @@ def panels(screens: list[list[str]]) -> list[list[str]]:
 
 
 def log_of(screens: list[list[str]]) -> list[str]:
-    """Return the rows that remain at the end, which have no parts of a panel."""
+    """Return the final rows, and check that they contain no parts of a panel."""
     assert not panel_of(screens[-1])
     return [row for row in screens[-1] if row]
 
@@ -80,7 +80,7 @@ def test_panel_shows_the_run(terminal: Terminal, columns: int, rows: int) -> Non
         r"[\d.]+ samples/s  data wait \d+%  memory \d+\.\d\d GiB( .*)?", seen[-1][3]
     )
     log = log_of(screens)
-    # A slow machine has longer lines, whose ends wrap.
+    # On a slow machine lines may be longer and wrap.
     assert [row.split(" step ")[0] for row in log[:-1] if " step " in row] == [
         *["epoch 1/2", "epoch 1/2", "val epoch 1/2"],
         *["epoch 2/2", "epoch 2/2", "val epoch 2/2"],
@@ -117,7 +117,7 @@ def test_many_values_are_cut_in_the_panel_and_whole_in_the_log(terminal: Termina
     lines = re.findall(
         r"((?:val )?epoch) \d/2 step (\d)/8 (?:loss [\d.]+ lr 0.003 (?:part_\d+ 1 ){20}"
         r"[\d.]+ samples/s (?:\(.*?\) )?eta 0:00:00|error [\d.]+)",
-        # The terminal breaks long lines after any character.
+        # The terminal breaks long lines at any character.
         "".join(row.ljust(80) if len(row) > 78 else f"{row} " for row in log_of(screens)),
     )
     steps = [("epoch", "2"), ("epoch", "4"), ("val epoch", "4")]
@@ -164,11 +164,11 @@ def test_the_last_record_comes_before_the_validation_of_its_step(
     made = loop(loader(), val_loop=validation, log_every_steps=3, **length)
     made.run(new_state(), HookList([ProgressHook()]))
     lines = capsys.readouterr().out.splitlines()
-    told = [re.match(r"(val )?epoch .*?(step \d)/8", line).group(1, 2) for line in lines]
+    shown = [re.match(r"(val )?epoch .*?(step \d)/8", line).group(1, 2) for line in lines]
     passes = (
         [(None, "step 3"), ("val ", "step 4")] if loop is EpochTrainLoop else [(None, "step 3")]
     )
-    assert told == [*passes, (None, "step 6"), (None, "step 8"), ("val ", "step 8")]
+    assert shown == [*passes, (None, "step 6"), (None, "step 8"), ("val ", "step 8")]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_other_output_stays_above_the_panel(terminal: Terminal) -> None:
             print("\r 10%\r 50%", end="", file=sys.stderr, flush=True)
             print("\r100%", file=sys.stderr)
         elif state.step == 3:
-            # As another rank writes.
+            # Writes like another rank.
             os.write(terminal.stream.fileno(), b"from another process\n")
             logger.warning("logged")
         else:
@@ -284,13 +284,13 @@ def test_resizing_leaves_no_part_of_a_panel(terminal: Terminal) -> None:
         hooks = [ProgressHook(refresh_s=1e-6), on(on_update=resize)]
         train(new_state(), hooks, epochs=3, log_every_steps=100)
     screens = terminal.screens()
-    # The last screen before the line still has the old panel, cut off.
+    # The last screen before the line still shows the old panel, cut off.
     calm = [before for before, after in pairwise(screens) if sizes_of(before) == sizes_of(after)]
     widths = {len(row) for screen in calm for row in screen if "╭" in row}
     assert widths == {79, 99, 69, 59}
     assert len(panels(calm)) > 10
-    told = [row for row in log_of(screens) if row.startswith("resized")]
-    assert told == [f"resized to {size}" for size in sizes.values()]
+    rows = [row for row in log_of(screens) if row.startswith("resized")]
+    assert rows == [f"resized to {size}" for size in sizes.values()]
 
 
 def sizes_of(screen: list[str]) -> str:
@@ -298,7 +298,7 @@ def sizes_of(screen: list[str]) -> str:
     return next((row for row in reversed(screen) if row.startswith("resized")), "")
 
 
-def test_lines_where_the_output_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_if_the_output_is_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     train(new_state(), [ProgressHook(), ThroughputHook()])
     text = sys.stdout.getvalue()
@@ -332,7 +332,7 @@ def test_an_evaluation_alone_is_shown(terminal: Terminal) -> None:
     assert re.fullmatch(r"test epoch 1 step 0 error [\d.]+", log_of(screens)[-1])
 
 
-def test_what_limits_the_speed_is_shown_once(
+def test_limits_of_the_speed_are_shown_once(
     terminal: Terminal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shares = iter([0.3, 0.4, 0.6, 0.2])

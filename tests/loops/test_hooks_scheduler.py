@@ -1,4 +1,4 @@
-"""Learning-rate schedules against the same schedules stepped by hand."""
+"""Learning-rate schedules, compared with the same schedules stepped by hand."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
 
 
 class RatesHook(Hook):
-    """Notes the rate of each update, and the rates in the records."""
+    """Record the rate of each update, and the rates in the records."""
 
-    # Behind the schedule, which may act when a batch starts.
+    # After the schedule, which may act when a batch starts.
     order = 90
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
 
 
 def by_hand(make: Callable[[Optimizer], LRScheduler], steps: int, *, lr: float) -> list[float]:
-    """Return the rates that `make`'s schedule gives to successive steps."""
+    """Return the rates of `make`'s schedule for successive steps."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     return [rate for (rate,) in rates_of(optimizer, steps, make(optimizer))]
 
@@ -97,14 +97,14 @@ def test_plateau_follows_the_metric() -> None:
     assert optimizer_of(state).param_groups[0]["lr"] == pytest.approx(1e-32)
 
 
-def test_a_plateau_against_the_direction_of_its_metric_is_told(
+def test_a_plateau_against_the_direction_of_its_metric_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     state = new_state()
     plateaus = [ReduceLROnPlateau(optimizer_of(state), mode=mode) for mode in ("min", "max")]
     train(state, [SchedulerHook([(one, "epoch") for one in plateaus], metric="error")])
-    told = "ReduceLROnPlateau: mode is 'max', but lower values of 'error' are better"
-    assert caplog.messages == [told]
+    message = "ReduceLROnPlateau: mode is 'max', but lower values of 'error' are better"
+    assert caplog.messages == [message]
 
 
 def test_plateau_needs_a_metric_that_exists() -> None:
@@ -153,13 +153,13 @@ def test_first_updates_that_a_scaler_skips_neither_warn_nor_shift_the_schedule(f
     )
     schedule = SchedulerHook([(warm_up_and_cosine(optimizer), "step")])
     train(state, [schedule, GradNormHook()], epochs=3)
-    # A fused optimizer is told to skip, instead of not being called.
+    # A fused optimizer is called and skips the update itself.
     assert fused or len(used) < 12
     rates = by_hand(warm_up_and_cosine, 12, lr=0.05)
     assert used == [(step, rates[step]) for step, _ in used]
 
 
-def test_the_schedule_goes_on_after_a_resume() -> None:
+def test_the_schedule_continues_after_a_resume() -> None:
     def run(epochs: int, restored: dict[str, Any] | None) -> tuple[list[float], dict[str, Any]]:
         state, rates = new_state(), RatesHook()
         hook = SchedulerHook([(warm_up_and_cosine(optimizer_of(state)), "step")])
@@ -191,10 +191,10 @@ def test_the_unit_is_checked() -> None:
         SchedulerHook([(scheduler, "pass")])  # type: ignore[list-item]
 
 
-def epochs_beside_a_plateau(
+def epochs_with_a_plateau(
     folder: Path, *, epochs: int, stop: int = -1, resume: bool = False
 ) -> list[float]:
-    """Train 4 batches an epoch, 3 of them an update; return the rates of all batches."""
+    """Train epochs of 4 batches with 3 batches per update; return the rates of all batches."""
     state, rates = new_state(run_dir=folder, accumulative_counts=3), RatesHook()
     optimizer = optimizer_of(state)
     plateau = ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.7)
@@ -208,10 +208,10 @@ def epochs_beside_a_plateau(
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 7, 8])
-def test_an_epoch_schedule_beside_a_plateau_goes_on_exactly(tmp_path: Path, stop: int) -> None:
-    whole = epochs_beside_a_plateau(tmp_path / "whole", epochs=6)
-    first = epochs_beside_a_plateau(tmp_path, epochs=6, stop=stop)
-    second = epochs_beside_a_plateau(tmp_path, epochs=6, resume=True)
+def test_an_epoch_schedule_with_a_plateau_resumes_exactly(tmp_path: Path, stop: int) -> None:
+    whole = epochs_with_a_plateau(tmp_path / "whole", epochs=6)
+    first = epochs_with_a_plateau(tmp_path, epochs=6, stop=stop)
+    second = epochs_with_a_plateau(tmp_path, epochs=6, resume=True)
     assert first[:-1] + second == whole
 
 

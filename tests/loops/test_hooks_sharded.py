@@ -1,4 +1,4 @@
-"""Hooks that look at weights and gradients, where each rank has a part of them."""
+"""Hooks that read weights and gradients which are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KINDS = [
 
 
 def _scores(state: LoopState) -> torch.Tensor:
-    """What an evaluation computes; every rank must call this."""
+    """Return the scores of an evaluation; every rank must call this."""
     inputs, _ = batch(state, 99)
     with torch.inference_mode():
         return state.model.val_step([inputs])["preds"].clone()
 
 
 def _evaluations(kind: str) -> dict[str, Any]:
-    """Train, evaluate with the average, train on, evaluate again."""
+    """Train, evaluate with the average, train more and evaluate again."""
     state = make_run(kind)
     ema: Any = state.stateful["hooks.ema"]
     found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def _evaluations(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "size"), KINDS)
-def test_evaluation_with_the_average_is_that_of_one_process(kind: str, size: int) -> None:
+def test_evaluation_with_the_average_equals_one_process(kind: str, size: int) -> None:
     expected = _evaluations("single")
     data_ranks = {"tensor": 1, "fsdp x tensor": 2, "ddp x tensor": 2}.get(kind, size)
     for rank, got in enumerate(run_ranks(_evaluations, size, kind)):
@@ -61,7 +61,7 @@ def test_evaluation_with_the_average_is_that_of_one_process(kind: str, size: int
 
 
 def _bare_fsdp() -> list[bool]:
-    """Without our wrapper the outermost parameters stay gathered after an evaluation."""
+    """FSDP2 without our wrapper keeps the outermost parameters gathered after an evaluation."""
     model = SupervisedModel(make_net(), nn.CrossEntropyLoss())
     fully_shard(model)
     wrapper = SingleDevice(model)
@@ -98,7 +98,7 @@ def _communication_of_average() -> int:
     state = make_run("fsdp")
     train(state, range(1))
     ema: Any = state.stateful["hooks.ema"]
-    # Only this rank calls: a collective would wait for ever.
+    # Only this rank calls it, so a collective would hang.
     if dist.get_rank() == 0:
         for state.step in range(2, 5):
             ema.on_update(state)
@@ -122,7 +122,7 @@ def _norms(kind: str, clip: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(("kind", "size"), KINDS)
-def test_norms_are_those_of_one_process(kind: str, size: int, clip: bool) -> None:
+def test_norms_equal_one_process(kind: str, size: int, clip: bool) -> None:
     expected = _norms("single", clip)
     assert expected.keys() == {"grad_norm", "param_norm"}
     for got in run_ranks(_norms, size, kind, clip):
@@ -154,5 +154,5 @@ def _averages_are_parts() -> list[bool]:
     return [isinstance(value, DTensor) for value in saved.values()]
 
 
-def test_the_average_is_told_in_parts() -> None:
+def test_the_state_of_the_average_is_sharded() -> None:
     assert run_ranks(_averages_are_parts, 2) == [[True] * 8] * 2

@@ -1,4 +1,4 @@
-"""Steps that stick out are left out on all ranks, as if their batches had not been there."""
+"""Outlier steps are skipped on all ranks, as if their batches did not exist."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WARMUP = 8
 
 
 def spikes_in(steps: int, count: int, world_size: int, accumulate: int) -> dict[int, float]:
-    """Return wild samples by index, each in another step, at a random rank and batch of it."""
+    """Return wild samples by index, each in another step, on a random rank and batch."""
     chosen = random.Random(steps)
     found = {}
     for number, step in enumerate(chosen.sample(range(WARMUP + 1, steps + 1), count)):
@@ -50,8 +50,6 @@ def spikes_in(steps: int, count: int, world_size: int, accumulate: int) -> dict[
 
 
 class Skipped(Hook):
-    """Notes the steps that were left out."""
-
     def __init__(self) -> None:
         self.steps: list[int] = []
 
@@ -62,7 +60,7 @@ class Skipped(Hook):
 def compare(
     kind: str = "ddp", steps: int = 40, count: int = 12, accumulate: int = 1, **options: Any
 ) -> tuple[list[int], list[str]]:
-    """Return the steps left out, and what differs from a run that never had their samples."""
+    """Return the skipped steps, and the differences from a run without their samples."""
     world_size = get_world_size()
     per_step = len(samples_of({1}, world_size, accumulate))
     wild = spikes_in(steps, count, world_size, accumulate)
@@ -147,18 +145,18 @@ def test_logs_hold_the_steps_that_were_made(tmp_path: Path, caplog: Any) -> None
     assert "loss" not in records[9]
     losses = [one["loss"] for step, one in records.items() if step != 9]
     assert all(map(math.isfinite, losses))
-    told = [one for one in caplog.messages if one.startswith("skipped step")]
-    assert told[0] == "skipped step 7: loss nan on rank 0, grad_norm nan on rank 0"
-    assert len(told) == 4
+    skips = [one for one in caplog.messages if one.startswith("skipped step")]
+    assert skips[0] == "skipped step 7: loss nan on rank 0, grad_norm nan on rank 0"
+    assert len(skips) == 4
 
 
-def test_the_steps_after_one_that_sticks_out_are_left_out_too(tmp_path: Path) -> None:
+def test_the_steps_after_an_outlier_are_skipped_too(tmp_path: Path) -> None:
     wild = {sample_at(12, 0, 1): math.nan}
     noted, again = Skipped(), Skipped()
     hooks = [SpikeGuardHook(after=3), noted, CheckpointHook(every_steps=13, keep_last=None)]
     state = train(make_state(run_dir=tmp_path), Spiky(80, wild), hooks)
     assert noted.steps == [12, 13, 14, 15]
-    # A run that goes on from between them knows of the others.
+    # A run that resumes between them skips the remaining ones.
     resumed = make_state()
     hooks = [SpikeGuardHook(after=3), again]
     resumed.stateful = {"SpikeGuardHook": hooks[0]}
@@ -169,7 +167,7 @@ def test_the_steps_after_one_that_sticks_out_are_left_out_too(tmp_path: Path) ->
 
 
 def go_back(folder: Path) -> tuple[list[int], list[str], list[str]]:
-    """Return the steps left out, what differs from a run without the samples, the checkpoints."""
+    """Return the skipped steps, the differences from a run without the samples, the checkpoints."""
     world_size = get_world_size()
     wild = {sample_at(18, world_size - 1, world_size): math.nan}
     size = len(samples_of(range(1, 27), world_size))
@@ -201,7 +199,7 @@ def test_a_run_goes_back_to_before_the_samples_around(ranks: int, tmp_path: Path
 
 
 class Careful(SingleDevice):
-    """Its training step goes on after errors."""
+    """A wrapper whose training step ignores errors."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Any:
         with suppress(Exception):
@@ -209,7 +207,7 @@ class Careful(SingleDevice):
         return {}
 
 
-def test_a_step_that_goes_on_after_errors_goes_back(tmp_path: Path) -> None:
+def test_a_training_step_that_ignores_errors_goes_back(tmp_path: Path) -> None:
     state = make_state(run_dir=tmp_path)
     state.model = Careful(state.model.module)
     noted = Skipped()
@@ -219,7 +217,7 @@ def test_a_step_that_goes_on_after_errors_goes_back(tmp_path: Path) -> None:
     assert noted.steps == [8, 9, 10, 11, 12]
 
 
-def test_without_a_checkpoint_to_go_back_to_the_step_alone_is_left_out(caplog: Any) -> None:
+def test_without_an_earlier_checkpoint_only_the_step_is_skipped(caplog: Any) -> None:
     noted = Skipped()
     wild = {sample_at(12, 0, 1): math.nan}
     train(make_state(), Spiky(80, wild), [SpikeGuardHook(before=4), noted])
@@ -240,9 +238,9 @@ def raise_on_all(folder: Path) -> None:
 
 
 def test_too_many_in_a_row_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    with pytest.raises(RanksError) as told:
+    with pytest.raises(RanksError) as caught:
         run_ranks(raise_on_all, 2, tmp_path)
-    reports = told.value.reports
+    reports = caught.value.reports
     assert sorted(reports) == [0, 1]
     assert all("SpikeError: at most 2 outliers in a row" in text for text in reports.values())
     assert all("loss nan on rank 1" in text for text in reports.values())
@@ -256,7 +254,7 @@ def test_nothing_is_left_of_the_guard_after_the_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"threshold": 0}, "threshold must be above 0, got 0"),
         ({"watch": "norm"}, "watch must be both, loss or grad_norm, got 'norm'"),
@@ -265,8 +263,8 @@ def test_nothing_is_left_of_the_guard_after_the_training() -> None:
         ({"after": -1}, "after must be at least 0, got -1"),
     ],
 )
-def test_mistakes_are_named(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=f"SpikeGuardHook: {told}"):
+def test_mistakes_are_named(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"SpikeGuardHook: {message}"):
         SpikeGuardHook(**wrong)
 
 

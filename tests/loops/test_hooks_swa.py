@@ -1,4 +1,4 @@
-"""The average of the weights with equal weights, and its statistics of BatchNorm."""
+"""The equally weighted average of the model's weights, and its BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from stepwrap.loops.state import LoopState
 
 
 class TorchsAverage(Hook):
-    """Averages the user's model with torch's `AveragedModel`."""
-
     def __init__(self, *, steps: range = range(0), epochs: range = range(0)) -> None:
         self.steps, self.epochs = steps, epochs
         self.model: Any = None
@@ -86,11 +84,11 @@ def test_by_epochs_it_counts_the_passes_of_a_loop_over_steps() -> None:
     swa = SWAHook(from_epoch=2)
     loop = IterTrainLoop(loader(), max_steps=15, val_loop=ValLoop(loader(8), metrics()))
     loop.run(new_state(), HookList([swa]))
-    # Passes of 4 updates: epochs 2 and 3 were complete.
+    # Passes have 4 updates, so epochs 2 and 3 were complete.
     assert swa.state_dict()["count"] == 2
 
 
-def test_the_statistics_of_batchnorm_are_those_of_torch() -> None:
+def test_the_statistics_of_batchnorm_equal_torchs() -> None:
     state, swa, plain = new_state(net=normed()), SWAHook(from_step=2), new_state(net=normed())
     seen = TorchsAverage(steps=range(2, 99))
     train(state, [swa, seen])
@@ -101,7 +99,7 @@ def test_the_statistics_of_batchnorm_are_those_of_torch() -> None:
     update_bn(inputs, net)
     for name, want in net.named_buffers():
         torch.testing.assert_close(averages[f"net.{name}"], want, rtol=1e-5, atol=1e-6)
-    # Neither the weights nor the statistics of the training have changed.
+    # The training's weights and statistics are unchanged.
     for name, value in plain.model.module.state_dict().items():
         assert torch.equal(value, state.model.module.state_dict()[name])
         assert state.model.module.net[1].momentum == 0.1
@@ -155,7 +153,7 @@ def test_a_test_alone_uses_the_average_and_its_statistics(tmp_path: Path) -> Non
         )
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_settings() -> None:
     for wrong in ({}, {"from_epoch": 1, "from_step": 1}):
         with pytest.raises(ValueError, match="requires from_epoch or from_step, and only one"):
             SWAHook(**wrong)
@@ -192,7 +190,7 @@ def _size() -> int:
 
 
 def _averaged_by_hand(kind: str) -> bool:
-    """Whether the average of a sharded model is the mean of its weights."""
+    """Return whether the average of a sharded model is the mean of its weights."""
     state, swa = make_run(kind), SWAHook(from_step=2)
     state.stateful["hooks.ema"] = swa
     seen = []

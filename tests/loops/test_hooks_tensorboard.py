@@ -1,4 +1,4 @@
-"""The TensorBoard writer, read back with TensorBoard itself."""
+"""The TensorBoard writer, read back with TensorBoard."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from ranks import run_ranks
 from stepwrap.loops import CheckpointHook, TimeLimitHook
 
 
-def test_training_ends_with_a_checkpoint_and_says_why(tmp_path: Path) -> None:
+def test_training_ends_with_a_checkpoint_and_a_reason(tmp_path: Path) -> None:
     state = new_state(run_dir=tmp_path)
-    # Each update takes longer than the limit, so the first look at the clock ends training.
+    # Each update takes longer than the limit, so the first check ends the training.
     train(state, [TimeLimitHook(max_seconds=0.001), CheckpointHook(), slow(1.2)], epochs=50)
     assert state.stop_reason == "max_seconds is 0.001"
     assert 0 < state.step < 10

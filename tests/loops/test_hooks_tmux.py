@@ -1,4 +1,4 @@
-"""The panel in a real terminal emulator, which wraps its rows again when it is resized."""
+"""The panel in a real terminal emulator, which rewraps its rows when it is resized."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ class Tmux:
         return [row.rstrip() for row in text.splitlines()]
 
     def wait_for(self, condition: Callable[[list[str]], bool]) -> list[str]:
-        """Return the first screen that satisfies the condition."""
         deadline_s = time.monotonic() + 120
         while not condition(rows := self.rows()):
             assert time.monotonic() < deadline_s, "\n".join(rows)
@@ -87,7 +86,7 @@ def test_resizing_and_interrupting_a_run(tmux: Tmux, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     tmux.call("send-keys", shlex.join([sys.executable, "program.py"]), "Enter")
     tmux.wait_for(box_of(99))
-    # A full screen: a wrapped panel still fits.
+    # On a full screen a wrapped panel still fits.
     tmux.wait_for(lambda rows: rows[-1].startswith("╰"))
     tmux.wait_for(lambda rows: any("hook Speak limits the speed" in row for row in rows))
     tmux.call("resize-window", "-x", "70", "-y", "24")

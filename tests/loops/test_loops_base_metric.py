@@ -1,4 +1,4 @@
-"""Metrics that derive from BaseMetric, in an evaluation next to those of torchmetrics."""
+"""Metrics derived from BaseMetric, in an evaluation together with torchmetrics."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ CLASSES = 4
 
 
 class Correct(BaseMetric):
-    """The share of right answers."""
-
     def add(self, preds: Tensor, target: Tensor) -> None:
         self._results += (preds.argmax(1) == target).tolist()
 
@@ -34,7 +32,7 @@ class Correct(BaseMetric):
 
 
 class Seen(BaseMetric):
-    """What has come: each sample's number, in order, and how many they are."""
+    """The sample numbers that were added, in order, and their count."""
 
     def add(self, number: Tensor) -> None:
         self._results += number.unbind()
@@ -44,8 +42,6 @@ class Seen(BaseMetric):
 
 
 class Scores(BaseModel):
-    """Gives as scores what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -93,7 +89,7 @@ def evaluate(count: int, deal: Callable[[TensorDataset], DataLoader[Any]]) -> di
 def test_a_base_metric_agrees_with_torchmetrics_on_any_number_of_ranks(
     count: int, world_size: int
 ) -> None:
-    """Of 13 samples in batches of 3, ranks have different numbers; of 1, a rank has none."""
+    """13 samples in batches of 3 give ranks different numbers; with 1 sample a rank has none."""
     alone = evaluate(count, deal_exactly)
     assert [alone[f"seen/number/{n}"] for n in range(count)] == list(range(count))
     assert alone["correct"] == pytest.approx(alone["accuracy"], abs=1e-6)
@@ -110,8 +106,8 @@ def test_samples_that_come_twice_to_be_even_count_once(
         assert {**metrics, "accuracy": 0} == {**alone, "accuracy": 0}
 
 
-def test_all_samples_count_where_none_comes_twice() -> None:
-    """A data set's length says nothing about a sampler of the user's own."""
+def test_all_samples_of_a_custom_sampler_count() -> None:
+    """The length of a data set does not limit the samples of a custom sampler."""
 
     def twice(samples: TensorDataset) -> DataLoader[Any]:
         return DataLoader(samples, batch_size=3, sampler=[0, 1, 2, 0, 1, 2, 0])
@@ -128,7 +124,7 @@ class Pairs(BaseMetric):
         return results
 
 
-def test_add_gets_what_update_would() -> None:
+def test_add_gets_the_arguments_of_update() -> None:
     pairs = Pairs()
     feed_metrics({"pairs": pairs}, [1, 2], "batch")
     feed_metrics({"pairs": pairs}, {"outputs": [3], "batch": "b", "other": 0}, None)
@@ -148,7 +144,7 @@ def outcome_of_a_broken_one() -> str:
     try:
         loop.run(LoopState(SingleDevice(Scores())), HookList())
     except KeyError as error:
-        # Still in step with the others.
+        # The ranks are still in step.
         dist.barrier()
         return str(error)
     return "no error"

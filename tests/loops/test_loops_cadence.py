@@ -1,4 +1,4 @@
-"""When something that happens every now and then is due."""
+"""When a recurring action is due."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepwrap.loops import Cadence
 
 
 def due_steps(cadence: Cadence, steps: range) -> list[int]:
-    """Return the updates that are due; one takes 4 s."""
+    """Return the updates at which the action is due; an update takes 4 s."""
     state = make_state()
     due = []
     for step in steps:
@@ -22,7 +22,7 @@ def due_steps(cadence: Cadence, steps: range) -> list[int]:
 
 def test_by_updates_epochs_and_seconds() -> None:
     cadence, state = Cadence(every_steps=3, every_epochs=2, every_secs=10), make_state()
-    # The clock is first read at update 0, at 100 s, and is due 10 s after each time.
+    # The clock is first read at update 0, at 100 s; the action is due 10 s after each time.
     assert due_steps(cadence, range(8)) == [3, 6]
     due_epochs = []
     for state.epoch in range(5):

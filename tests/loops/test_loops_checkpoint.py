@@ -1,4 +1,4 @@
-"""Checkpoints: what is in them, damage, errors, pruning."""
+"""Checkpoints: content, damage, errors, pruning."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_latest_and_best_are_found_from_the_folders(tmp_path: Path) -> None:
     for step, best in ((10, False), (20, True), (5, False)):
         state.step = step
         paths.append(save_checkpoint(folder, state, is_best=best))
-    # The last one written counts, also when its step is lower: the run was taken back.
+    # The last written checkpoint counts, also if its step is lower because the run went back.
     assert find_checkpoint(tmp_path) == paths[2]
     assert find_checkpoint(tmp_path, "best") == paths[1]
     with pytest.raises(ValueError, match="latest"):
@@ -115,8 +115,8 @@ def test_a_missing_file_or_an_unreadable_description_is_damage(tmp_path: Path) -
         find_checkpoint(tmp_path)
 
 
-def test_going_back_abandons_what_came_later(tmp_path: Path) -> None:
-    """The first save after a restore takes later checkpoints out of the search."""
+def test_going_back_abandons_later_checkpoints(tmp_path: Path) -> None:
+    """The first save after a restore excludes later checkpoints from the search."""
     state = make_state()
     paths = []
     for step, best in ((10, False), (20, False), (30, True)):
@@ -145,7 +145,7 @@ def test_going_back_abandons_what_came_later(tmp_path: Path) -> None:
 
 
 class Vocabulary(nn.Linear):
-    """A layer with a state that is no tensor."""
+    """A layer with extra state that is not a tensor."""
 
     words: Any = None
 
@@ -178,8 +178,6 @@ def test_the_models_extra_state_can_be_loaded_or_is_refused(tmp_path: Path) -> N
 
 
 class Holder(nn.Module):
-    """A model of the user with a child called module."""
-
     def __init__(self, *, inner: bool = False) -> None:
         super().__init__()
         norm = nn.BatchNorm1d(2)
@@ -188,7 +186,7 @@ class Holder(nn.Module):
 
 
 def test_weights_have_the_users_names(tmp_path: Path) -> None:
-    """A child called module is no wrapper, and torch.compile adds nothing to the names."""
+    """A child called module is not taken for a wrapper, and torch.compile adds no prefix."""
     plain = Holder()
     names = list(plain.state_dict())
     inside: Any = torch.compile(Holder(), backend="eager")
@@ -207,7 +205,7 @@ def test_weights_have_the_users_names(tmp_path: Path) -> None:
             assert all((p.grad == index).all() for p in target.parameters())
 
 
-def test_what_is_no_checkpoint_and_what_is_too_new(tmp_path: Path) -> None:
+def test_folders_that_are_not_checkpoints_or_too_new(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_checkpoint(tmp_path)
     path = save_checkpoint(tmp_path, make_state())
@@ -235,7 +233,7 @@ def test_drafts_of_killed_runs_are_removed(tmp_path: Path) -> None:
     assert not stale.exists()
 
 
-def test_pruning_keeps_the_last_and_what_is_asked_for(tmp_path: Path) -> None:
+def test_pruning_keeps_the_last_and_the_named_checkpoints(tmp_path: Path) -> None:
     state = make_state()
     paths = []
     for step in range(5):
@@ -284,7 +282,7 @@ def test_a_model_that_does_not_fit_is_explained(tmp_path: Path) -> None:
     assert torch.equal(target.body.weight, before)
 
 
-def test_near_names_are_looked_for_where_they_are_shown(tmp_path: Path) -> None:
+def test_similar_names_are_searched_only_for_shown_lines(tmp_path: Path) -> None:
     layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(30))
     path = save_checkpoint(tmp_path, state_of(nn.ModuleDict({"blocks": layers})))
     other = nn.ModuleDict({"block": layers})
@@ -309,7 +307,7 @@ def test_an_optimizer_that_does_not_fit_is_explained(tmp_path: Path) -> None:
         load_checkpoint(path).restore(other)
 
 
-def test_missing_and_surplus_states_are_told(
+def test_missing_and_unexpected_states_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = make_state()

@@ -1,4 +1,4 @@
-"""Evaluation where a step needs every rank, or where ranks share their samples."""
+"""Evaluation if a step needs every rank, or if ranks share their samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PLAN = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
 
 
 class Targets(BaseMetric):
-    """How often each class has come."""
+    """Count the samples of each class."""
 
     def add(self, target: Tensor) -> None:
         self._results += target.tolist()
@@ -52,7 +52,7 @@ class Targets(BaseMetric):
 
 
 class Count:
-    """Counts the batches that hooks hear of; calls a function at one of them."""
+    """Count the batches that hooks see; call a function at one of them."""
 
     def __init__(self, at: int = 0, action: Callable[[], object] = int) -> None:
         self.batches, self.at, self.action = 0, at, action
@@ -79,12 +79,12 @@ def make_metrics() -> dict[str, Any]:
 
 
 def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict[str, float], int]:
-    """Evaluate under FSDP in a group, on one device without; the results and the own batches."""
+    """Evaluate, under FSDP in a group; return the results and this rank's number of batches."""
     wrap = StepFullyShardedDataParallel if dist.is_initialized() else SingleDevice
     loader: Any = build_loader(make_data(samples), batch_size=batch_size)
-    # Where only some loaders have no length, the ranks must still agree on how to go on.
-    first_tells = sized or (dist.is_initialized() and samples % 2 and not dist.get_rank())
-    loop = ValLoop(loader if first_tells else Unsized(loader), make_metrics())
+    # If only some loaders have a length, the ranks must still agree on the number of steps.
+    has_length = sized or (dist.is_initialized() and samples % 2 and not dist.get_rank())
+    loop = ValLoop(loader if has_length else Unsized(loader), make_metrics())
     state, count = LoopState(wrap(make_model())), Count()
     first = loop.run(state, HookList([count]))
     assert loop.run(state, HookList()) == first
@@ -100,7 +100,7 @@ def evaluate(samples: int, batch_size: int, *, sized: bool = True) -> tuple[dict
         *slow((2, 7, 2, False), (4, 2, 2, False)),
     ],
 )
-def test_each_sample_counts_once_where_steps_are_collective(
+def test_each_sample_counts_once_if_steps_are_collective(
     world_size: int, samples: int, batch_size: int, sized: bool
 ) -> None:
     """Also if a rank has no batch, and if loaders have no length."""
@@ -123,27 +123,27 @@ class OneMore:
         return iter([(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))] * 2)
 
 
-def _empty_and_longer_than_told() -> tuple[list[str], int]:
+def _empty_and_longer_than_its_length() -> tuple[list[str], int]:
     state = LoopState(StepFullyShardedDataParallel(make_model()))
-    told = []
+    texts = []
     for loader in ([], Unsized([])):
         with pytest.raises(ValueError, match="batches") as caught:
             TestLoop(loader, {}).run(state, HookList())
-        told.append(str(caught.value))
+        texts.append(str(caught.value))
     count = Count()
     TestLoop(OneMore(), {}).run(state, HookList([count]))
-    return told, count.batches
+    return texts, count.batches
 
 
-def test_no_batches_and_more_than_told() -> None:
+def test_no_batches_and_more_batches_than_the_length() -> None:
     nothing = "the test loader has no batches on any rank"
-    for told, batches in run_ranks(_empty_and_longer_than_told, 2):
-        assert told == [nothing, nothing]
+    for texts, batches in run_ranks(_empty_and_longer_than_its_length, 2):
+        assert texts == [nothing, nothing]
         assert batches == 2
 
 
 class Breaks(Targets, Hook):
-    """A loader, a metric and a hook, each of which fails on one rank."""
+    """A loader, metric and hook that fails on one rank."""
 
     def __init__(self, where: str, at: int, rank: int) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def _broken(where: str, at: int, rank: int, kind: str) -> tuple[type, str]:
     loop = ValLoop(breaks, {"breaks": breaks})
     with pytest.raises((OSError, RuntimeError)) as caught:
         loop.run(LoopState(model), HookList([breaks]))
-    # The group can still be used, and so can the loop.
+    # The group and the loop can still be used.
     loop = ValLoop(build_loader(make_data(5), batch_size=1), {"loss": MeanLoss()})
     assert loop.run(LoopState(model), HookList())["loss"] > 0
     return type(caught.value), str(caught.value)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each is named, none hangs the search, none runs code."""
+"""Damaged checkpoints are named, do not stop the search and run no code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _save_sharded(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's checkpoint inside an accumulation window and a log interval, behind a good one."""
+    """Save two checkpoints, the last inside an accumulation window and a log interval."""
     folder = tmp_path_factory.mktemp("plain")
     state = fresh()
     save_checkpoint(folder, state)
@@ -74,14 +74,14 @@ def last(folder: Path) -> Path:
 
 
 def copied(folder: Path, target: Path) -> Path:
-    """Return the last checkpoint in a new copy of a folder."""
+    """Copy a folder and return its last checkpoint."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(folder, target)
     return last(target)
 
 
 def rewritten(path: Path, name: str, content: Any) -> None:
-    """Write other content under a right checksum."""
+    """Replace the content of a file and its checksum."""
     if name.endswith(".json"):
         (path / name).write_text(json.dumps(content, default=torch.Tensor.tolist))
     else:
@@ -135,7 +135,7 @@ TEXTS = ["", "null", "3", "[]", "{}", "NaN", '"x"', '{"format": NaN}', "[" * 999
 
 
 def _descriptions(meta: dict[str, Any]) -> Iterator[str]:
-    """Yield descriptions of another shape, without the digest by which each would be found."""
+    """Yield changed descriptions without the digest that would reveal every change."""
     yield from TEXTS
     for key in meta:
         if key == "sha256":
@@ -166,12 +166,12 @@ def test_a_description_of_another_shape_is_named_or_harmless(
         if found == bad:
             taken += 1
             load_checkpoint(bad).restore(fresh())
-    # Where only what is told to the user differs: reason, torch, metrics, a lower serial or step.
+    # Accepted changes: reason, torch version, metrics, a lower serial or step.
     assert 0 < taken < 60
 
 
 def _damaged(content: bytes, chance: random.Random) -> bytes:
-    """Return other content: bits and bytes changed, dropped, repeated, moved and put in."""
+    """Return content with bits and bytes changed, dropped, repeated, moved or inserted."""
     at, other = chance.randrange(len(content)), chance.randrange(len(content))
     byte, length = bytes([chance.randrange(256)]), chance.randint(1, 32)
     before, after = content[:at], content[at:]
@@ -201,7 +201,7 @@ def test_any_damage_of_bytes_is_named(
     good, files = min(bad.parent.glob("step_*")), sorted(bad.iterdir())
     for number in numbers:
         chance = random.Random(number)
-        # The description half of the time: nothing else checks it.
+        # Damage the description half of the time, because no other file is a check of it.
         file = chance.choice([bad / "checkpoint.json", chance.choice(files)])
         whole = file.read_bytes()
         damaged = _damaged(whole, chance)
@@ -209,7 +209,7 @@ def test_any_damage_of_bytes_is_named(
         caplog.clear()
         found = find_checkpoint(bad.parent)
         assert found == (bad if damaged == whole else good), number
-        # The number of a later format is a valid change.
+        # A change to a later format number is valid.
         is_later = re.search(rf"{re.escape(str(bad))} has format \d+;.* skipped", caplog.text)
         assert damaged == whole or is_later or f"{bad} is damaged" in caplog.text, number
         file.write_bytes(whole)
@@ -225,7 +225,7 @@ def test_an_entry_of_a_description_that_was_changed_is_found(plain: Path, tmp_pa
 
 
 def _replaced(content: Any, depth: int = 5) -> Iterator[Any]:
-    """Yield copies of nested containers with one entry missing or of another kind each."""
+    """Yield copies of nested containers, each with one entry missing or of another type."""
     for other in OTHERS:
         yield copy.copy(other)
     if depth == 0 or not isinstance(content, (dict, list, tuple)):
@@ -246,27 +246,27 @@ def _replaced(content: Any, depth: int = 5) -> Iterator[Any]:
 def _check_contents(
     folder: Path, target: Path, name: str, new: Callable[[], LoopState], every: int
 ) -> int:
-    """Check every so many changes of a file's content; return the number of errors."""
+    """Check each `every`-th change of a file's content; return the number of errors."""
     bad = copied(folder, target)
     content = (
         load_checkpoint(bad).read(name)
         if name.endswith(".pt")
         else json.loads((bad / name).read_text())
     )
-    told = []
-    # The table is large, and its entries are alike.
+    texts = []
+    # The table is large and has similar entries.
     step = every if name.endswith(".pt") else 5 * every
     for changed in itertools.islice(_replaced(content), 0, None, step):
         rewritten(bad, name, changed)
         try:
             load_checkpoint(bad).restore(new())
         except CheckpointError as error:
-            told.append(str(error))
-    # The gradients and logs of a rank are looked for in the files of all.
+            texts.append(str(error))
+    # A rank's gradients and logs are searched in the files of all ranks.
     names = (name, "rank_*.pt" if name.startswith("rank_") else ".shard_")
-    unnamed = [text for text in told if str(bad) not in text or not any(n in text for n in names)]
+    unnamed = [text for text in texts if str(bad) not in text or not any(n in text for n in names)]
     assert unnamed == []
-    return len(told)
+    return len(texts)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_content_of_another_kind_is_named(
 
 
 class Harm:
-    """What a pickle could do."""
+    """An object whose unpickling creates a file."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""The order of the data: shards, positions, workers, foreign loaders."""
+"""The order of the data: shards, positions, workers, other loaders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {"samples": st.integers(1, 60), "size": st.integers(1, 7), "world": st.
 
 
 def shards(samples: int, size: int, world: int, **options: Any) -> list[list[list[int]]]:
-    """Return every rank's batches of epoch 3."""
+    """Return the batches of each rank in epoch 3."""
     by_rank = []
     for rank in range(world):
         sampler = ShardedBatchSampler(
@@ -100,7 +100,7 @@ def test_bad_numbers_are_refused(bad: dict[str, int]) -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Draws from every random stream that an augmentation may use."""
+    """A data set that draws from every random stream that an augmentation may use."""
 
     def __init__(self, samples: int = 12) -> None:
         self.samples = samples
@@ -147,7 +147,7 @@ def test_a_position_is_reached_without_reading_or_drawing() -> None:
 
 
 class Counting(Sampler[int]):
-    """A user's sampler whose order is a function of the epoch."""
+    """A user's sampler whose order depends on the epoch."""
 
     epoch = -1
 
@@ -176,7 +176,7 @@ def test_lists_are_skipped_by_index_and_no_batch_follows_the_last() -> None:
     assert list(batches_from(noisy_loader(0), 0, 6)) == []
 
 
-def test_other_iterables_are_read_past_and_one_line_says_so(
+def test_other_iterables_are_read_up_to_the_place_with_one_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     loader = DataLoader(Noisy(8), batch_size=2, shuffle=True)
@@ -215,7 +215,7 @@ def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
 
 
 class Readers(Dataset[Any]):
-    """Tells the process ids of its reader and of the reader's parent."""
+    """A data set of the process ids of its reader and of the reader's parent."""
 
     def __len__(self) -> int:
         return 40
@@ -232,13 +232,13 @@ class Readers(Dataset[Any]):
         *slow((signal.SIGINT, "fork"), (signal.SIGTERM, "spawn"), (signal.SIGTERM, "forkserver")),
     ],
 )
-def test_workers_go_on_after_a_signal_to_the_group(number: signal.Signals, method: str) -> None:
+def test_workers_survive_a_signal_to_the_group(number: signal.Signals, method: str) -> None:
     options: dict[str, Any] = {"prefetch_factor": 1, "multiprocessing_context": method}
     loader = build_loader(Readers(), batch_size=1, num_workers=2, **options)
     batches = (tuple(map(int, batch)) for batch in batches_from(loader, 0))
     readers = {next(batches), next(batches)}
     assert len(readers) == 2
-    # The parent of the workers may be a server.
+    # The parent of the workers may be a fork server.
     for process in {process for reader in readers for process in reader} - {os.getpid()}:
         os.kill(process, number)
     assert set(batches) == readers
@@ -256,7 +256,7 @@ next(batches)
 
 @pytest.mark.slow
 def test_workers_in_use_do_not_hold_up_the_exit() -> None:
-    """The exit ends them by SIGTERM and waits for them."""
+    """The exit sends them SIGTERM and waits for them."""
     subprocess.run([sys.executable, "-c", _LINGERING], check=True, timeout=60)
 
 
@@ -279,7 +279,7 @@ next(iter(build_loader(TensorDataset(torch.zeros(8)), **options)))
 
 @pytest.mark.slow
 def test_a_worker_that_is_prepared_for_a_dead_process_ends() -> None:
-    # The worker has the other end of the pipe as well.
+    # The worker also holds the other end of the pipe.
     words = [sys.executable, "-c", _KILLED]
     done = subprocess.run(words, stdout=subprocess.PIPE, check=False, timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -313,7 +313,7 @@ def test_a_worker_ends_with_its_process_even_while_it_reads(tmp_path: Path) -> N
 
 
 class Marked:
-    """A preparation of the user's, which leaves a file."""
+    """A user's worker_init_fn that creates a file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A run that goes on with another number of ranks: the same updates, of the same samples."""
+"""A run that resumes with another number of ranks makes the same updates of the same samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = ["ddp", *slow("fsdp", "hsdp", "tensor")]
 def _stages(
     kind: str, folder: Path, stages: list[tuple[int, int | None, int]], **options: Any
 ) -> list[list[dict[str, Any]]]:
-    """Train on so many ranks up to an update, with a batch size, one stage after another."""
+    """Train in stages, each with a number of ranks, a last update and a batch size."""
     return [
         run_ranks(train, ranks, kind, folder, stop, batch_size=size, **options)
         for ranks, stop, size in stages
@@ -38,7 +38,7 @@ def _stages(
 
 
 def _seen(stages: list[list[dict[str, Any]]]) -> list[set[int]]:
-    """Return the samples of each update; fails where one of them came twice."""
+    """Return the samples of each update; fail if a sample came twice."""
     by_update: dict[int, list[int]] = {}
     for ranks in stages:
         shards = {one["shard"]: one["seen"] for one in ranks}
@@ -60,24 +60,24 @@ def _difference(stages: list[list[dict[str, Any]]], expected: dict[str, torch.Te
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_three_two_and_four_ranks_within_an_epoch(kind: str, tmp_path: Path) -> None:
-    """12 samples per update: 2 batches of 6 on one rank, then one batch on each of more ranks."""
+    """12 samples per update: two batches of 6 on one rank, then one batch on each rank."""
     stages = [(1, 2, 6), (3, 3, 6), (2, 4, 6), (4, None, 6)]
     done = _stages(kind, tmp_path, stages, samples=60, accumulate=2)
     assert _seen(done) == [set(update) for update in updates(60, 12)]
     assert _difference(done, plain(60, 12)[0]) <= 1e-12
-    # Batches as those of an unbroken run on as many ranks.
+    # The counters equal an uninterrupted run on as many ranks.
     data_ranks = len({one["shard"] for one in done[-1]})
     each = -(-12 // (6 * data_ranks))
     assert {one["counters"] for one in done[-1]} == {(2, 0, 10 * each, 10, 10)}
     assert {one["counts"] for one in done[-1]} == {(10 * each, 10 * each)}
 
 
-# 10 samples per update, of which 3 and 4 ranks get no equal parts; 7 in the last one.
+# 10 samples per update, which 3 and 4 ranks cannot share equally; 7 in the last one.
 _WEIGHED = [(1, 2, 5), (3, 3, 2), (2, 4, 2), (4, None, 2)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_weights_any_number_of_ranks_goes_on(kind: str, tmp_path: Path) -> None:
+def test_with_weights_a_run_resumes_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"samples": 47, "loss_weight": "samples"}
     done = _stages(kind, tmp_path, _WEIGHED, accumulate=2, **options)
     assert _seen(done) == [set(update) for update in updates(47, 10)]
@@ -86,22 +86,22 @@ def test_with_weights_any_number_of_ranks_goes_on(kind: str, tmp_path: Path) -> 
     each = 10 if kind == "tensor" else 5
     unbroken = _stages(kind, tmp_path / "unbroken", [(2, None, each)], accumulate=1, **options)
     assert _difference(done, unbroken[0][0]["weights"]) <= 1e-12
-    # The last record is that of all updates, since none was due before.
+    # The last record covers all updates, because none was due before.
     for one in done[-1] + unbroken[0]:
         assert one["counters"][3:] == (10, 10)
         assert one["record"]["loss"] == pytest.approx(mean, abs=1e-12)
 
 
-def test_passes_counted_by_updates_go_on(tmp_path: Path) -> None:
-    """An iteration loop, whose short last window ends with each pass as well."""
+def test_an_iteration_loop_resumes_on_other_ranks(tmp_path: Path) -> None:
+    """Also in an iteration loop the short last window ends with each pass."""
     options: dict[str, Any] = {"samples": 47, "loss_weight": "samples", "by_steps": 10}
     done = _stages("ddp", tmp_path, _WEIGHED, accumulate=2, **options)
     assert _seen(done) == [set(update) for update in updates(47, 10)]
     assert _difference(done, plain(47, 10)[0]) <= 1e-12
 
 
-def test_a_run_in_equal_parts_goes_on_with_weights(tmp_path: Path) -> None:
-    """What the error below advises: 8 samples per update on 2 ranks go on on 3."""
+def test_a_run_without_weights_resumes_with_weights(tmp_path: Path) -> None:
+    """As the error below advises, 8 samples per update on 2 ranks continue on 3."""
     options: dict[str, Any] = {"samples": 40, "accumulate": 1}
     first = _stages("ddp", tmp_path, [(2, 2, 4)], **options)
     rest = _stages("ddp", tmp_path, [(3, None, 4)], loss_weight="samples", **options)
@@ -115,21 +115,21 @@ def _refused(folder: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_shared_equally_is_an_error_that_lists_what_can(tmp_path: Path) -> None:
+def test_an_impossible_share_is_an_error_that_lists_the_alternatives(tmp_path: Path) -> None:
     _stages("ddp", tmp_path / "a", [(2, 2, 4)], samples=40, accumulate=1)
-    for told in run_ranks(_refused, 3, tmp_path / "a", samples=40, batch_size=4, accumulate=1):
-        assert "an update of this run has 8 samples, which 3 ranks with batch_size 4" in told
-        assert "1, 2, 4, 8 as the number of ranks" in told
-        assert "optim_wrapper.loss_weight: samples" in told
-    # 3 batches in a pass: windows of 2 go on over its end, so their length must stay.
+    for message in run_ranks(_refused, 3, tmp_path / "a", samples=40, batch_size=4, accumulate=1):
+        assert "an update of this run has 8 samples, which 3 ranks with batch_size 4" in message
+        assert "1, 2, 4, 8 as the number of ranks" in message
+        assert "optim_wrapper.loss_weight: samples" in message
+    # With 3 batches in a pass, windows of 2 cross its end, so their length must stay.
     _stages("ddp", tmp_path / "b", [(2, 2, 4)], samples=24, accumulate=2)
-    (told,) = run_ranks(_refused, 1, tmp_path / "b", samples=24, batch_size=4, accumulate=2)
-    assert "in 2 batches of each rank" in told
-    assert "2, 4, 8 as the number of ranks; or batch_size >= 8 with 1" in told
+    (message,) = run_ranks(_refused, 1, tmp_path / "b", samples=24, batch_size=4, accumulate=2)
+    assert "in 2 batches of each rank" in message
+    assert "2, 4, 8 as the number of ranks; or batch_size >= 8 with 1" in message
 
 
 def test_another_batch_size_keeps_the_global_batch(tmp_path: Path) -> None:
-    """And what makes the ranks even: the last update of 19 samples has the first one again."""
+    """Padding is kept as well: the last update of 19 samples repeats the first sample."""
     stages = [(2, 3, 4), (2, None, 3)]
     done = _stages("ddp", tmp_path / "now", stages, samples=19, accumulate=1)
     whole = _stages("ddp", tmp_path / "whole", [(2, None, 4)], samples=19, accumulate=1)
@@ -155,7 +155,7 @@ def test_a_change_of_the_batches_is_a_warning(
 
 
 class _FailInside(Hook):
-    """Saves in the middle of a window, as is done after an error between two batches."""
+    """Save in the middle of a window, as after an error between two batches."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Several sets by name, heads, transforms and the validation before training."""
+"""Several named sets, heads, transforms and the validation before training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RANKS = [1, 2, 3]
 
 
 class Heads(nn.Module):
-    """Scores of three classes, and a distance."""
+    """A model that returns scores of three classes and a distance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,6 @@ class Heads(nn.Module):
 
 
 class Labelled(Dataset[Any]):
-    """Samples with a target for each head."""
-
     def __init__(self, samples: int) -> None:
         self.inputs, self.far = data(samples, seed=samples).tensors
         self.side = torch.arange(samples) % 3
@@ -86,7 +84,6 @@ def head_metrics() -> dict[str, Any]:
 
 
 def evaluate_heads() -> dict[str, float]:
-    """Evaluate both sets on this rank's share."""
     wrapper = StepDistributedDataParallel if get_world_size() > 1 else SingleDevice
     loops = {
         name: TestLoop(build_loader(Labelled(size), batch_size=2), head_metrics())
@@ -165,7 +162,7 @@ def train_sets(
 
 
 def stop_in(name: str, step: int) -> Any:
-    """Return a hook that asks to stop inside a set."""
+    """Return a hook that requests a stop inside a set."""
 
     def on_eval_batch_end(state: LoopState, batch: Any, outputs: Any) -> None:
         if (state.eval_set, state.step) == (name, step):
@@ -175,7 +172,7 @@ def stop_in(name: str, step: int) -> Any:
 
 
 def interrupted(folder: Path, name: str, step: int) -> dict[str, Any]:
-    """Train whole, and with a stop inside a validation and a resume; return both."""
+    """Return an uninterrupted run, and one that is stopped inside a validation and resumed."""
     whole, records = new_state(), Records()
     train_sets(whole, [records])
     first = new_state(run_dir=folder)

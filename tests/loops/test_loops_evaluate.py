@@ -1,4 +1,4 @@
-"""Evaluation is exact for any number of ranks; metrics get what they need."""
+"""Evaluation is exact for any number of ranks; arguments and synchronisation of metrics."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ CLASSES = 10
 
 
 class Answers(nn.Module):
-    """Gives as scores what it is given."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -79,7 +77,7 @@ def evaluate(samples: int, batch_size: int) -> dict[str, float]:
 
 
 def test_each_sample_counts_once_on_one_two_and_three_ranks() -> None:
-    """1,797 samples: neither the ranks nor the batches divide them."""
+    """1,797 samples are divisible by neither the ranks nor the batch size."""
     alone = evaluate(1797, 64)
     counts = {name: value for name, value in alone.items() if name.startswith("confusion")}
     assert len(counts) == CLASSES**2
@@ -98,7 +96,7 @@ def test_the_batch_size_does_not_matter() -> None:
 
 
 def test_a_rank_without_batches_neither_hangs_nor_warns() -> None:
-    """Warnings are errors on the ranks as well."""
+    """Warnings are also errors on the ranks."""
     alone = evaluate(2, 1)
     for metrics in run_ranks(evaluate, 3, 2, 1):
         assert metrics["accuracy"] == alone["accuracy"]
@@ -132,7 +130,7 @@ def test_optional_metric_inputs_are_passed_when_there() -> None:
 
 
 class Pairs(Metric):
-    """Counts outputs and batch elements of steps that return no mapping."""
+    """Count outputs and batch elements of steps that do not return a mapping."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +162,7 @@ def _count_pairs() -> dict[str, float]:
 def test_other_outputs_come_with_their_batch_and_results_are_flattened() -> None:
     expected = {"pairs/sums/0": 7, "pairs/sums/1": 7, "pairs/batches": 4, "pairs/nested/0/x": 1}
     assert _count_pairs() == expected
-    # Lists of unequal length (2 and 2 of 3 ranks, then 1), which torchmetrics cannot gather.
+    # torchmetrics cannot gather lists of unequal length (2, 2 and 1 on three ranks).
     by_rank = run_ranks(_count_pairs, 3)
     assert by_rank[0] == by_rank[1] == by_rank[2]
     assert by_rank[0]["pairs/sums/0"] == 7
@@ -204,8 +202,8 @@ def _validated_and_saved(folder: Path) -> list[dict[str, float]]:
     return [state.metrics, val_loop.run(other, HookList())]
 
 
-def test_running_statistics_are_those_that_are_saved(tmp_path: Path) -> None:
-    """Under DDP each rank has other ones after a training step."""
+def test_running_statistics_equal_the_saved_ones(tmp_path: Path) -> None:
+    """Under DDP they differ between ranks after a training step."""
     (in_the_run, of_the_saved), other_rank = run_ranks(_validated_and_saved, 2, tmp_path)
     assert in_the_run == of_the_saved
     assert other_rank == [in_the_run, of_the_saved]
@@ -220,8 +218,6 @@ def test_a_test_leaves_the_results_of_the_validation() -> None:
 
 
 class Kinds(BaseModel):
-    """Notes the precision that its layer computes in."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -242,7 +238,7 @@ def test_evaluation_runs_in_the_precision_of_the_training(dtype: torch.dtype) ->
     model.seen.clear()
     ValLoop(loader).run(LoopState(SingleDevice(model)), HookList())
     assert model.seen == {torch.float32}
-    # The state's precision is for what trains in none of its own.
+    # The state's precision is used unless the optimizer wrapper sets one.
     half = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     plain = OptimWrapper(optim.optimizer)
     for wrapper, expected in ((optim, dtype), (plain, torch.bfloat16), (None, torch.bfloat16)):
@@ -259,7 +255,7 @@ def _states_of_a_collection() -> list[float]:
     for value in [[0.0], [1.0, 2.0], []][rank]:
         metrics.update(torch.tensor(value))
     merge_metrics({"many": metrics})
-    # Without a further exchange: only this rank asks.
+    # Only this rank computes, so no further exchange is possible.
     return [] if rank else metrics["all"].compute().tolist() + [metrics["mean"].compute().item()]
 
 

@@ -1,4 +1,4 @@
-"""What is saved after an error never holds half a step."""
+"""Checkpoints after an error never contain half a step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_list_with_a_shape_is_described_by_its_items() -> None:
 
 
 class Fail(Hook):
-    """Raises in one batch, at one place, and saves alone after the error."""
+    """Raise in one batch at one place; save alone after the error."""
 
     def __init__(
         self, folder: Path, place: str, iteration: int, error: BaseException | None = None
@@ -103,7 +103,7 @@ class Fail(Hook):
 
     def on_train_start(self, state: LoopState) -> None:
         parameters = list(state.model.parameters())
-        # The first one's gradient is there before the error comes.
+        # The first parameter's gradient is computed before the error.
         parameters[0].register_hook(lambda gradient: self.fail("backward", state))
         optim: Any = state.optim_wrapper
         if not isinstance(optim, OptimWrapperDict):
@@ -159,7 +159,7 @@ def uninterrupted(window: int, dropout: float = 0.0) -> dict[str, Tensor]:
 def test_a_batch_that_failed_is_repeated_with_its_window(
     tmp_path: Path, place: str, iteration: int, window: int, start: int
 ) -> None:
-    """Nothing of the failed batch is in what is set aside; it is not found as the latest."""
+    """The saved checkpoint has nothing of the failed batch, and is not found as the latest."""
     path = failed(tmp_path, place, iteration, window=window).path
     assert path is not None
     assert path.name.startswith("incomplete_step_")
@@ -171,7 +171,7 @@ def test_a_batch_that_failed_is_repeated_with_its_window(
     assert_identical(weights_of(resumed), uninterrupted(window))
 
 
-def test_an_error_between_two_batches_saves_what_resumes_exactly(tmp_path: Path) -> None:
+def test_a_checkpoint_after_an_error_between_two_batches_resumes_exactly(tmp_path: Path) -> None:
     path = failed(tmp_path, "save_point", 5, dropout=0.5).path
     assert path == find_checkpoint(tmp_path)
     resumed = make_state(dropout=0.5)
@@ -195,7 +195,7 @@ def test_one_incomplete_checkpoint_stays(tmp_path: Path) -> None:
         ("step", KeyboardInterrupt(), "was interrupted"),
     ],
 )
-def test_nothing_is_saved_where_weights_may_be_ahead_of_the_counters(
+def test_nothing_is_saved_if_weights_may_be_ahead_of_the_counters(
     tmp_path: Path, place: str, error: BaseException, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert failed(tmp_path, place, 5, error).path is None
@@ -206,13 +206,13 @@ def test_nothing_is_saved_where_weights_may_be_ahead_of_the_counters(
 def test_a_window_that_began_in_the_epoch_before_is_not_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Schedules and validations of the epoch's end cannot be taken back."""
+    """Schedules and validations of the epoch's end cannot be undone."""
     assert failed(tmp_path, "backward", 8, window=3).path is None
     assert "began in the epoch before" in caplog.text
 
 
 class TwoStep(SingleDevice):
-    """Two optimizers, one after the other."""
+    """A step of two optimizers, one after the other."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         losses = self.module(*data, mode="loss")
@@ -235,7 +235,7 @@ def test_nothing_is_saved_in_a_step_of_several_optimizers(
 
 
 def _failed_window_on_ranks(folder: Path) -> dict[str, Tensor]:
-    # Between two steps of a window: each rank has gathered other gradients.
+    # Between two steps of a window each rank has accumulated other gradients.
     path = failed(folder, "read", 3, window=2).path
     paths = [folder / "incomplete_step_00000001" if path is None else path]
     torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""What a hook may be."""
+"""Valid and invalid hooks."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from stepwrap.loops.hook import EVENTS
 
 
 @pytest.mark.parametrize("name", ["on_batch_ended", "before_train", "after_train_epoch"])
-def test_a_name_that_is_no_event_is_refused(name: str) -> None:
+def test_an_unknown_event_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=rf"Mine\.{name} would never be called.*on_save_point"):
         type("Mine", (Hook,), {name: lambda self, state: None})
 
@@ -22,7 +22,7 @@ def test_other_methods_are_welcome() -> None:
 
 
 class Plain:
-    """No subclass of Hook."""
+    """A hook that is not a subclass of Hook."""
 
     def __init__(self, name: str, heard: list[str]) -> None:
         self.name, self.heard = name, heard
@@ -40,7 +40,7 @@ def test_any_object_with_events_listens() -> None:
     assert heard == ["early 1", "late 1", "early 2", "late 2"]
 
 
-def test_an_object_that_would_hear_nothing_is_refused() -> None:
+def test_an_object_without_events_is_refused() -> None:
     with pytest.raises(TypeError, match="Path.* without any; the events are on_run_st"):
         HookList([Path()])
     almost = type("Almost", (), {"on_update": print, "on_epoch_ended": print})

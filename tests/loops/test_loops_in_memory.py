@@ -1,4 +1,4 @@
-"""Batches selected from tensors in memory: bit for bit those of a DataLoader over samples."""
+"""Batches selected from tensors in memory equal a DataLoader's batches bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MASKS = torch.rand(60, 2) < 0.5
 
 
 class Rows(Dataset[Any]):
-    """Samples of any structure; `tensors` gives rows of the same or of another one."""
+    """Samples of any structure; `tensors` has rows of the same or of another structure."""
 
     def __init__(self, samples: Any, tensors: Any) -> None:
         self.samples = samples
@@ -68,7 +68,7 @@ def assert_same_batches(plain: Any, ours: Any) -> None:
     epoch=st.integers(0, 3),
     start=st.integers(0, 9),
 )
-def test_batches_are_those_of_single_samples(
+def test_batches_equal_collated_samples(
     samples: int,
     batch_size: int,
     world: int,
@@ -134,7 +134,7 @@ def test_a_batch_has_the_structure_of_the_samples(samples: Any, tensors: Any) ->
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
-def test_batches_are_pinned_as_those_of_single_samples() -> None:
+def test_batches_are_pinned_like_collated_samples() -> None:
     plain, ours = both(make_data(5), batch_size=2, pin_memory=True)
     assert_same_batches(plain, ours)
     pinned = [one.is_pinned() for loader in (plain, ours) for batch in loader for one in batch]
@@ -158,11 +158,11 @@ def test_batches_are_made_on_a_device() -> None:
 
 
 class Plain(TensorDataset):
-    """Has rows, and more to say about them."""
+    """A data set with `tensors`."""
 
 
 class Doubled(TensorDataset):
-    """Changes its rows."""
+    """A data set whose samples differ from its rows."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return tuple(2 * one for one in super().__getitem__(index))
@@ -182,7 +182,7 @@ class Doubled(TensorDataset):
         (TensorDataset(IMAGES), {"collate": len}, DataLoader),
     ],
 )
-def test_rows_are_selected_by_themselves_where_nothing_else_changes(
+def test_rows_are_selected_automatically_if_batches_stay_equal(
     dataset: Dataset[Any], options: dict[str, Any], kind: type
 ) -> None:
     assert type(build_loader(dataset, batch_size=2, **options)) is kind
@@ -194,7 +194,7 @@ class Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "error", "told"),
+    ("dataset", "options", "error", "message"),
     [
         (Subset(Plain(IMAGES), [1]), {}, TypeError, "attribute `tensors`.*; Subset has none"),
         (
@@ -219,16 +219,14 @@ class Stream(IterableDataset[int]):
         (Stream(), {}, ValueError, "in_memory must be false for Stream"),
     ],
 )
-def test_what_is_no_tensor_is_refused(
-    dataset: Dataset[Any], options: dict[str, Any], error: type[Exception], told: str
+def test_unsuitable_data_sets_and_options_are_refused(
+    dataset: Dataset[Any], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=f"(?s){told}"):
+    with pytest.raises(error, match=f"(?s){message}"):
         build_loader(dataset, batch_size=2, in_memory=True, **options)
 
 
 class Drawing(TensorDataset):
-    """Draws numbers that it does not use."""
-
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(*tensors)
         self.own = random.Random(1)

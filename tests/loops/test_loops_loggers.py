@@ -31,7 +31,7 @@ IMAGE = torch.arange(24).reshape(3, 2, 4).float() / 24
 
 
 class Shows(Hook):
-    """Logs an image, a figure and a text at the end of each epoch."""
+    """Log an image, a figure and a text at the end of each epoch."""
 
     def on_epoch_end(self, state: LoopState) -> None:
         figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(1, 1))
@@ -41,8 +41,6 @@ class Shows(Hook):
 
 
 class Recorder(LoggerHook):
-    """Keeps what it receives."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
@@ -148,7 +146,7 @@ def test_images_become_bytes(tmp_path: Path, image: Any, stored: list[Any]) -> N
     assert recorder.calls[0][2].tolist() == stored
 
 
-def test_mistakes_in_media_name_what_is_allowed(tmp_path: Path) -> None:
+def test_mistakes_in_media_name_the_allowed_values(tmp_path: Path) -> None:
     recorder, state = Recorder(), state_in(tmp_path)
     recorder.on_run_start(state)
     with pytest.raises(ValueError, match=r"1, 3 or 4 channels; got the shape \(4, 4, 2\)"):
@@ -206,14 +204,14 @@ def test_mlflow_has_settings_scalars_and_media_and_a_resume_continues_its_run(
     train(resume_at_4(folder), [MLflowHook(tracking_uri=mlflow_uri, experiment="mine")])
     assert (folder / "mlflow_id.txt").read_text().strip() == number
     assert [one.step for one in client.get_metric_history(number, "val/error")][-1] == 8
-    # A run from the beginning is another run.
+    # A run that starts from the beginning is a new MLflow run.
     train(state_in(folder), [MLflowHook(tracking_uri=mlflow_uri, experiment="mine")], epochs=1)
     assert (folder / "mlflow_id.txt").read_text().strip() != number
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_without_the_stored_run_says_what_to_do(tmp_path: Path, mlflow_uri: str) -> None:
+def test_mlflow_without_the_stored_run_names_a_remedy(tmp_path: Path, mlflow_uri: str) -> None:
     (tmp_path / "mlflow_id.txt").write_text("0" * 32)
     with pytest.raises(ValueError, match=r"mlflow_id.txt names a run that cannot be continued"):
         train(resume_at_4(tmp_path), [MLflowHook(tracking_uri=mlflow_uri)])
@@ -227,9 +225,9 @@ def test_wandb_offline_has_settings_scalars_and_media(tmp_path: Path) -> None:
     train(state_in(folder), [WandbHook(mode="offline", project="p"), Shows()], epochs=1)
     number = (folder / "wandb_id.txt").read_text().strip()
     (file,) = folder.glob(f"wandb/offline-run-*/run-{number}.wandb")
-    # The service writes the end of the file when it stops.
+    # The service writes the rest of the file when it stops.
     wandb.teardown()
-    # The file consists of protobuf records, in which names are plain bytes.
+    # The file has protobuf records, in which names are plain bytes.
     written = file.read_bytes()
     for name in ("train/loss", "val/error", "step", "note", "optimizer.lr"):
         assert name.encode() in written

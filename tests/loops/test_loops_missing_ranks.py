@@ -1,4 +1,4 @@
-"""A rank that does not come is named, in training and validation, traced or not."""
+"""A missing rank is named in training and validation, with and without tracing."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def batches(count: int) -> list[list[Tensor]]:
 
 
 def part(how: str, folder: Path) -> None:
-    """Have the absent rank stay away, and the others go on once it does."""
-    # Not from the beginning on: on a busy machine the first steps may take longer.
+    """Make the absent rank stop; the others continue once it has."""
+    # Set only now, because the first steps may take longer on a busy machine.
     set_timeout(timedelta(seconds=2), dist.group.WORLD)
     away = folder.with_name(f"{folder.name}_away")
     if dist.get_rank() == ABSENT:
@@ -52,10 +52,10 @@ def part(how: str, folder: Path) -> None:
 
 
 def stay_away(how: str, folder: Path) -> None:
-    """Stop this process, or sleep, until both of the other ranks have given up."""
+    """Stop this process, or sleep, until both other ranks have timed out."""
     if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    # Not by `given_up`: errors name the function that the rank is in.
+    # Do not call `given_up` here, because errors name the function that the rank is in.
     while len(os.listdir(folder)) < 2:
         time.sleep(0.01)
 
@@ -65,7 +65,7 @@ def given_up(folder: Path) -> bool:
 
 
 class StayAway(Hook):
-    """Keeps one rank from going on, once, at one place."""
+    """Stop one rank once, at one place."""
 
     def __init__(self, how: str, folder: Path, place: str) -> None:
         self.how, self.folder, self.place = how, folder, place
@@ -88,7 +88,7 @@ def train(traced: bool, how: str, place: str, folder: Path) -> str:
     model, optim = wrapped()
     loop = EpochTrainLoop(batches(2), max_epochs=2, val_loop=ValLoop(batches(2)))
     hooks = [StayAway(how, folder, place)]
-    return told(traced, folder, Runner(model, loop, optim_wrapper=optim, hooks=hooks).train)
+    return error_of_run(traced, folder, Runner(model, loop, optim_wrapper=optim, hooks=hooks).train)
 
 
 def train_by_hand(folder: Path) -> str:
@@ -100,11 +100,11 @@ def train_by_hand(folder: Path) -> str:
                 part("sleep", folder)
             model.train_step(batch, optim)
 
-    return told(True, folder, loop)
+    return error_of_run(True, folder, loop)
 
 
-def told(traced: bool, folder: Path, run: Any) -> str:
-    """Return the error in which `run` ends on this rank, and let the absent one go on."""
+def error_of_run(traced: bool, folder: Path, run: Any) -> str:
+    """Return the error that `run` raises on this rank, and wake the absent rank."""
     trace_collectives(traced)
     processes = all_gather_object(os.getpid())
     try:
@@ -167,7 +167,7 @@ def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> Non
 
 
 def stop_the_store(port: int) -> str:
-    """Train by hand on two ranks, of which the first serves the store and is then stopped."""
+    """Train by hand on two ranks; the first serves the store and is then stopped."""
     rank = dist.get_rank()
     processes = all_gather_object(os.getpid())
     dist.destroy_process_group()
@@ -195,8 +195,6 @@ def test_a_stopped_rank_that_serves_the_store_is_named() -> None:
 
 
 class Threads(Hook):
-    """Notes our threads while training runs."""
-
     def __init__(self) -> None:
         self.seen: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Training steps of one's own: what the loops look after."""
+"""Custom training steps: checks of the loops."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Twice(SingleDevice):
         return super().train_step(data, optim_wrapper)
 
 
-def beside(wrapper: Any, data: Any, optim_wrapper: Any) -> Any:
-    """By hand, which nothing counts."""
+def by_hand(wrapper: Any, data: Any, optim_wrapper: Any) -> Any:
+    """Train without the optimizer wrapper, which then counts no batch."""
     wrapper(*data, mode="loss")["loss"].backward()
     optim_wrapper.optimizer.step()
     return {}
 
 
-Beside = with_train_step(SingleDevice, beside)
+ByHand = with_train_step(SingleDevice, by_hand)
 
 
 class LeftOut(SingleDevice):
-    """Every second update is left out, as the page on custom steps says."""
+    """Skip every second update, as shown on the page on custom steps."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> Any:
         loss = self(*data, mode="loss")["loss"]
@@ -54,15 +54,15 @@ def train(wrapper: type[Any], accumulate: int, samples: int = 12) -> LoopState:
     return state
 
 
-@pytest.mark.parametrize(("wrapper", "count"), [(Idle, 0), (Twice, 2), (Beside, 0)])
+@pytest.mark.parametrize(("wrapper", "count"), [(Idle, 0), (Twice, 2), (ByHand, 0)])
 def test_a_batch_is_counted_once(wrapper: type[Any], count: int) -> None:
-    """Else a window of accumulation would not be one, and its place in a resume not known."""
-    told = rf"accumulative_counts=2 .*{wrapper.__name__}.train_step counted {count}:"
-    with pytest.raises(RuntimeError, match=told):
+    """Otherwise accumulation windows and their place after a resume would be wrong."""
+    message = rf"accumulative_counts=2 .*{wrapper.__name__}.train_step counted {count}:"
+    with pytest.raises(RuntimeError, match=message):
         train(wrapper, 2)
 
 
-@pytest.mark.parametrize("wrapper", [Idle, Twice, Beside])
+@pytest.mark.parametrize("wrapper", [Idle, Twice, ByHand])
 def test_without_accumulation_a_step_may_update_as_it_likes(wrapper: type[Any]) -> None:
     assert train(wrapper, 1).iteration == 6
 
@@ -70,7 +70,7 @@ def test_without_accumulation_a_step_may_update_as_it_likes(wrapper: type[Any]) 
 def test_an_update_may_be_left_out() -> None:
     state = train(LeftOut, 2, samples=8)
     assert (state.iteration, state.step) == (4, 2)
-    # Batches 3 and 4 are those of the update that is left out.
+    # Batches 3 and 4 belong to the skipped update.
     usual = make_state(accumulate=2)
     for batch in list(make_loader(8))[:2]:
         usual.model.train_step(batch, usual.optim_wrapper)
@@ -78,7 +78,7 @@ def test_an_update_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("value", ["good", None, {"a": 1}])
-def test_what_cannot_be_logged_is_named(value: Any) -> None:
+def test_logged_values_of_a_wrong_type_are_named(value: Any) -> None:
     class Wordy(SingleDevice):
         def train_step(self, data: Any, optim_wrapper: Any) -> Any:
             return {**super().train_step(data, optim_wrapper), "note": value}
@@ -87,7 +87,7 @@ def test_what_cannot_be_logged_is_named(value: Any) -> None:
         train(Wordy, 1)
 
 
-def test_what_an_optimizer_wrapper_lacks_is_named() -> None:
+def test_members_that_an_optimizer_wrapper_lacks_are_named() -> None:
     state = make_state()
     state.optim_wrapper = SimpleNamespace(update_params=print, should_update=print)  # type: ignore[assignment]
     with pytest.raises(TypeError, match="without initialize_count_status; wrap"):

@@ -1,4 +1,4 @@
-"""The polynomial schedule with a lowest rate, against its formula and against torch's."""
+"""The polynomial schedule with a minimum rate, compared with its formula and with torch's."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_without_a_lowest_rate_it_is_torchs() -> None:
     )
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_it_resumes_from_its_state() -> None:
     whole = rates_of(PolyLR(two_groups(), 6, eta_min=0.01), 8)
     optimizer = two_groups()
     first = PolyLR(optimizer, 6, eta_min=0.01)

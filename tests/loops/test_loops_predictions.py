@@ -1,4 +1,4 @@
-"""Predictions in files: every sample once and in order, in each format, on any number of ranks."""
+"""Prediction files have every sample once and in order, in each format, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGETS = torch.arange(11)
 
 
 def _predict(path: Path, *, model: Any = None, dataset: Any = None, batch_size: int = 2) -> int:
-    """Write the predictions of this rank's share, and return the hook's count."""
+    """Write the predictions of this rank's share; return the hook's count."""
     if model is None:
         model = SupervisedModel(nn.Identity(), nn.CrossEntropyLoss())
     dataset = TensorDataset(INPUTS, TARGETS % 2) if dataset is None else dataset
@@ -35,7 +35,7 @@ def _predict(path: Path, *, model: Any = None, dataset: Any = None, batch_size: 
 
 
 class OutputModel(BaseModel):
-    """Returns what a function makes of a batch."""
+    """A model that returns the result of a function."""
 
     def __init__(self, outputs: Any) -> None:
         super().__init__()
@@ -207,7 +207,6 @@ def test_own_loaders_that_do_not_keep_the_order(options: Any, tmp_path: Path) ->
 
 
 def _rising(x: Any) -> list[Any]:
-    """Whole numbers first, then others."""
     return [int(one) if one < 9 else float(one) + 0.5 for one in x[0][:, 0]]
 
 

@@ -1,4 +1,4 @@
-"""Batches that are prefetched: the same, and none that was not trained on counts."""
+"""Prefetching changes no batch, and batches that were not trained on do not count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stepwrap.loops import (
 )
 
 
-def told(events: list[str], bad: int = 9) -> Iterator[int]:
+def numbers(events: list[str], bad: int = 9) -> Iterator[int]:
     for number in range(1, 4):
         events.append(f"read {number}")
         if number == bad:
@@ -38,17 +38,17 @@ def told(events: list[str], bad: int = 9) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("ahead", "order"), [(True, "read 1, read 2, 1, read 3, 2, 3"), (False, "read 1, 1, read 2")]
 )
-def test_each_batch_is_read_before_the_one_before_it_is_given_out(ahead: bool, order: str) -> None:
+def test_each_batch_is_read_before_its_predecessor_is_yielded(ahead: bool, order: str) -> None:
     events: list[str] = []
-    for number in prefetch_to_device(told(events), "cpu", ahead=ahead):
+    for number in prefetch_to_device(numbers(events), "cpu", ahead=ahead):
         events.append(str(number))
     assert ", ".join(events).startswith(order)
     assert len(events) == 6
     assert list(prefetch_to_device([], "cpu", ahead=ahead)) == []
 
 
-def test_an_error_comes_in_its_turn() -> None:
-    batches = prefetch_to_device(told([], bad=3), "cpu")
+def test_an_error_is_raised_in_order() -> None:
+    batches = prefetch_to_device(numbers([], bad=3), "cpu")
     assert [next(batches), next(batches)] == [1, 2]
     with pytest.raises(OSError, match="cannot read 3"):
         next(batches)
@@ -92,7 +92,7 @@ def test_a_loader_in_memory_is_read_one_batch_ahead() -> None:
     inputs, targets = make_data(6).tensors
     dataset = TensorDataset(inputs.as_subclass(Rows), targets)
     loader = build_loader(dataset, batch_size=2, in_memory=True)
-    # The first and the last row were compared with the samples.
+    # Drop the events of the comparison of the first and last row with the samples.
     events.clear()
     for prefetch, order in ((True, "read read step read step step"), (False, "read step " * 3)):
         loop = EpochTrainLoop(loader, max_epochs=1, prefetch_to_device=prefetch)
@@ -102,7 +102,7 @@ def test_a_loader_in_memory_is_read_one_batch_ahead() -> None:
 
 
 def make_loader(kind: str) -> Any:
-    """Return a loader whose batches are read ahead, but for that of "noise"."""
+    """Return a loader whose batches are read ahead, except for "noise"."""
     if kind == "list":
         return list(build_loader(make_data(13), batch_size=3))
     dataset: Dataset[Any] = make_data(13) if kind == "in memory" else Noisy()
@@ -118,7 +118,7 @@ def train(kind: str, prefetch: bool, folder: Path | None = None) -> tuple[LoopSt
 
 
 @pytest.mark.parametrize("kind", ["in memory", *slow("list", "noise", "noise of workers")])
-def test_a_run_and_each_run_that_goes_on_from_it_end_alike(kind: str, tmp_path: Path) -> None:
+def test_a_run_and_its_resumed_runs_end_with_the_same_weights(kind: str, tmp_path: Path) -> None:
     plain, _ = train(kind, prefetch=False)
     state, hook = train(kind, prefetch=True, folder=tmp_path)
     assert_identical(weights_of(state), weights_of(plain))
@@ -126,7 +126,7 @@ def test_a_run_and_each_run_that_goes_on_from_it_end_alike(kind: str, tmp_path: 
         resumed = make_state(accumulate=2, dropout=0.5)
         load_checkpoint(path).restore(resumed)
         assert resumed.iteration == done
-        # On from a prefetched place without prefetching, and the other way round.
+        # Resume a prefetching run without prefetching, and the reverse.
         loop = EpochTrainLoop(make_loader(kind), max_epochs=2, prefetch_to_device=done % 4 == 0)
         loop.run(resumed, HookList())
         assert_identical(weights_of(resumed), weights_of(plain))
@@ -141,13 +141,11 @@ def test_a_run_and_each_run_that_goes_on_from_it_end_alike(kind: str, tmp_path: 
         *slow(("own stream", 0), ("own stream", 2), ("torchdata", 2)),
     ],
 )
-def test_loaders_that_tell_their_place_go_on_from_it(
-    kind: str, workers: int, tmp_path: Path
-) -> None:
+def test_stateful_loaders_resume_from_their_place(kind: str, workers: int, tmp_path: Path) -> None:
     resume_from(tmp_path, kind, workers, prefetch_to_device=True)
 
 
-def test_a_run_of_steps_goes_on_in_the_pass_where_it_stopped() -> None:
+def test_a_run_by_steps_resumes_inside_its_pass() -> None:
     weights = []
     for steps in ([9], [2, 3, 7, 9]):
         state, loader = make_state(dropout=0.5), make_loader("in memory")
@@ -161,8 +159,6 @@ Pair = namedtuple("Pair", "image label")
 
 
 class Boxes:
-    """Knows no `record_stream`."""
-
     def to(self, device: torch.device) -> Any:
         raise AssertionError("moved on a stream that the model does not use")
 
@@ -183,7 +179,7 @@ def test_batches_arrive_on_the_device(ahead: bool, pinned: bool) -> None:
         assert (last, named["x"][1], type(named["boxes"])) == (number, "text", Boxes)
         for one in (pair.image, pair.label, named["x"][0]):
             assert one.is_cuda
-            # Steps take longer than copies, so that memory that came back too early would show.
+            # Steps take longer than copies, so that memory that is reused too early is noticed.
             for _ in range(5):
                 torch.mm(pair.image, pair.image)
             assert (one == number).all()

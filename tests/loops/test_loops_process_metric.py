@@ -1,4 +1,4 @@
-"""Metrics that process batches, in a validation of one process and of two ranks."""
+"""Metrics that process batches, in a validation on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepwrap.loops import HookList, ProcessMetric, ValLoop, build_loader
 
 
 class Sample:
-    """A prediction as mmengine's data elements are."""
+    """A prediction like mmengine's data elements."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -25,8 +25,6 @@ class Sample:
 
 
 class Highest:
-    """The highest prediction, and how many there were."""
-
     def __init__(self) -> None:
         self.results: list[Any] = []
         self.dataset_meta: Any = None
@@ -56,15 +54,13 @@ def test_results_of_all_batches_and_ranks() -> None:
     assert run_ranks(validate, 2) == [alone, alone]
 
 
-def test_it_tells_the_metric_of_the_data() -> None:
+def test_dataset_meta_is_set_on_the_metric() -> None:
     metric = Highest()
     ProcessMetric(metric, dataset_meta={"classes": ["a", "b"]})
     assert metric.dataset_meta == {"classes": ["a", "b"]}
 
 
 class Described(Dataset[Any]):
-    """Says of itself what metrics want to know, as mmengine's data sets do."""
-
     metainfo = {"classes": ("c", "d")}
 
     def __len__(self) -> int:
@@ -75,10 +71,10 @@ class Described(Dataset[Any]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_data_set_tells_the_metric_unless_the_config_does(workers: int) -> None:
-    told, untold = Highest(), Highest()
-    metrics = {"told": ProcessMetric(told, {"classes": ["a"]}), "untold": ProcessMetric(untold)}
+def test_dataset_meta_defaults_to_the_data_sets_metainfo(workers: int) -> None:
+    given, default = Highest(), Highest()
+    metrics = {"given": ProcessMetric(given, {"classes": ["a"]}), "default": ProcessMetric(default)}
     data = build_loader(Described(), batch_size=4, num_workers=workers)
     ValLoop(data, metrics)
-    assert told.dataset_meta == {"classes": ["a"]}
-    assert untold.dataset_meta == {"classes": ("c", "d")}
+    assert given.dataset_meta == {"classes": ["a"]}
+    assert default.dataset_meta == {"classes": ("c", "d")}

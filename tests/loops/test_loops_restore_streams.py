@@ -1,4 +1,4 @@
-"""Random streams of a run that goes on with its ranks laid out in another way."""
+"""Random streams of a run that resumes with another layout of its ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_tensor_groups_draw_alike(
     assert len(set(drawn)) == ranks // size
     for first, second in zip(resumed[::size], resumed[size - 1 :: size], strict=True):
         assert first[0] == second[0]
-    # With dropout, what all ranks hold alike stays alike.
+    # With dropout, replicated weights stay equal on all ranks.
     weights = resumed[0][1]
     for _, others in resumed:
         assert all(torch.equal(value, weights[name]) for name, value in others.items())

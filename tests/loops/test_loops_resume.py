@@ -1,4 +1,4 @@
-"""A resumed run ends with the very weights of the uninterrupted one."""
+"""A resumed run ends with exactly the weights of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from stepwrap.loops import (
 
 
 def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
-    # An odd number of batches per epoch and rank: the first epoch ends inside a window.
+    # With an odd number of batches per epoch and rank the first epoch ends inside a window.
     samples = 20 if dist.is_initialized() else 18
     loader = build_loader(
         Noisy(samples), batch_size=2, train=True, shuffle=True, seed=4, num_workers=workers
     )
-    # Reading these draws from the streams as well, which must not matter to the training.
+    # Reading these also draws random numbers, which must not change the training.
     val_loop = ValLoop(build_loader(Noisy(6), batch_size=4), {"loss": MeanLoss()})
     if kind == "epochs":
         return EpochTrainLoop(loader, max_epochs=3, val_loop=val_loop, log_every_steps=3)
@@ -42,7 +42,7 @@ def make_loop(kind: str, workers: int) -> EpochTrainLoop | IterTrainLoop:
 
 
 def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
-    """Resume from each save point of a run; return how many lay inside a window."""
+    """Resume from each save point of a run; return how many were inside a window."""
     state = make_state(accumulate=2, dropout=0.5)
     random.seed(dist.get_rank() if dist.is_initialized() else 0)
     hook, records = SaveAll(folder), Records()
@@ -67,7 +67,7 @@ def resume_everywhere(folder: Path, kind: str, workers: int) -> int:
 @pytest.mark.parametrize("kind", ["epochs", "steps"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_resume_is_exact_at_every_save_point(tmp_path: Path, kind: str, world_size: int) -> None:
-    """Dropout, shuffling, augmentation, momentum and windows that go over the epochs' ends."""
+    """With dropout, shuffling, augmentation, momentum and windows that cross epochs."""
     if world_size == 1:
         inside = [resume_everywhere(tmp_path, kind, 0)]
     else:
@@ -139,7 +139,7 @@ def _save_inside_an_epoch(folder: Path) -> Path:
     return hook.saved[3][1]
 
 
-def test_another_number_of_ranks_goes_on_with_updates_of_the_same_size(
+def test_another_number_of_ranks_continues_with_updates_of_the_same_size(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = run_ranks(_save_inside_an_epoch, 2, tmp_path)[0]
@@ -157,13 +157,13 @@ def test_another_number_of_ranks_goes_on_with_updates_of_the_same_size(
         in caplog.text
     )
     assert "the last update of an epoch" not in caplog.text
-    # 4 of the first epoch's 5 updates were done.
+    # The first run did 4 of its 5 updates per epoch.
     assert (state.epoch, state.step) == (3, 15)
     assert (state.iteration, state.optim_wrapper.inner_count) == (30, 30)
 
 
 class _List:
-    """A loader that is not of `build_loader`, with its batches by index."""
+    """A loader that `build_loader` did not create, with its batches by index."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -187,7 +187,7 @@ def _train_lists(folder: Path, stop: int | None) -> list[int]:
     return [state.iteration, state.step, len(loader.read)]
 
 
-def test_other_loaders_go_on_at_the_same_share_of_the_epoch(tmp_path: Path) -> None:
-    """6 of 10 batches on one rank are those of 3 on each of two."""
+def test_other_loaders_resume_at_the_same_fraction_of_the_epoch(tmp_path: Path) -> None:
+    """6 of 10 batches on one rank correspond to 3 batches on each of two ranks."""
     run_ranks(_train_lists, 1, tmp_path, 6)
     assert run_ranks(_train_lists, 2, tmp_path, None) == [[13, 13, 10]] * 2

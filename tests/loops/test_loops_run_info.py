@@ -1,4 +1,4 @@
-"""The facts about a run that the hook `run_info` writes: parameters, warnings, errors, times."""
+"""The hook `run_info` writes a run's parameters, warnings, errors and times."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ def test_warnings_of_all_ranks_are_recorded_with_their_step(tmp_path: Path) -> N
     run_ranks(train_with_warnings, 3, tmp_path)
     found = events(tmp_path)
     assert found[0] == ("start", 0, 0, "")
-    # A text that is repeated counts once.
+    # A repeated text counts once.
     assert sorted(one for one in found if one[0] == "warning") == sorted(
         event
         for rank in range(3)
@@ -94,8 +94,8 @@ assert warnings.showwarning is before
 
 
 @pytest.mark.slow
-def test_what_is_recorded_is_shown_as_before(tmp_path: Path) -> None:
-    """Without a handler Python itself prints the warnings of a library."""
+def test_recorded_warnings_are_still_shown(tmp_path: Path) -> None:
+    """Without a handler Python prints the warnings of a library."""
     done = ended("-c", CODE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("too slow") == 1
@@ -160,7 +160,7 @@ def test_the_parameters_on_each_rank(
     assert facts["mesh"] == mesh
     assert facts["torch"] == torch.__version__
     assert (facts["hosts"], facts["model"]) == (1, "SupervisedModel")
-    # 2 x 8 and 8 weights, 8 x 2 and 2.
+    # 2 x 8 weights and 8 biases; 8 x 2 weights and 2 biases.
     assert facts["groups"] == {"net.0": 24, "net.3": 18}
     assert facts["parameters"] == facts["trainable"] == 42
     for rank, share in zip(facts["ranks"], shares, strict=True):

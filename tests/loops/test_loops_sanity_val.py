@@ -1,4 +1,4 @@
-"""One batch of the validation before training: it finds mistakes and leaves no trace."""
+"""One validation batch before training finds mistakes and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stepwrap.loops import LoopState, ValLoop, build_loader
 
 
 class Everything(Records):
-    """Keeps records and results in one list, and counts the batches that were trained."""
+    """Collect records and results in one list, and count the training batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Noisy(Dataset[Any]):
 
 
 class Memory(nn.Module):
-    """Dropout, statistics, a count of its calls, and a tensor kept from the first one."""
+    """A net with dropout, statistics, a call counter, and a tensor kept from the first call."""
 
     calls: Tensor
 
@@ -68,7 +68,7 @@ class Memory(nn.Module):
 
 
 class Forgetless(Metric):
-    """Counts samples over all validations: a reset leaves them."""
+    """A metric that counts samples over all validations, because `reset` does nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +153,6 @@ def test_a_mistake_ends_the_run_before_its_first_batch(
 
 
 class OneShot:
-    """A loader that would give its batches once."""
-
     def __init__(self) -> None:
         self.batches = iter(list(loader(8)))
 
@@ -167,7 +165,7 @@ class Own(ValLoop):
         return {"own": 1.0}
 
 
-def test_what_could_notice_is_not_tried() -> None:
+def test_loaders_that_would_notice_are_not_read() -> None:
     state = new_state()
     once = OneShot()
     ValLoop(once, {"accuracy": MulticlassAccuracy(3)}).try_batch(state)
@@ -185,7 +183,7 @@ class Doubled(nn.Linear):
 
 @pytest.mark.slow
 def test_compiled_code_is_made_for_training_first() -> None:
-    """A batch of another size before would have it made anew, for sizes that vary."""
+    """An earlier batch of another size would recompile it for dynamic sizes."""
 
     def compiled_for(*, tried: bool) -> list[str]:
         torch.compiler.reset()
@@ -195,7 +193,7 @@ def test_compiled_code_is_made_for_training_first() -> None:
             shapes.append(str([one.shape for one in inputs if isinstance(one, Tensor)]))
             return graph.forward
 
-        # What torch calls from its own files alone is not compiled.
+        # torch.compile skips functions that only torch's own files call.
         net = Doubled(3, 1)
         net.compile(backend=backend)
         val = ValLoop(loader(8, batch_size=2), metrics())

@@ -52,7 +52,7 @@ def _run(kind: str, size: int, fn: Any, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "size"), CASES)
 def test_loads_under_every_other_wrapper_and_size(kind: str, size: int, tmp_path: Path) -> None:
-    """Weights, averages and optimizer state come back bit for bit."""
+    """Weights, averages and optimizer state are restored bit for bit."""
     saved = run_ranks(_save, size, kind, tmp_path)
     path, expected = saved[0]
     assert all(same(other, expected) for _, other in saved)
@@ -80,7 +80,7 @@ def test_the_files(kind: str, size: int, tmp_path: Path) -> None:
     whole = load_checkpoint(path).read("model.pt")
     assert [type(value) for value in whole.values()] == [Tensor] * 8
     assert whole["net.0.weight"].shape == (512, 4)
-    # Nothing is written twice.
+    # No part is written twice.
     if shards:
         table = json.loads((path / "shards.json").read_text())
         for entry in table["model"].values():
@@ -114,7 +114,7 @@ def test_no_rank_reads_the_whole(source: str, size: int, tmp_path: Path) -> None
     for target, ranks in (("fsdp", 2), ("fsdp", 4), ("tensor", 2)):
         for read, wholes in run_ranks(_read_counting, ranks, target, path):
             assert wholes > 15_000
-            # Rows cannot be shared out evenly.
+            # Rows cannot be shared evenly.
             assert 1000 < read < 1.4 * wholes / ranks
 
 
@@ -136,10 +136,10 @@ def _resume(kind: str, folder: Path, stop: int) -> list[bool]:
 
 @pytest.mark.parametrize("stop", [3, *slow(2)])
 @pytest.mark.parametrize(("kind", "size"), CASES)
-def test_goes_on_exactly_at_the_same_size(
+def test_a_run_on_as_many_ranks_resumes_exactly(
     kind: str, size: int, stop: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Also inside an accumulation window, whose gradients FSDP2 keeps to itself."""
+    """Also inside an accumulation window, whose gradients FSDP2 does not expose."""
     assert run_ranks(_resume, size, kind, tmp_path, stop) == [[True, True, True]] * size
 
 
@@ -157,10 +157,10 @@ def _gradients_of(kind: str, path: Path) -> list[Tensor | None]:
 
 @pytest.mark.parametrize(("source", "size"), [("ddp", 2), ("tensor", 2), ("ddp x tensor", 4)])
 def test_gradients_of_a_window_at_another_size(source: str, size: int, tmp_path: Path) -> None:
-    """Their mean goes on, cut anew."""
+    """Their mean is kept and sharded again."""
     saved = run_ranks(_inside_a_window, size, source, tmp_path)
     path, data_ranks = saved[0][0], 1 if source == "tensor" else 2
-    # Ranks of one group of split layers have the same whole.
+    # Ranks of one tensor-parallel group have the same whole gradients.
     by_data_rank = [grads for _, grads in saved[:: size // data_ranks]]
     means = [sum(grads) / data_ranks for grads in zip(*by_data_rank, strict=True)]
     for target, ranks in (("single", 1), ("tensor", 2), ("ddp x tensor", 4), ("ddp", 2)):
@@ -172,13 +172,13 @@ def test_gradients_of_a_window_at_another_size(source: str, size: int, tmp_path:
 
 @contextmanager
 def messages() -> Iterator[list[str]]:
-    """Collect what this rank logs about checkpoints."""
-    told: list[str] = []
+    """Collect this rank's log messages about checkpoints."""
+    texts: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("stepwrap.loops.checkpoints")
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
     try:
-        yield told
+        yield texts
     finally:
         logger.removeHandler(handler)
 
@@ -193,8 +193,8 @@ def _lost_window(folder: Path) -> tuple[list[int], str]:
     return [meta["iteration"], later["iteration"], later["epoch"]], "\n".join(records)
 
 
-def test_a_window_of_fsdp_is_told_of(tmp_path: Path) -> None:
-    """The checkpoint goes back to its start; into the epoch before it cannot."""
+def test_saving_inside_a_window_of_fsdp_is_logged(tmp_path: Path) -> None:
+    """The checkpoint goes back to the window's start, unless that is in an earlier epoch."""
     (counters, text), (others, silence) = run_ranks(_lost_window, 2, tmp_path)
     assert counters == others == [2, 3, 1]
     assert "in the middle of an accumulation window" in text
@@ -234,7 +234,7 @@ def _alone(folder: Path) -> list[str]:
     return records
 
 
-def test_no_rank_saves_alone_what_it_does_not_have(tmp_path: Path) -> None:
+def test_no_rank_saves_sharded_state_alone(tmp_path: Path) -> None:
     first, second = run_ranks(_alone, 2, tmp_path)
     assert len(first) == 2
     assert "its state is sharded over the ranks" in first[0]
@@ -307,7 +307,7 @@ def test_a_bad_part_of_any_rank_is_not_saved(kind: str, tmp_path: Path) -> None:
 
 
 def _validate_and_save(folder: Path) -> bool:
-    """FSDP2 leaves the outermost parameters whole after a forward."""
+    """FSDP2 keeps the outermost parameters gathered after a forward."""
     state, other = make_run("fsdp"), make_run("fsdp")
     train(state, range(2))
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Signals stop a run in order, on all ranks at the same update."""
+"""Signals stop a run cleanly, on all ranks at the same update."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from stepwrap.wrappers import StepDistributedDataParallel
 
 
 def send(number: int, rank: int = 0) -> None:
-    """Send this process a signal, on one rank."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         os.kill(os.getpid(), number)
 
@@ -61,7 +60,7 @@ def test_the_same_signal_from_scheduler_and_launcher_is_one(
     old = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         loop = EpochTrainLoop(make_loader(20), max_epochs=2)
-        # The launcher passes on what each rank has received already.
+        # The launcher forwards a signal that each rank has received already.
         again = on(on_train_end=lambda state: os.kill(os.getpid(), signal.SIGTERM))
         state = loop.run(make_state(), HookList([sending(signal.SIGTERM, step=3), again]))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -80,7 +79,7 @@ def test_a_second_interrupt_raises() -> None:
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_the_clock_goes_on_from_where_it_was() -> None:
+def test_the_clock_continues_after_a_resume() -> None:
     state = make_state()
     state.clock_s = 100.0
     EpochTrainLoop(make_loader(4), max_epochs=1).run(state, HookList())
@@ -105,7 +104,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_update() -> None:
 
 
 class RaiseInEvaluation(Hook):
-    """Sends rank 1 a signal in the first evaluation, which takes a while."""
+    """Send rank 1 a signal in the first evaluation, which takes a while."""
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
         time.sleep(0.05)
@@ -153,7 +152,7 @@ def _signalled_at_the_end(event: str, rank: int) -> tuple[int, list[int]]:
 
 
 def test_a_signal_after_the_last_update_is_not_lost() -> None:
-    """Known to the hooks of the training's end, or handed to the handler from before."""
+    """The hooks at the end of training see it, or the previous handler gets it."""
     assert _signalled_at_the_end("on_save_point", 0) == (signal.SIGTERM, [])
     assert _signalled_at_the_end("on_train_end", 0) == (0, [signal.SIGTERM])
     assert run_ranks(_signalled_at_the_end, 2, "on_save_point", 1) == [(signal.SIGTERM, [])] * 2
@@ -234,7 +233,7 @@ def _most_polls_between_agreements() -> int:
 
 
 def test_agreements_are_never_many_polls_apart() -> None:
-    """So that a phase which becomes slower hears of a signal soon enough."""
+    """Otherwise a phase that becomes slower would notice a signal too late."""
     assert run_ranks(_most_polls_between_agreements, 2) == [64, 64]
 
 
@@ -248,7 +247,7 @@ def test_agreements_are_about_a_second_apart() -> None:
 
 
 def _all_ranks_record() -> int:
-    # Rank 1 has no logs of its own; the last update is one at which they are folded.
+    # Rank 1 logs nothing; at the last update the logs are also reduced.
     state = make_state()
     state.model.__class__ = Silent
     heard = Records()
@@ -263,5 +262,5 @@ class Silent(StepDistributedDataParallel):
         return {} if dist.get_rank() else logs
 
 
-def test_a_last_record_is_everyones_or_nobodys() -> None:
+def test_all_ranks_have_the_last_record() -> None:
     assert run_ranks(_all_ranks_record, 2) == [1, 1]

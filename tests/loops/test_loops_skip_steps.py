@@ -1,4 +1,4 @@
-"""Steps that are left out: as if their batches had not been there, and counted all the same."""
+"""Skipped steps: the same as without their batches, but the steps are counted."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def size_of(world_size: int, accumulate: int = 1) -> int:
 
 
 def compare(world_size: int, kind: str = "ddp", accumulate: int = 1) -> list[str]:
-    """Return what a run with steps left out has not as one without their samples."""
+    """Return the differences between a run with skipped steps and one without their samples."""
     size = size_of(world_size, accumulate)
-    # Touched in any way they would leave NaN behind.
+    # If these samples were used in any way, NaN would remain.
     gone = samples_of(LEFT_OUT, world_size, accumulate)
     wild = Spiky(size, dict.fromkeys(gone, float("nan")))
     state = make_state(kind, accumulative_counts=accumulate)
@@ -58,7 +58,7 @@ def compare(world_size: int, kind: str = "ddp", accumulate: int = 1) -> list[str
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_weights_buffers_and_streams_are_those_of_a_run_without_the_samples(
+def test_weights_buffers_and_streams_equal_a_run_without_the_samples(
     accumulate: int,
 ) -> None:
     assert not compare(1, accumulate=accumulate)
@@ -90,7 +90,7 @@ def test_the_same_as_plain_pytorch() -> None:
     assert not differing(dict(trained), dict(net.state_dict()))
 
 
-def test_events_counters_and_rates_go_on() -> None:
+def test_events_counters_and_rates_continue() -> None:
     seen: list[tuple[int, bool, float]] = []
 
     def on_update(state: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_resumed_run_leaves_them_out_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -3, True, "7-5", "a-b", "3-", 1.5, "1-99999999999"])
-def test_what_names_no_steps_is_refused(wrong: Any) -> None:
+def test_wrong_values_of_skip_steps_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"skip_steps must hold step numbers >= 1 .*got "):
         EpochTrainLoop([1], max_epochs=1, skip_steps=[2, wrong])
 
@@ -186,7 +186,7 @@ def test_windows_of_several_optimizers_cannot_be_left_out() -> None:
         train(grouped(2), Spiky(size_of(1)), skip_steps=[3])
 
 
-def test_a_sample_is_where_the_helpers_say() -> None:
-    """Else the other tests would compare runs of the same data."""
+def test_the_helpers_locate_samples_correctly() -> None:
+    """Otherwise the other tests would compare runs of the same data."""
     assert sample_at(3, 1, 2, accumulate=2, batch=1) in samples_of({3}, 2, 2)
     assert len(make_loader(Spiky(size_of(1)))) == STEPS

@@ -1,4 +1,4 @@
-"""`steps_per_call` changes nothing of a run: weights, records, checkpoints, stops."""
+"""`steps_per_call` does not change a run's weights, records, checkpoints or stops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from stepwrap.loops import (
 )
 from stepwrap.wrappers import OptimWrapper, compile_step
 
-# In an epoch, the last one with a single sample.
+# The batches of an epoch; the last one has a single sample.
 BATCHES = 21
 
 
@@ -57,7 +57,7 @@ def our_hooks(state: LoopState) -> list[Any]:
 
 
 class Interrupted:
-    """Gives the batches of a loader; a signal comes while one of them is read."""
+    """A loader that sends a signal while one of its batches is read."""
 
     def __init__(self, loader: Any, at: int) -> None:
         self.loader, self.batch_sampler, self.at = loader, loader.batch_sampler, at
@@ -108,7 +108,7 @@ def records_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def checkpoints_of(run_dir: Path) -> dict[str, Any]:
-    """What each checkpoint holds, but for the clock."""
+    """Return the content of each checkpoint without the clock."""
     made = {}
     for file in sorted(run_dir.glob("**/*.pt")):
         content = torch.load(file, weights_only=False)
@@ -136,7 +136,7 @@ def assert_same(left: Any, right: Any, name: str = "") -> None:
 def assert_same_runs(tmp_path: Path, *hooks: Hook, **options: Any) -> LoopState:
     usual = run(1, tmp_path / "usual", *hooks, **options)
     state = run(32, tmp_path / "blocks", *hooks, **options)
-    # One for each number of samples and, with accumulation, each place in a window.
+    # One program for each number of samples and, with accumulation, each place in a window.
     assert 0 < len(state.model.train_step.programs) <= 4
     assert_identical(weights_of(usual), weights_of(state))
     assert records_of(tmp_path / "usual") == records_of(tmp_path / "blocks")
@@ -157,10 +157,10 @@ def test_with_accumulation_and_steps_that_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_in_a_block_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_in_a_block_resumes_exactly(tmp_path: Path) -> None:
     whole = run(32, tmp_path / "whole")
     stopped = run(32, tmp_path / "parts", interrupted_at=11)
-    # After the step of the batch that was being read.
+    # It stops after the step of the batch that was being read.
     assert (stopped.step, stopped.signal) == (12, signal.SIGTERM)
     resumed = run(32, tmp_path / "parts", resumes=True)
     assert_identical(weights_of(whole), weights_of(resumed))
@@ -168,7 +168,7 @@ def test_a_run_that_is_stopped_in_a_block_goes_on_exactly(tmp_path: Path) -> Non
 
 
 class Thaw(Hook):
-    """Leaves dropout out from an event on, after so many updates."""
+    """Disable dropout at an event after some updates."""
 
     def __init__(self, event: str, step: int) -> None:
         self.step = step
@@ -183,7 +183,7 @@ class Thaw(Hook):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_update", "on_log", "on_eval_end"])
-def test_what_hooks_change_is_seen(
+def test_changes_by_hooks_take_effect(
     tmp_path: Path, event: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "stepwrap")

@@ -1,4 +1,4 @@
-"""Runs over loaders and data sets that tell where they are go on exactly from there."""
+"""Runs over stateful loaders and data sets resume exactly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stepwrap.wrappers import StepDistributedDataParallel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    # StatefulDataLoader 0.11 with torch 2.13.
+    # Raised by StatefulDataLoader 0.11 with torch 2.13.
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
 
@@ -58,8 +58,8 @@ def _needs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("kind", "workers"), [*KINDS, *slow(*MORE)])
-def test_a_run_goes_on_from_any_save_point(tmp_path: Path, kind: str, workers: int) -> None:
-    """The same batches, the noise in them too, and in the end the same weights."""
+def test_a_run_resumes_from_any_save_point(tmp_path: Path, kind: str, workers: int) -> None:
+    """Batches, their noise and the final weights are the same."""
     seen = resume_from(tmp_path, kind, workers)
     if kind not in ("own loader", "iterator", "drop_last"):
         assert set(Counter(seen).values()) == {3}
@@ -69,7 +69,7 @@ def test_a_run_goes_on_from_any_save_point(tmp_path: Path, kind: str, workers: i
 @pytest.mark.parametrize(
     ("kind", "workers"), [("own stream", 2), *slow(("datasets", 2), ("torchdata", 0))]
 )
-def test_each_rank_goes_on_from_its_own_place(tmp_path: Path, kind: str, workers: int) -> None:
+def test_each_rank_resumes_from_its_own_place(tmp_path: Path, kind: str, workers: int) -> None:
     run_ranks(resume_from, 2, tmp_path, kind, workers, timeout_s=220)
 
 
@@ -81,14 +81,14 @@ def _state(uneven: bool = False) -> LoopState:
 
 
 class Claimed(Lines):
-    """A stream whose length is an estimate, as that of all its shards together."""
+    """A stream with a wrong length, such as the total length of its shards."""
 
     def __len__(self) -> int:
         return 100
 
 
 def _train_apart(folder: Path, kind: type[Lines], uneven: bool) -> tuple[str, int, bool]:
-    """Train on streams that end after 3 and 5 batches; say whether a resumed run is the same."""
+    """Train on streams of 3 and 5 batches; return error, step and whether a resume was exact."""
     counts = (6, 10)
     loader = build_loader(kind(counts[dist.get_rank()], of=(0, 1)), batch_size=2)
     state, hook = _state(uneven), SaveAll(folder)
@@ -106,7 +106,7 @@ def _train_apart(folder: Path, kind: type[Lines], uneven: bool) -> tuple[str, in
 
 @pytest.mark.parametrize("kind", [Lines, Claimed])
 def test_streams_that_end_apart(tmp_path: Path, kind: type[Lines]) -> None:
-    """Whatever length they claim: all ranks hear of it within a batch, or the run goes on."""
+    """With any claimed length all ranks stop within a batch, or continue with uneven inputs."""
     for text, steps, _ in run_ranks(_train_apart, 2, tmp_path / "even", kind, False):
         assert "rank 0 ran out after 3 batches in epoch 1, and rank 1 did not" in text
         assert steps == 3
@@ -114,7 +114,7 @@ def test_streams_that_end_apart(tmp_path: Path, kind: type[Lines]) -> None:
 
 
 def _save(folder: Path, loader: Any, steps: int = 3) -> Path:
-    """Train on a loader and return the checkpoint after so many updates."""
+    """Train on a loader and return the checkpoint after `steps` updates."""
     hook = SaveAll(folder)
     EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList([hook]))
     return hook.saved[steps - 1][1]
@@ -127,7 +127,7 @@ def _resume(path: Path, loader: Any) -> LoopState:
 
 
 @pytest.mark.slow
-def test_spawned_workers_go_on_within_their_round(tmp_path: Path) -> None:
+def test_spawned_workers_resume_within_their_round(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "batch_size": 3,
         "num_workers": 2,
@@ -135,7 +135,7 @@ def test_spawned_workers_go_on_within_their_round(tmp_path: Path) -> None:
     }
     state, hook = make_state(), SaveAll(tmp_path)
     EpochTrainLoop(build_loader(Lines(), **options), max_epochs=1).run(state, HookList([hook]))
-    # The third batch is of the first worker.
+    # The third batch comes from the first worker.
     resumed = _resume(hook.saved[2][1], build_loader(Lines(), **options))
     assert_identical(weights_of(resumed), weights_of(state))
 
@@ -172,7 +172,7 @@ def test_a_state_that_needs_a_pickle_is_named(tmp_path: Path) -> None:
 
 
 class Plain(IterableDataset[Any]):
-    """A stream without a state, and whose order is always the same."""
+    """A stream without a state and with a fixed order."""
 
     def __init__(self) -> None:
         self.data = make_data(SAMPLES)
@@ -204,7 +204,9 @@ def _save_by_ranks(folder: Path) -> Path:
     return _save(folder, build_loader(Lines(), batch_size=3))
 
 
-def test_another_number_of_ranks_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_ranks_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = run_ranks(_save_by_ranks, 2, tmp_path)[0]
     _resume(path, build_loader(Lines(), batch_size=3))
     assert "cannot be converted from 2 to 1 ranks" in caplog.text
@@ -212,7 +214,7 @@ def test_another_number_of_ranks_is_told(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.slow
-def test_a_killed_run_with_workers_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_killed_run_with_workers_resumes_exactly(tmp_path: Path) -> None:
     program = "import sys; from stream_parts import train_program; train_program(*sys.argv[1:])"
     folder = Path(__file__).parent
 
@@ -235,7 +237,7 @@ def test_a_killed_run_with_workers_goes_on_exactly(tmp_path: Path) -> None:
 
 
 class Interleaved(IterableDataset[int]):
-    """Fails as a stream of `datasets` that mixes its shards does in a worker with fewer shards."""
+    """Fail like an interleaved stream of `datasets` in a worker with fewer shards."""
 
     def __init__(self) -> None:
         self.place = 0

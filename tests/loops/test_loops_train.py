@@ -1,4 +1,4 @@
-"""The story of a training run: order of events, gating, counters, stops."""
+"""A training run: order of events, intervals, counters, stops."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_trace_of_the_epoch_loop() -> None:
 
 
 def test_trace_of_the_iteration_loop() -> None:
-    """3 updates, with a validation every 2 and after the last."""
+    """3 updates, with a validation after every second and the last one."""
     recorder = Recorder()
     loop = IterTrainLoop(
         make_loader(4), max_steps=3, val_interval=2, val_loop=make_val_loop(), log_every_steps=2
@@ -60,7 +60,7 @@ def test_trace_of_the_iteration_loop() -> None:
         "epoch_start 0",
         *["batch_start 0", "batch_end 0", "update 1", "save_point 1"],
         *["batch_start 1", "batch_end 1", "update 2", "log 2", *validation, "save_point 2"],
-        # The end of the first pass over the data.
+        # The first pass over the data ends.
         "save_point 2",
         *["batch_start 2", "batch_end 2", "update 3", "log 3", *validation, "save_point 3"],
         "epoch_end 1",
@@ -71,7 +71,7 @@ def test_trace_of_the_iteration_loop() -> None:
 
 @pytest.mark.parametrize(("accumulate", "passes"), [(1, [2, 3]), (2, [3, 5])])
 def test_an_iteration_loop_plans_its_passes(accumulate: int, passes: list[int]) -> None:
-    """4 batches in each pass; the second loop continues after 6 of 10 updates."""
+    """A pass has 4 batches; the second loop continues after 6 of 10 updates."""
     state, planned = make_state(accumulate=accumulate), []
     for steps in (6, 10):
         IterTrainLoop(make_loader(8), max_steps=steps).run(state, HookList())
@@ -88,7 +88,6 @@ def test_trace_of_the_test_loop() -> None:
 
 
 def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tuple[int, int]]:
-    """Return epoch and step of each validation of a run."""
     seen: list[tuple[int, int]] = []
     noting = on(on_eval_start=lambda state: seen.append((state.epoch, state.step)))
     loop.run(make_state(**state), HookList([noting]))
@@ -99,7 +98,7 @@ def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tup
     ("settings", "epochs"),
     [
         ({"max_epochs": 5, "val_interval": 2, "val_begin": 3}, [4, 5]),
-        # An interval is chosen by the next epoch.
+        # The next epoch decides which interval applies.
         (
             {"max_epochs": 10, "val_interval": 4, "dynamic_intervals": [(5, 2), (9, 1)]},
             [4, 6, 8, 9, 10],
@@ -115,7 +114,7 @@ def test_intervals_of_validation_count_updates_not_batches() -> None:
     loop = IterTrainLoop(
         make_loader(4), max_steps=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
     )
-    # Two batches are a pass, and three an update.
+    # A pass has two batches, an update three.
     assert validated_at(loop, accumulate=3) == [(5, 4), (7, 5)]
 
 
@@ -158,7 +157,7 @@ def test_training_needs_a_wrapper_and_an_optimizer() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 def test_same_weights_as_a_hand_written_loop(accumulate: int) -> None:
-    """Windows go over the ends of epochs; only the run's last one is short."""
+    """Windows cross the ends of epochs; only the last window of the run is short."""
     loader = make_loader(10, shuffle=True)
     state = make_state(accumulate=accumulate)
     plain = make_state()
@@ -253,7 +252,7 @@ def test_an_error_reaches_every_hook_and_the_caller() -> None:
     assert [str(error) for error in heard] == ["broken hook"]
 
 
-def test_hooks_are_called_in_order_and_only_where_they_listen() -> None:
+def test_hooks_are_called_in_order_and_only_for_their_events() -> None:
     calls: list[str] = []
 
     def named(name: str, order: int) -> Any:
@@ -288,15 +287,13 @@ def test_the_model_trains_in_training_mode_and_frozen_parts_survive_validation()
 
 
 class Endless(IterableDataset[Any]):
-    """Five samples, without saying so."""
-
     def __iter__(self) -> Iterator[Any]:
         data = make_data(5)
         return (data[index] for index in range(5))
 
 
 def test_a_run_by_steps_is_one_epoch_of_events() -> None:
-    """Also one that is finished, and one that still has to validate."""
+    """Also a finished run, and one that still has to validate."""
     said: list[str] = []
     names = ("on_train_start", "on_epoch_start", "on_eval_start", "on_epoch_end", "on_train_end")
     hook = on(**{name: lambda *_, name=name: said.append(name.split("_", 1)[1]) for name in names})
@@ -313,7 +310,7 @@ def test_a_run_by_steps_is_one_epoch_of_events() -> None:
         assert said == [*expected, "train_end"]
 
 
-def test_a_lost_last_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_last_window_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     loader = build_loader(Endless(), batch_size=1, train=True)
     state = make_state(accumulate=2)
     EpochTrainLoop(loader, max_epochs=1).run(state, HookList())
@@ -324,8 +321,8 @@ def test_a_lost_last_window_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "will be lost" not in caplog.text
 
 
-def test_a_count_that_was_not_saved_is_that_of_the_batches() -> None:
-    """Resumed inside a window, with an optimizer wrapper that does not save its count."""
+def test_a_count_that_was_not_saved_is_taken_from_the_batches() -> None:
+    """A run is resumed inside a window with an optimizer wrapper that does not save its count."""
     ends = []
     for forgets in (False, True):
         state = make_state(accumulate=2)
@@ -347,4 +344,4 @@ def stop_in_window(state: LoopState, batch: Any) -> None:
 
 
 class BetweenUpdatesError(Exception):
-    """Ends a run between two updates."""
+    """An error that ends a run between two updates."""

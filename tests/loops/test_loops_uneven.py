@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches, joined by the wrapper."""
+"""Ranks with different numbers of batches and `uneven_inputs`."""
 
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def _train(run_dir: Path | None = None, **options: Any) -> dict[str, Any]:
 
 
 def _plain(by_all: bool) -> dict[str, Any]:
-    """Return what one process makes of the batches: each update's mean over the ranks."""
+    """Train in one process on the mean over the ranks' batches of each update."""
     net = _net()
     optimizer = _optimizer(net)
     average = [p.detach().clone() for p in net.parameters()]
@@ -133,7 +133,7 @@ def _plain(by_all: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("by_all", [True, False])
 def test_several_epochs_equal_plain_pytorch(by_all: bool) -> None:
-    """The gradients are divided by all ranks or by those that are left, as torch documents."""
+    """Gradients are divided by the number of all or of the remaining ranks, as torch documents."""
     expected = _plain(by_all)
     options = {"divide_by_initial_world_size": by_all}
     results = run_ranks(_train, 2, uneven_inputs=True if by_all else options)
@@ -154,7 +154,7 @@ def _interrupted(run_dir: Path, at: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("at", [2, 3, 5, 7, 9])
 def test_resume(tmp_path: Path, at: int) -> None:
-    """Also from a stop that only a rank with more batches asked for (9: in the tail)."""
+    """Also from a stop requested by a rank while the others have no batches left (9)."""
     expected = _plain(True)
     stopped = run_ranks(_interrupted, 2, tmp_path / "run", at)
     assert stopped == [(at, "enough")] * 2
@@ -188,7 +188,7 @@ def _refusals() -> list[str]:
     return texts
 
 
-def test_what_does_not_go_together() -> None:
+def test_combinations_that_are_refused() -> None:
     for window, by_steps, optimizer in run_ranks(_refusals, 2):
         assert "needs accumulative_counts=1" in window
         assert "needs an EpochTrainLoop" in by_steps
@@ -222,22 +222,22 @@ def _train_unknown(counts: tuple[int, ...], by_epoch: bool, uneven: bool) -> tup
 
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "message"),
     [
         ((5, 3, 5), "rank 1 ran out after 3 batches in epoch 1, and ranks 0, 2 did not"),
         ((0, 2, 0), "ranks 0, 2 ran out after 0 batches in epoch 1, and rank 1 did not"),
     ],
 )
 def test_loaders_without_a_length_that_end_apart(
-    counts: tuple[int, ...], told: str, by_epoch: bool
+    counts: tuple[int, ...], message: str, by_epoch: bool
 ) -> None:
     for text, steps in run_ranks(_train_unknown, 3, counts, by_epoch, False):
-        assert told in text
+        assert message in text
         assert steps == min(counts)
 
 
-def test_loaders_without_a_length_that_end_together_or_need_not() -> None:
-    """Several passes of a loop by steps, and a pass that the ranks end apart."""
+def test_loaders_without_a_length_that_end_together_or_with_uneven_inputs() -> None:
+    """Several passes of a loop by steps, and a pass that ends apart with `uneven_inputs`."""
     assert run_ranks(_train_unknown, 2, (3, 3), False, False) == [("", 20)] * 2
     assert run_ranks(_train_unknown, 2, (3, 3), True, False) == [("", 6)] * 2
     assert run_ranks(_train_unknown, 2, (5, 3), True, True) == [("", 10)] * 2

@@ -1,4 +1,4 @@
-"""Losses as means over what they weigh, through loops: stand-ins, records, validations."""
+"""Weighted losses in loops: stand-in batches, records, validations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IGNORED = -100
 def test_weighted_shares_have_each_sample_once(
     samples: int, size: int, batch: int, world: int
 ) -> None:
-    """Each update's samples are the next of the global order, in equally many batches."""
+    """Updates follow the global order of samples, with equally many batches on each rank."""
     micro = -(-size // (batch * world))
     whole = ShardedBatchSampler(samples, 1, shuffle=True, seed=5)
     order = [index for one in whole for index in one]
@@ -73,7 +73,7 @@ def test_a_cut_that_leaves_batches_empty_is_refused() -> None:
 
 
 def _batches(count: int, rank: int) -> list[list[Tensor]]:
-    """Return batches of 1 to 3 samples, some of whose targets do not count."""
+    """Return batches of 1 to 3 samples with some ignored targets."""
     generator = torch.Generator().manual_seed(10 + rank)
     made = []
     for index in range(count):
@@ -117,7 +117,7 @@ def _train(
 
 
 def _plain(counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return what plain PyTorch makes of each window's batches of all ranks as one batch."""
+    """Train in plain PyTorch with all batches of a window as one batch."""
     net, records = make_net(), []
     optimizer = make_optimizer(net)
     data = [_batches(count, rank) for rank, count in enumerate(counts)]
@@ -156,7 +156,7 @@ def _assert_equal(got: dict[str, Any], expected: dict[str, Any], *, sized: bool)
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_windows_end_with_a_pass(sized: bool) -> None:
-    """Of 5 batches the last window has one; nobody loses it where the number is not known."""
+    """The last window of 5 batches has one batch, which is used also if the length is unknown."""
     got = _train("", (5,), sized)
     _assert_equal(got, _plain((5,)), sized=sized)
 
@@ -186,7 +186,7 @@ def test_updates_are_counted_by_passes(by_steps: int) -> None:
 def test_ranks_with_different_numbers_of_batches(
     kind: str, counts: tuple[int, ...], sized: bool
 ) -> None:
-    """One that has run out goes on with a batch that counts nothing."""
+    """A rank without batches continues with a batch of weight zero."""
     expected = _plain(counts)
     ranks = len(counts) * (2 if kind == "tensor" else 1)
     for got in run_ranks(_train, ranks, kind, counts, sized):

@@ -1,4 +1,4 @@
-"""Schedulers that act for a part of the run, against rates by hand."""
+"""Schedulers that act during a part of the run, compared with rates by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_making_it_changes_nothing_before_its_time() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-def test_it_goes_on_from_its_state(stop: int) -> None:
+def test_it_resumes_from_its_state(stop: int) -> None:
     def window(optimizer: Optimizer) -> ScheduleWindow:
         return ScheduleWindow(optimizer, partial(StepLR, step_size=2, gamma=0.5), after=2, until=7)
 
@@ -68,8 +68,6 @@ def test_mistakes() -> None:
 
 
 class UpdateRates(Hook):
-    """Notes the rate that each update is made with."""
-
     def __init__(self) -> None:
         self.used: list[float] = []
 
@@ -85,5 +83,5 @@ def test_by_batch_counts_batches_within_a_window_of_accumulation() -> None:
     optimizer = state.optim_wrapper.optimizer  # type: ignore[union-attr]
     start = optimizer.param_groups[0]["lr"]
     train(state, [SchedulerHook([(ExponentialLR(optimizer, 0.5), "batch")]), seen])
-    # The update at the end of batches 1, 3, ... is made after 1, 3, ... steps of the schedule.
+    # The update at the end of batch 1, 3, ... comes after 1, 3, ... steps of the schedule.
     assert seen.used == pytest.approx([start * 0.5**n for n in (1, 3, 5, 7)])

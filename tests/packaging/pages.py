@@ -1,4 +1,4 @@
-"""The README and the pages of docs/, for tests of what they show."""
+"""Read the README and the pages of docs/."""
 
 import re
 from functools import cache
@@ -13,7 +13,7 @@ def page(name: str) -> str:
 
 
 def section(text: str, title: str) -> str:
-    """Return what stands below a heading of the second level."""
+    """Return the text below a heading of the second level."""
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 

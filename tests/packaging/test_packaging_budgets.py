@@ -1,4 +1,4 @@
-"""The written limits on sizes and folders, measured over every source file; no import cycle."""
+"""The limits on sizes, folders and imports, checked for every source file."""
 
 import ast
 from collections import Counter
@@ -20,8 +20,8 @@ PARAMETERS = 8
 # BasePool has multiprocessing's calls and the documented methods to override. OptimWrapperDict
 # hands the documented calls of an optimizer wrapper to each member.
 MANY_METHODS = {"BasePool", "CollectiveGroup", "Hook", "OptimWrapperDict", "RpcGroup"}
-# Documented signatures of the systems whose names we keep; Runner takes each part by its name, a
-# training loop each key of its section in a config.
+# The documented signatures of systems whose names we keep. Runner has an argument for each part,
+# a training loop one for each key of its section in a config.
 MANY_PARAMETERS = {
     "loops/train.py:__init__",
     "parallel/placement/assigner.py:__init__",
@@ -59,7 +59,7 @@ def overruns(file: Path) -> list[str]:
     for node in nodes(file, ast.ClassDef):
         if (length := node.end_lineno - node.lineno + 1) > CLASS_LINES:
             over.append(f"{node.name}: {length} lines, {CLASS_LINES} allowed")
-        # Overloads of one method share its name.
+        # Overloads of a method have the same name and count once.
         methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
         if len(methods) > METHODS and node.name not in MANY_METHODS:
             over.append(f"{node.name}: {len(methods)} methods, {METHODS} allowed")
@@ -72,7 +72,7 @@ def test_files_keep_the_limits() -> None:
 
 
 def test_no_two_files_of_the_tests_have_one_name() -> None:
-    """All their folders are on the path, also on that of a rank process."""
+    """All test folders are on the import path, also in rank processes."""
     count = Counter(file.name for file in (ROOT / "tests").rglob("*.py"))
     assert {name for name, times in count.items() if times > 1} == {"conftest.py"}
 
@@ -86,7 +86,7 @@ MODULES = {module_of(file): file for file in FILES}
 
 
 def names(module: tuple[str, ...], file: Path) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Modules of ours and names that a module imports, in functions and for type checkers too."""
+    """Yield our modules and names that a module imports anywhere, also for type checkers."""
     package = module if file.name == "__init__.py" else module[:-1]
     for node in nodes(file, ast.ImportFrom):
         if node.level:
@@ -96,17 +96,16 @@ def names(module: tuple[str, ...], file: Path) -> Iterator[tuple[tuple[str, ...]
 
 
 def imported(module: tuple[str, ...], file: Path) -> Iterator[tuple[str, ...]]:
-    """Modules of ours that a module imports."""
     for base, name in names(module, file):
         places = ((*base, name), base)
         yield from [one for one in places if one in MODULES and one != module][:1]
 
 
-def test_folders_are_small_and_say_what_they_are_for() -> None:
+def test_folders_are_small_and_state_their_purpose() -> None:
     count = Counter(file.parent for file in FILES if file.name != "__init__.py")
     crowded = {str(one.relative_to(ROOT)): n for one, n in count.items() if n > FOLDER_FILES}
     assert not crowded
-    # At most two levels below the root.
+    # Files are at most two levels below the root.
     assert not [file for file in FILES if len(file.relative_to(ROOT).parts) > 3]
     rooms = [file for file in FILES if file.name == "__init__.py"]
     assert not [file for file in rooms if not ast.get_docstring(ast.parse(file.read_text()))]
@@ -117,7 +116,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert list(TopologicalSorter(graph).static_order())
 
 
-def test_front_doors_list_what_other_folders_import_from_them() -> None:
+def test_front_doors_list_all_names_that_other_folders_import() -> None:
     unlisted = [
         f"{'.'.join(module)}: from {base[0]} import {name}"
         for module, file in MODULES.items()

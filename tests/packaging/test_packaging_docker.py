@@ -1,4 +1,4 @@
-"""The Dockerfile's instructions, as far as they can be checked without docker."""
+"""The Dockerfile's instructions that can be checked without docker."""
 
 import configparser
 import os
@@ -33,7 +33,7 @@ def is_ignored(path: Path) -> bool:
 
 
 def context() -> list[Path]:
-    """Return the files of the repository that docker gets."""
+    """Return the files of the repository in the docker context."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,

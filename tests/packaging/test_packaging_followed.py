@@ -41,7 +41,7 @@ def fenced(text: str) -> list[tuple[str, str]]:
 
 
 def run_line(line: str, folder: Path) -> str:
-    """Run a command of a page, which must end with 0 or the code in its comment."""
+    """Run a command of a page, which must exit with 0 or the code in its comment."""
     command, _, code = line.partition("    # exit code ")
     program, *words = command.partition(" #")[0].split()
     done = ended(*PROGRAMS[program], *words, cwd=folder, timeout=400)
@@ -50,7 +50,7 @@ def run_line(line: str, folder: Path) -> str:
 
 
 def follow(text: str, folder: Path) -> str:
-    """Do what a page shows, and return the output of its last commands.
+    """Follow a page's blocks, and return the output of its last commands.
 
     A block with a file's name in its first line is a file, a block without a language has
     commands, and a block "text" after it has lines of their output, with any numbers.
@@ -127,7 +127,7 @@ def test_the_page_on_errors_lists_every_class() -> None:
     assert listed == offered
 
 
-def test_every_message_on_the_page_on_errors_follows_what_produces_it() -> None:
+def test_the_page_on_errors_shows_real_messages() -> None:
     for part in page("errors").split("\n### ")[1:]:
         languages = [language for language, _ in fenced(part.partition("\n## ")[0])]
         assert languages.index("") < languages.index("text"), part

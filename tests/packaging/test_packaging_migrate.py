@@ -1,4 +1,4 @@
-"""The page on moving here: every name in a right column exists."""
+"""The page on migration: every name in a right column exists."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ from stepwrap.registry import HOOK_TYPES, LoaderSection, RunSections, SchedulerS
 from stepwrap.registry.catalog import REGISTRIES
 from stepwrap.runner.command.cli import COMMANDS
 
-# Arguments and keys that stand beside the part they belong to; the user's own methods.
+# Arguments and keys by the part that they belong to.
 ARGUMENTS = {
     "accumulative_counts": "wrappers.OptimWrapper",
     "clip_grad": "wrappers.OptimWrapper",
@@ -87,7 +87,7 @@ def check_key(code: str) -> None:
 
 
 def check(code: str) -> None:
-    """Check that a name exists or a command is understood."""
+    """Check that a name exists or a command is valid."""
     if code in WORDS or code.startswith("Trainer(") or code == 'wrapper="fsdp"':
         return
     if code in ARGUMENTS:

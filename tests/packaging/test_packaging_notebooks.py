@@ -9,7 +9,7 @@ from pages import blocks, page
 from programs import run
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
-# In a process of its own: a kernel's client leaves event loops and sockets to the interpreter.
+# Run in a separate process, because a kernel's client leaves event loops and sockets open.
 EXECUTE = """
 import json, sys
 import nbclient, nbformat
@@ -36,14 +36,14 @@ hook.on_train_end(state)
 
 
 def outputs(cells: list[str], folder: Path) -> list[list[dict[str, Any]]]:
-    """Return the outputs of each cell, without what other packages write to stderr."""
-    told = run("-c", EXECUTE, cwd=folder, input=json.dumps(cells))
-    every = json.loads(told.splitlines()[-1])
+    """Return the outputs of each cell, without other packages' output to stderr."""
+    printed = run("-c", EXECUTE, cwd=folder, input=json.dumps(cells))
+    every = json.loads(printed.splitlines()[-1])
     return [[one for one in cell if one.get("name") != "stderr"] for cell in every]
 
 
 def shown(output: dict[str, Any]) -> list[str]:
-    """Return the lines of a display, whose HTML has the same text."""
+    """Return the lines of a display, and check that its HTML has the same text."""
     assert output["output_type"] == "display_data"
     text = output["data"]["text/plain"]
     assert all(line in output["data"]["text/html"] for line in text.splitlines()[:-1])
@@ -96,7 +96,7 @@ for fn in (fail, lambda: lock):
 def test_the_cells_of_the_page_on_notebooks(tmp_path: Path) -> None:
     cells = [*blocks(page("notebooks"), "python"), "accuracies", FAILS]
     in_process, launched, _, listed, failed = outputs(cells, tmp_path)
-    # A training and a test, each with its own display.
+    # The training and the test each have a display.
     for training, test, result in (in_process, launched):
         assert shown(training)[-2].startswith("val epoch 3/3 step 57/57 accuracy 0.")
         assert shown(test)[0].startswith("test epoch 3/3 step 57/57 accuracy 0.")

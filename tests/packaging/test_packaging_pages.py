@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ show is true: names, tables, links and code."""
+"""The README and the pages of docs/: names, tables, links and code are correct."""
 
 import configparser
 import contextlib
@@ -85,7 +85,7 @@ def test_the_quick_start_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_run_from_python_is_that_of_the_readme(tmp_path: Path) -> None:
+def test_the_run_from_python_repeats_the_run_of_the_readme(tmp_path: Path) -> None:
     write_quick_start(tmp_path)
     (code,) = blocks(section(page("extending"), "A run from Python"), "python")
     out = run("-c", code, cwd=tmp_path)
@@ -295,7 +295,7 @@ def entries(door: str) -> list[tuple[str, str]]:
 
 
 def run_examples(door: str, folder: Path) -> int:
-    """Run the page's examples one after the other; returns how many they are."""
+    """Run the page's examples one after the other; return their number."""
     os.chdir(folder)
     lines = [line for _, line in entries(door)]
     examples = [line.strip("`") for line in lines if re.fullmatch(r"`[^`]+`", line)]
@@ -345,7 +345,7 @@ def test_the_example_at_the_top_of_the_page_on_collectives_runs() -> None:
 
 SUBJECT = re.compile(
     r"Replication|Sync|Slave|Future|scatter|gather|replication|sync_|sbn|SingleDevice|"
-    # Not those that split or separate a model.
+    # Without the wrappers that shard or separate a model.
     r"(?<!Sharded)(?<!SeparateDistributed)DataParallel"
 )
 

@@ -11,7 +11,7 @@ from source_tree import FILES, ROOT
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-# What torch's objects have by such names, also where the library gives some the same name.
+# Objects of torch whose private names count as torch's, even if the library uses the same name.
 KINDS = (
     torch,
     torch.distributed,
@@ -25,7 +25,7 @@ KINDS = (
     DataParallel,
     DistributedDataParallel,
 )
-# Of Python itself, cloudpickle, datasets and torchmetrics; keys of configs; marks of the library.
+# Names of Python, cloudpickle, datasets and torchmetrics, config keys, and the library's marks.
 OTHERS = {
     "_asdict",
     "_cond",
@@ -47,7 +47,7 @@ OTHERS = {
     "_scope_",
     "_to_sync",
 }
-# The library's own attributes that objects of torch have, too.
+# The library's own attributes that torch's objects also have.
 OWN = {"_check", "_classes", "_tensor"}
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr"}
 FSDP_FILE = "wrappers/fsdp/torch_internals.py"
@@ -58,7 +58,7 @@ def is_private(name: object) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """What a file defines or sets."""
+    """Yield the names that a file defines or sets."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -70,7 +70,7 @@ def own_names(tree: ast.AST) -> Iterator[str]:
 
 
 def attributes(tree: ast.AST) -> Iterator[str]:
-    """What a file reads by a private name: attributes, and names in strings."""
+    """Yield the private names that a file reads: attributes, and names in strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.attr
@@ -83,7 +83,7 @@ def attributes(tree: ast.AST) -> Iterator[str]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """What a file imports of torch by a private name, as dotted paths."""
+    """Yield the dotted paths of private names that a file imports from torch."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
             module = str(node.module)
@@ -98,7 +98,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def used() -> dict[str, set[str]]:
-    """By private name of torch the files that use it."""
+    """Return the files that use each private name of torch."""
     trees = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
     own = {name for tree in trees.values() for name in own_names(tree)}
     of_torch = {name for kind in KINDS for name in dir(kind)} | set(vars(nn.Module()))

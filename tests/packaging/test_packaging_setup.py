@@ -1,4 +1,4 @@
-"""What setup.py and setup.cfg promise: every package is there, and the wheel stands on its own."""
+"""setup.py, setup.cfg and the Makefile: the wheel has every package and needs no checkout."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_every_source_folder_is_a_package(monkeypatch: pytest.MonkeyPatch) -> No
     assert places == {name: found[name] for name in found if name.count(".") < 2}
 
 
-def test_the_root_is_no_package() -> None:
+def test_the_root_is_not_a_package() -> None:
     assert not (ROOT / "__init__.py").exists()
 
 
@@ -46,7 +46,7 @@ def test_the_version() -> None:
 
 
 def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
-    # Variables set for a `make` that runs these tests must not reach the one that is tested.
+    # Variables of a `make` that runs these tests must not reach the tested `make`.
     env = {
         name: value for name, value in (env or os.environ).items() if not name.startswith("MAKE")
     }
@@ -59,7 +59,7 @@ def run(*command: str, cwd: Path, env: dict[str, str] | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with our wheel; third-party packages come from the one in use."""
+    """Create an environment with our wheel; it uses the current third-party packages."""
     folder = tmp_path_factory.mktemp("wheel")
     run(
         *(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"),
@@ -74,7 +74,7 @@ def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--no-compile", str(wheel)),
         cwd=folder,
     )
-    # A plain path line does not run the .pth files there, so the checkout stays out of reach.
+    # A plain path does not run the .pth files there, so the checkout is not on the path.
     third_party = Path(pytest.__file__).parents[1]
     (site / "third_party.pth").write_text(f"{third_party}\n")
     return folder / "env" / "bin" / "python"
@@ -96,8 +96,8 @@ def test_the_wheel_brings_its_annotations(empty_environment: Path, tmp_path: Pat
 
 def test_the_demo_installs_no_more_than_it_needs() -> None:
     def extras(target: str) -> set[str]:
-        told = run("make", "-n", "-W", "setup.cfg", target, cwd=ROOT)
-        return set(",".join(re.findall(r'-e "\.\[(.*?)\]"', told)).split(","))
+        commands = run("make", "-n", "-W", "setup.cfg", target, cwd=ROOT)
+        return set(",".join(re.findall(r'-e "\.\[(.*?)\]"', commands)).split(","))
 
     assert extras("demo") == {"examples", "plots"}
     assert extras("test") >= extras("demo") | {"lightning", "mmengine", "tensorboard", "test"}
@@ -119,17 +119,17 @@ def test_slow_tests_are_left_out_of_make_test_alone() -> None:
 
 
 def test_another_torch_is_installed_in_a_fresh_environment() -> None:
-    told = run("make", "-n", "test-torch", "TORCH=9.8.7", cwd=ROOT).splitlines()
-    assert told[0].endswith("-m venv --clear build/torch/9.8.7")
-    assert all("build/torch/9.8.7" in line for line in told)
-    (pin,) = [line for line in told if "constraints.txt >" in line]
+    lines = run("make", "-n", "test-torch", "TORCH=9.8.7", cwd=ROOT).splitlines()
+    assert lines[0].endswith("-m venv --clear build/torch/9.8.7")
+    assert all("build/torch/9.8.7" in line for line in lines)
+    (pin,) = [line for line in lines if "constraints.txt >" in line]
     pins = run("sh", "-c", pin.partition(" > ")[0], cwd=ROOT)
     assert "numpy==" in pins
     assert "torchmetrics==" in pins
     assert "\ntorch==" not in pins
-    (install,) = [line for line in told if "torch==9.8.7" in line]
-    assert told.index(install) < told.index(next(line for line in told if " -e " in line))
-    assert told[-1].endswith('-m "not slow"')
+    (install,) = [line for line in lines if "torch==9.8.7" in line]
+    assert lines.index(install) < lines.index(next(line for line in lines if " -e " in line))
+    assert lines[-1].endswith('-m "not slow"')
 
 
 def test_the_page_on_installing_lists_the_tested_torch() -> None:

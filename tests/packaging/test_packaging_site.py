@@ -1,4 +1,4 @@
-"""The documentation site: every page is in it, and every link in it leads somewhere."""
+"""The documentation site: it has every page, and every link has a target."""
 
 import functools
 import http.server
@@ -16,7 +16,7 @@ from pages import found, page, section
 from programs import ended, run
 from source_tree import FOLDERS, ROOT
 
-# These are read from start to end, or are all reference.
+# Pages that are read from start to end, or are only reference.
 NO_EXAMPLE = {"architecture"}
 TASKS = (
     "train a model",
@@ -55,14 +55,14 @@ class Links(HTMLParser):
             self.loaded.append(address)
 
 
-# What every page has.
+# Rules for every page.
 
 
 def test_every_page_is_in_the_navigation() -> None:
     named = found(r"^ +- .*?([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text())
     assert len(named) == len(set(named))
     assert {file.name for file in (ROOT / "docs").glob("*.md")} <= set(named)
-    # transport/ and version/ are not imported by users; configs/ has no classes of its own.
+    # Users do not import transport/ and version/; configs/ only has examples.
     others = {"transport", "version", "configs"}
     assert {f"api/{folder}.md" for folder in FOLDERS if folder not in others} <= set(named)
 
@@ -101,7 +101,7 @@ def test_every_page_starts_with_its_purpose_and_an_example() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built from this checkout; a warning is an error."""
+    """Build the site from this checkout; a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     assert os.system(f"make -s -C {ROOT} types-link") == 0
     done = ended("-m", "mkdocs", "build", "--strict", "--site-dir", folder, cwd=ROOT, timeout=400)
@@ -147,7 +147,7 @@ def test_no_page_of_the_site_loads_anything_from_elsewhere(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lists_of_the_site_are_lists(site: Path) -> None:
-    # Without an empty line above it, a list is text for mkdocs, but not for GitHub.
+    # mkdocs, unlike GitHub, shows a list without an empty line above it as text.
     wrong = [
         f"{file.relative_to(site)}: {line}"
         for file in sorted(site.rglob("*.html"))
@@ -179,7 +179,7 @@ def test_the_reference_of_the_site_has_every_registered_class_of_ours(site: Path
 
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
-    """The address of the site on a server of this machine."""
+    """Serve the site on this machine; yield its address."""
     handler = functools.partial(QuietHandler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -190,8 +190,6 @@ def address(site: Path) -> Iterator[str]:
 
 
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a log."""
-
     def log_message(self, *args: object) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""What a run imports, reads and builds until its first update, in a process of its own."""
+"""Imports, files and objects of a run until its first update, in a separate process."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from programs import ended, run
 
-# What a run without metrics, bars, plots and loggers does without, though it is installed.
+# Installed packages that a run without metrics, bars, plots and loggers must not import.
 HEAVY = {
     *("IPython", "datasets", "lightning", "matplotlib", "mmengine", "mpi4py", "pandas"),
     *("pytorch_lightning", "rich", "scipy", "sklearn", "sympy", "tensorboard", "torchmetrics"),
@@ -17,9 +17,9 @@ HEAVY_IN_TORCH = (
     *("torch.testing", "torch.utils.tensorboard"),
 )
 
-# 268 when this was written, a third of them those of OmegaConf and PyYAML.
+# 268 when this was written; a third of them belong to OmegaConf and PyYAML.
 MOST_MODULES = 330
-# Of what torch's own imports take, in the same process; 0.06 when this was written.
+# Share of the time of torch's own imports in the same process; 0.06 when this was written.
 MOST_OF_TORCH = 0.3
 
 PARTS = """
@@ -44,9 +44,9 @@ class Points(TensorDataset):
 
 class Report:
     def on_update(self, state):
-        told = {"built": built, "opened": opened, "modules": sorted({*sys.modules} - known)}
-        with open("told.json", "w") as file:
-            json.dump(told, file)
+        report = {"built": built, "opened": opened, "modules": sorted({*sys.modules} - known)}
+        with open("report.json", "w") as file:
+            json.dump(report, file)
         os._exit(0)
 
 from stepwrap.loops import EpochTrainLoop, LogHook, ValLoop
@@ -78,7 +78,7 @@ val: {type: parts.CountedVal}
 hooks: {log: {type: parts.CountedLog}, report: {type: parts.CountedReport}}
 """
 
-# torch imports its compiler with the first optimizer; what it has itself does not count as ours.
+# torch imports its compiler with the first optimizer, so create one before the measurement.
 PROGRAM = """
 import sys
 import torch
@@ -105,7 +105,7 @@ print(*sorted({*sys.modules} - known))
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run tells at its first update; `share`, how long our imports took beside torch's."""
+    """Return the report of a first update; `share` compares our import time with torch's."""
     folder: Path = tmp_path_factory.mktemp("started")
     for name, text in {"parts.py": PARTS, "run.yaml": CONFIG, "program.py": PROGRAM}.items():
         (folder / name).write_text(text)
@@ -120,8 +120,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         )
         for part in (before, after)
     ]
-    told: dict[str, Any] = json.loads((folder / "told.json").read_text())
-    return {**told, "share": took[1] / took[0]}
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return {**report, "share": took[1] / took[0]}
 
 
 def unused(modules: list[str]) -> list[str]:

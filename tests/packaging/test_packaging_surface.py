@@ -1,4 +1,4 @@
-"""The front doors: what they offer, and that nothing else is behind them."""
+"""The front doors: the public names of each folder, and no others."""
 
 import importlib
 import types
@@ -94,7 +94,7 @@ def test_front_door(folder: str) -> None:
     door = importlib.import_module(f"stepwrap.{folder}")
     assert sorted(door.__all__) == sorted(DOORS[folder].split())
     assert all(hasattr(door, name) for name in door.__all__)
-    # Completion in a notebook or at a prompt.
+    # `dir` is used for completion in notebooks and prompts.
     assert {*door.__all__} <= {*dir(door)}
     leaked = {
         name
@@ -116,8 +116,8 @@ def test_import_without_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("more", ["stepwrap.registry.MODEL_WRAPPERS.get('ddp')", *slow("")])
-def test_wrappers_without_what_shards(more: str) -> None:
-    """What only sharded and split models need of torch is not imported for the others."""
+def test_wrappers_do_not_import_sharding(more: str) -> None:
+    """Parts of torch that only sharded and split models need are not imported otherwise."""
     code = (
         f"import sys, stepwrap.loops, stepwrap.wrappers, stepwrap.registry; {more}\n"
         "heavy = ('torch.distributed.' + name for name in ('tensor', 'fsdp', 'optim'))\n"

@@ -1,4 +1,4 @@
-"""The helper that all multi-process tests stand on."""
+"""The helper of all multi-process tests."""
 
 import os
 import signal
@@ -148,7 +148,7 @@ def test_a_world_of_no_ranks_is_refused() -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, *slow(signal.SIGTERM)])
 def test_the_processes_die_with_their_parent(how: signal.Signals, tmp_path: Path) -> None:
-    """Also in the middle of a call, when the parent cannot say so, and their template too."""
+    """The ranks and their template end even if the parent is killed in the middle of a call."""
     Path(tmp_path, "sleepers.py").write_text(
         "import os, pathlib, time\n"
         "def sleep(folder):\n"

@@ -1,11 +1,11 @@
-"""Models that are only placed, and the objective written out."""
+"""Models for tests of placements, and the objective computed pair by pair."""
 
 import torch
 from torch import Tensor
 
 
 class Placed:
-    """Has no parameters; remembers where it was moved."""
+    """A module without parameters that remembers its device."""
 
     device: torch.device | None = None
 
@@ -33,7 +33,7 @@ def written_out(
 
 
 def overflows(assignments: Tensor, sizes: Tensor, capacities: Tensor) -> Tensor:
-    """Return which rows overfill a device."""
+    """Return which rows exceed a device's memory."""
     used = [
         torch.where(assignments == device, sizes, 0.0).sum(1) for device in range(len(capacities))
     ]

@@ -1,4 +1,4 @@
-"""Kinds of pools, and checks of what they leave: threads, processes, descriptors, memory."""
+"""Kinds of pools, and checks for leaked threads, processes, descriptors and memory."""
 
 import contextlib
 import gc
@@ -29,21 +29,21 @@ def is_running(pid):
 
 
 def children():
-    """Return the process ids of what this process started and has not ended."""
+    """Return the process ids of this process's running children."""
     return {process.pid for process in multiprocessing.active_children()}
 
 
 def surroundings():
-    """Return what this process has: children, threads, descriptors, named shared memory."""
+    """Return this process's children, threads, number of descriptors and named shared memory."""
     gc.collect()
-    # Others use the folder too.
+    # Other processes use the folder, too.
     shared = {name for name in os.listdir("/dev/shm") if str(os.getpid()) in name}
     return children(), set(threading.enumerate()), len(os.listdir("/proc/self/fd")), shared
 
 
 @contextlib.contextmanager
 def nothing_left():
-    """Check that the block leaves nothing behind; what was before may end meanwhile."""
+    """Check that the block leaves nothing behind."""
     before = surroundings()
     yield
     left = []

@@ -1,4 +1,4 @@
-"""What the workers of the pool tests run on tensors."""
+"""Functions on tensors for the workers of the pool tests."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What the workers of the pool tests run. It imports no torch: they start fast."""
+"""Functions for the workers of the pool tests; without torch, so that they start fast."""
 
 import collections
 import contextlib
@@ -101,7 +101,7 @@ class TwoArguments(Exception):
 
 
 class OnlyOnce(Exception):
-    """Pickles well, but cannot be made anew."""
+    """An error that can be pickled, but not unpickled."""
 
     def __reduce__(self):
         return _refuse, ()
@@ -130,7 +130,7 @@ class Unpicklable:
 
 
 class Deadly:
-    """Ends the process that unpickles it."""
+    """Kill the process that unpickles it."""
 
     def __reduce__(self):
         return kill_self, ()
@@ -148,7 +148,7 @@ def child_result(_=None):
 
 
 def leave_a_child(seconds):
-    """End with a child that has all of this process's pipes open."""
+    """Kill this process while its child has all its pipes open."""
     if os.fork() == 0:
         time.sleep(seconds)
         os._exit(0)
@@ -166,7 +166,7 @@ def die_first_times(path, times):
 
 
 def wait_for(path, other):
-    """Meet another task that runs at the same time."""
+    """Wait for another task that runs at the same time."""
     open(path, "w").close()
     deadline = time.monotonic() + 20
     while not os.path.exists(other):
@@ -176,8 +176,8 @@ def wait_for(path, other):
     return True
 
 
-def begin_when_told(folder, go):
-    """Tell that this worker has begun to start, and go on once there is a file."""
+def wait_to_begin(folder, go):
+    """Create a file for this worker, and wait until the file `go` exists."""
     open(os.path.join(folder, str(os.getpid())), "w").close()
     while not os.path.exists(go):
         time.sleep(0.002)
@@ -230,7 +230,7 @@ def length(data):
 
 
 class Counted:
-    """A function object that counts, in its process, how often it was unpickled."""
+    """A callable that counts how often it was unpickled in its process."""
 
     loads = collections.Counter()
 
@@ -246,7 +246,7 @@ class Counted:
 
 
 class CountedFunction:
-    """A function that counts how often it was pickled, and in a worker how often it was made."""
+    """A callable that counts how often it was pickled, and unpickled in a worker."""
 
     made, alive = 0, weakref.WeakSet()
 
@@ -266,7 +266,7 @@ class CountedFunction:
 
 
 def open_memory_files(_=None):
-    """Return this worker's process ID and how many of its pool's files in memory it has open."""
+    """Return this worker's process id and its number of open in-memory files of the pool."""
     time.sleep(0.05)
     names = []
     for number in os.listdir("/proc/self/fd"):
@@ -276,12 +276,12 @@ def open_memory_files(_=None):
 
 
 def alive(_=None):
-    """Return how many `CountedFunction` this worker has."""
+    """Return how many `CountedFunction` objects are alive in this worker."""
     return len(CountedFunction.alive)
 
 
 class SlowlyFreed:
-    """Takes its time to be freed, in workers."""
+    """An object that takes 0.3 s to be freed in workers."""
 
     def __init__(self):
         self.home = os.getpid()
@@ -292,6 +292,5 @@ class SlowlyFreed:
 
 
 def fork_and_come_out(number):
-    """Return twice: in a child too."""
     os.fork()
     return number

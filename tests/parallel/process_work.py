@@ -1,4 +1,4 @@
-"""What the processes of the tests run; imports no torch, so that spawned ones start quickly."""
+"""Functions for processes of the tests; without torch, so that spawned ones start fast."""
 
 import faulthandler
 import multiprocessing
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class TwoArguments(Exception):
-    """Is made from other arguments than those that it passes on."""
+    """An error whose `args` differ from the arguments of its constructor."""
 
     def __init__(self, key: str, value: int) -> None:
         super().__init__(f"{key} must not be {value}")
@@ -54,7 +54,6 @@ def sleep() -> None:
 
 
 def create(path: Path) -> None:
-    """Fail where it is there already."""
     with path.open("x") as file:
         file.write(str(os.getpid()))
 
@@ -64,7 +63,7 @@ def fail_to_clean() -> None:
 
 
 def fork(fails: bool) -> None:
-    """Let a forked child come out of the target, with an exception of its own or without one."""
+    """Fork a child that returns from the target, with an exception or without."""
     pid = os.fork()
     if pid != 0:
         os.waitpid(pid, 0)

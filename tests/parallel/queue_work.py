@@ -1,4 +1,4 @@
-"""What other processes do with queues; imports no torch."""
+"""Functions that use queues in other processes; without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepwrap.parallel import SimpleQueue
 
 
 def started(context: BaseContext, function: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """Return a process of the context that runs the function; it ends with the test run."""
+    """Start a daemon process that runs the function."""
     process: BaseProcess = context.Process(target=function, args=arguments, daemon=True)  # type: ignore[attr-defined]
     process.start()
     return process
@@ -24,14 +24,14 @@ def started(context: BaseContext, function: Callable[..., object], *arguments: A
 def served(
     context: BaseContext, function: Callable[..., object], *arguments: Any
 ) -> tuple[Any, Any, BaseProcess]:
-    """Return two queues and a process that runs a function with them, and further arguments."""
+    """Return two queues and a process that runs a function with them and further arguments."""
     given: Any = SimpleQueue()
     back: Any = SimpleQueue()
     return given, back, started(context, function, given, back, *arguments)
 
 
 def ended(process: BaseProcess) -> int | None:
-    """Return the exit code of a process that is to end by itself."""
+    """Wait for a process to end and return its exit code."""
     process.join(30)
     code = process.exitcode
     if code is None:
@@ -41,41 +41,36 @@ def ended(process: BaseProcess) -> int | None:
 
 
 def is_asleep(pid: int | None) -> bool:
-    """Return whether the process waits for something."""
     with open(f"/proc/{pid}/stat") as stat:
         return stat.read().rpartition(")")[2].split()[0] == "S"
 
 
 def descriptors() -> int:
-    """Return how many descriptors this process has open."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def echo(given: Any, back: Any) -> None:
-    """Send back what comes, until None comes."""
+    """Send values back until None comes."""
     while (value := given.get()) is not None:
         back.put(value)
 
 
 def modules_of(given: Any, back: Any) -> None:
-    """Send back what comes and whether torch was imported for it."""
+    """Send values back, and whether torch was imported for them."""
     back.put((given.get(), "torch" in sys.modules, "cloudpickle" in sys.modules))
 
 
 def put_all(queue: Any, values: list[Any]) -> None:
-    """Put the values."""
     for value in values:
         queue.put(value)
 
 
 def put_for_ever(queue: Any, value: Any) -> None:
-    """Put a value again and again."""
     while True:
         queue.put(value)
 
 
 def get_for_ever(queue: Any) -> None:
-    """Get again and again."""
     while True:
         queue.get()
 
@@ -89,22 +84,21 @@ def count_until_none(queue: Any, back: Any) -> None:
 
 
 def put_and_die(queue: Any, value: Any) -> None:
-    """Put a value, and be killed."""
     queue.put(value)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def get_one_and_wait(queue: Any, back: Any) -> None:
-    """Get a value, say so, and wait for the next one."""
+    """Get a value, send it back, and wait for the next one."""
     back.put(queue.get())
     queue.get()
 
 
 def get_with_few_descriptors(queue: Any, back: Any, spare: int) -> None:
-    """Get a value when only some descriptors are left; send the error's type and text."""
+    """Get a value with only `spare` free descriptors; send the error's type and text."""
     from stepwrap.parallel import dumps
 
-    # Imports what the answer needs.
+    # Import modules that sending the answer needs.
     dumps(("", ""))
 
     highest = max(map(int, os.listdir("/proc/self/fd")))

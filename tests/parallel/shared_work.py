@@ -1,4 +1,4 @@
-"""What other processes do with tensors in shared memory."""
+"""Functions that use tensors in shared memory in other processes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def add_one(given: Any, back: Any) -> None:
 
 
 def are_same_memory(given: Any, back: Any) -> None:
-    """Tell whether the tensors of two messages have the same addresses."""
+    """Send whether the tensors of two messages have the same addresses."""
     one, other = given.get(), given.get()
     back.put([a.data_ptr() == b.data_ptr() for a, b in zip(one, other, strict=True)])
 
 
 def train_tied(given: Any, back: Any) -> None:
-    """Change a module with tied weights, and tell whether they still are one."""
+    """Change a module with tied weights, and send whether they are still tied."""
     model: nn.Sequential = given.get()
     first, second = model[0], model[1]
     assert isinstance(first, nn.Linear)
@@ -66,6 +66,6 @@ def exhaust_and_share(back: Any) -> None:
         queue.put(tensors)
         back.put("sent")
     except OSError as error:
-        # What failed has left nothing open, so that this can be sent.
+        # The failure must leave enough free descriptors to send this.
         del tensors
         back.put(str(error))

@@ -1,4 +1,4 @@
-"""Strategies for tensors that view a few storages, and what is compared of them."""
+"""Strategies for tensors that share a few storages, and functions to compare them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def numbers(tensor: Tensor) -> Tensor:
 
 @st.composite
 def bases(draw: Any) -> Tensor:
-    """Give a contiguous tensor of any dtype with numbers of its own."""
+    """Draw a contiguous tensor of any dtype."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     count = int(torch.tensor(shape).prod()) if shape else 1
@@ -35,7 +35,7 @@ def bases(draw: Any) -> Tensor:
 
 @st.composite
 def views(draw: Any, tensor: Tensor) -> Tensor:
-    """Give a view of the tensor: slices with steps, transposes, expansions, lazy conjugates."""
+    """Draw a view of the tensor: slices with steps, transposes, expansions, lazy conjugates."""
     for _ in range(draw(st.integers(0, 3))):
         kind = draw(st.sampled_from(["slice", "transpose", "expand", "lazy", "imag"]))
         if kind == "slice" and tensor.dim():
@@ -57,13 +57,12 @@ def views(draw: Any, tensor: Tensor) -> Tensor:
 
 @st.composite
 def families(draw: Any) -> list[Tensor]:
-    """Give tensors that share one to three storages, in any order."""
+    """Draw tensors that share one to three storages, in any order."""
     given = draw(st.lists(bases(), min_size=1, max_size=3))
     chosen = draw(st.lists(st.integers(0, len(given) - 1), min_size=1, max_size=5))
     return [draw(views(given[number])) for number in chosen]
 
 
 def touch(tensor: Tensor, value: int) -> None:
-    """Write to the first element."""
     if tensor.numel():
         tensor[(0,) * tensor.dim()] = value

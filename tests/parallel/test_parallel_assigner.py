@@ -1,4 +1,4 @@
-"""Placements are what the documented objective and the sizes ask for."""
+"""Placements follow from the documented objective and the sizes."""
 
 import logging
 
@@ -49,7 +49,7 @@ def test_gpus_that_are_not_there_are_left_out(caplog: pytest.LogCaptureFixture) 
     assert "cuda:1 is left out: 0 GPUs are available here" in caplog.text
     assert two_models(10, {"cpu": 1000}) == ["cpu", "cpu"]
     assert two_models(10, {"cpu": 1000}, devices=None) == ["cpu", "cpu"]
-    # Nothing is left: the CPU, and its memory as it is.
+    # No device is left, so the CPU is used with its current free memory.
     assigner = ModelAssigner([nn.Linear(2, 2)], {}, ["cuda:0"])
     assert assigner.assignment == [torch.device("cpu")]
     assert assigner.rooms[0].free_mib > 50
@@ -94,7 +94,8 @@ def test_costs_are_the_documented_terms() -> None:
         compute=[3, 1],
         sizes_mib=[4, 3, 3],
     )
-    # The first two share the GPU: a quarter of the strength crosses, over half of all distance.
+    # The first two share the GPU: a quarter of the connection strength crosses devices, at half of
+    # the total distance.
     assert assigner.placement == {
         "0": torch.device("cuda:0"),
         "1": torch.device("cuda:0"),
@@ -135,7 +136,7 @@ def test_nothing_is_divided_by_zero(
     assert all(0 <= cost < 2 for cost in assigner.costs.values())
     assert "nan" not in assigner.report()
     if connection != {(0, 1): 1} and free.get("cuda:1"):
-        # Equal GPUs share the work where nothing holds the models together.
+        # Without connections equal GPUs share the work.
         assert len(set(assigner.assignment)) == 2
 
 
@@ -161,7 +162,7 @@ def test_models_by_name_are_measured_and_moved() -> None:
     inputs = {"critic": torch.ones(1, 512), "actor": torch.ones(4, 512)}
     free = {"cuda:0": 8, "cuda:1": 8}
     given = {"free_mib": free, "compute": {"cuda:0": 1, "cuda:1": 8}, "move_models": False}
-    # The larger complexity goes to the faster device.
+    # The model with more operations goes to the faster device.
     by_flops = ModelAssigner(models, {}, **given, example_inputs=inputs)
     assert [str(one) for one in by_flops.assignment] == ["cuda:1", "cuda:0"]
     by_hand = ModelAssigner(models, {}, **given, complexities={"actor": 1, "critic": 8})

@@ -1,4 +1,4 @@
-"""What is free on a device, where nobody says it."""
+"""The free memory of a device if it is not given."""
 
 import sys
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ GIB = 1024**3
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch tell of two GPUs: one half used, one full of this process's own cache."""
+    """Simulate two GPUs: one half used, one filled by this process's cache."""
 
     def no_pynvml(device: torch.device) -> int:
         raise ModuleNotFoundError("pynvml")
@@ -30,7 +30,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_and_load_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"models": [Placed()], "model_connection": {}, "sizes_mib": [10]}
     rooms = ModelAssigner(**given).rooms
     assert [(str(one.device), one.free_mib, one.compute) for one in rooms] == [
@@ -44,11 +44,11 @@ def test_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rooms[0].free_mib == 100
 
 
-def test_ram_is_that_of_psutil_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = SimpleNamespace(available=64 * 1024**2)
-    monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: told))
+def test_ram_with_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(available=64 * 1024**2)
+    monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(virtual_memory=lambda: memory))
     assert free_memory("cpu") == 64 * 1024**2
-    # Their own memory is free to the models.
+    # The models' own memory counts as free.
     model = nn.Linear(1024, 1024, bias=False)
     (room,) = ModelAssigner([model, model], {}, ["cpu"]).rooms
     assert room.free_mib == 68

@@ -1,4 +1,4 @@
-"""What cannot be is refused, with what is allowed."""
+"""Invalid arguments raise errors that name the allowed values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Whether something fits is known, where it can be tried out."""
+"""Whether models fit is certain if all placements can be tried."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ def fits(placed: tuple[int, ...], sizes: list[float], room: list[float]) -> bool
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_verdict_is_that_of_trying_everything(seed: int) -> None:
+def test_the_result_agrees_with_an_exhaustive_search(seed: int) -> None:
     draw = random.Random(seed)
     verdicts = set()
     for _ in range(60):
@@ -33,8 +33,8 @@ def test_the_verdict_is_that_of_trying_everything(seed: int) -> None:
     assert verdicts == {True, False}
 
 
-def test_a_choice_is_undone_where_it_ends_nowhere() -> None:
-    # The two largest fit together, and then the last one nowhere.
+def test_the_search_backtracks() -> None:
+    # If the two largest are placed together, the last one does not fit.
     sizes, room = [4.0, 4.0, 3.0, 3.0, 3.0, 3.0], [10.0, 10.0]
     found, _ = pack(sizes, room)
     assert found is not None
@@ -42,7 +42,7 @@ def test_a_choice_is_undone_where_it_ends_nowhere() -> None:
 
 
 def test_it_gives_up_in_time() -> None:
-    # Odd capacities, even sizes: nothing fits, and that takes long to see.
+    # Odd capacities and even sizes: nothing fits, but proving it takes long.
     sizes = [float(2 * (20 + index % 17)) for index in range(60)]
     assert pack(sizes, [sum(sizes) / 6 + (1 if index else -5) for index in range(6)]) == (
         None,

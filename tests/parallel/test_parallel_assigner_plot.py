@@ -20,7 +20,7 @@ def assigner(**settings: object) -> ModelAssigner:
     )
 
 
-def test_it_says_who_sits_where_and_what_crosses(tmp_path: Path) -> None:
+def test_the_plot_shows_placements_and_crossing_connections(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = assigner().plot(tmp_path / "placement.png")
     assert (tmp_path / "placement.png").read_bytes().startswith(b"\x89PNG")
@@ -28,8 +28,8 @@ def test_it_says_who_sits_where_and_what_crosses(tmp_path: Path) -> None:
     models = [label.get_text() for label in axes.get_yticklabels()]
     assert models == ["actor · 10 MiB", "critic · 20 MiB", "a_name_that_i… · 80 MiB"]
     (devices,) = axes.child_axes
-    told = {tick.label2.get_text(): tick.get_loc() for tick in devices.yaxis.get_major_ticks()}
-    assert told == {"cuda:0: 30 MiB of 30 MiB": 0.5, "cpu: 80 MiB of 100 MiB": 2.0}
+    labels = {tick.label2.get_text(): tick.get_loc() for tick in devices.yaxis.get_major_ticks()}
+    assert labels == {"cuda:0: 30 MiB of 30 MiB": 0.5, "cpu: 80 MiB of 100 MiB": 2.0}
     frames = [(frame.get_xy(), frame.get_width()) for frame in axes.patches]
     assert frames == [((-0.5, -0.5), 2), ((1.5, 1.5), 1)]
     assert axes.get_title() == "placement: <1% of all connections cross (red)"

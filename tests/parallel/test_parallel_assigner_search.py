@@ -1,4 +1,4 @@
-"""The search finds the best placements, and those that fit, where few do."""
+"""The search finds the best placements, also if only few fit."""
 
 import random
 from typing import Any
@@ -61,7 +61,7 @@ def test_random_cases_against_every_placement(
     exhaustive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exhaustive:
-        # What larger cases are given, where the best is known.
+        # Use the search for larger cases on small ones, whose best placement is known.
         monkeypatch.setattr(_placement_search, "EXHAUSTIVE_PLACEMENTS", 0)
     right = possible = impossible = 0
     while possible < CASES:
@@ -73,7 +73,7 @@ def test_random_cases_against_every_placement(
                 ModelAssigner(**case)
             continue
         possible += 1
-        # It raises where it finds nothing that fits; here there is something.
+        # It must not raise, because some placement fits.
         found = ModelAssigner(**case).costs["total"]
         assert found > float(costs.min()) * (1 - 1e-9)
         right += found <= float(costs.min()) * (1 + 1e-9 if exhaustive else 1.05)
@@ -82,9 +82,9 @@ def test_random_cases_against_every_placement(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_fits_by_one_way_alone_is_found(seed: int) -> None:
+def test_the_only_placement_that_fits_is_found(seed: int) -> None:
     draw = random.Random(seed)
-    # Eight devices that are cut into five models each, nothing left over.
+    # Five models fill each of eight devices exactly.
     sizes, free = [], {}
     for index in range(8):
         parts = [float(draw.randint(3, 60)) for _ in range(5)]

@@ -33,7 +33,7 @@ def test_every_dtype_has_its_bytes(dtype: torch.dtype, size: int) -> None:
     assert ModelSizeEstimator(model).estimate_size() == 50 * size / MIB
 
 
-def test_shared_once_and_views_as_what_they_show() -> None:
+def test_shared_tensors_count_once_and_views_by_their_own_size() -> None:
     layer = nn.Linear(64, 64, bias=False)
     layer.register_buffer("row", torch.zeros(100, 4)[0])
     assert ModelSizeEstimator(nn.Sequential(layer, layer), 1).estimate_size() == 4100 * 4 / MIB
@@ -44,7 +44,7 @@ def test_shared_once_and_views_as_what_they_show() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-def test_sparse_tensors_count_what_they_hold() -> None:
+def test_sparse_tensors_count_indices_and_values() -> None:
     model = nn.Module()
     model.register_buffer("near", torch.eye(100).to_sparse())
     model.register_buffer("far", torch.eye(100).to_sparse_csr())
@@ -70,7 +70,7 @@ def test_optimizer_state(kind: str) -> None:
     assert ModelSizeEstimator(nn.ReLU(), optimizer=torch.optim.Adam).estimate_size() == 0
 
 
-def test_optimizers_whose_state_cannot_be_known() -> None:
+def test_optimizers_with_unknown_state() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     fresh, foreign = torch.optim.Adam(model.parameters()), torch.optim.SGD(other.parameters())
     with pytest.raises(ValueError, match="Adam has not stepped.*torch.optim.Adam"):
@@ -101,7 +101,7 @@ ATTENTION = 5 * (2 * 3 * 8 * (3 * 8 + 8 + 2 * 16) + 2 * 2 * 2 * 3 * 3 * 4)
         (nn.Linear(8, 4), {"input": torch.zeros(3, 8)}, 2 * 3 * 8 * 4),
         (nn.Conv2d(2, 4, 3), (torch.zeros(1, 2, 6, 6),), 2 * 4 * 4 * 4 * 2 * 9),
         (nn.ReLU(), torch.zeros(3), 0),
-        # torch's own counter has 0 for these two on the CPU.
+        # torch's own counter returns 0 for these two on the CPU.
         (nn.LSTM(8, 16, 2), STEPS, 2 * 15 * (8 + 16 + 16 + 16) * 4 * 16),
         (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), STEPS, ATTENTION),
         (nn.GRU(8, 16), STEPS, 2 * 15 * (8 + 16) * 3 * 16),
@@ -141,7 +141,7 @@ def test_counting_leaves_no_trace() -> None:
     assert model.inner[0].weight.grad is None
 
 
-def test_a_forward_that_fails_says_with_what() -> None:
+def test_a_failing_forward_names_its_inputs() -> None:
     inputs = (torch.zeros(3, 8), 4)
     with pytest.raises(RuntimeError) as caught:
         ModelComplexityEstimator(nn.Bilinear(8, 8, 2), inputs).estimate_complexity()

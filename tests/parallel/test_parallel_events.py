@@ -1,4 +1,4 @@
-"""Events of events: any, all, nested; waiting as for plain events."""
+"""Any-of and all-of events, nested; waiting as for plain events."""
 
 import gc
 import signal
@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from stepwrap.parallel import AndEvent, OrEvent
 
-# Nothing here takes long: this only tells a hang.
+# Nothing here takes long; a longer wait is a hang.
 LONG_S = 60.0
 
 
 class Waiter:
-    """A thread that waits for an event."""
-
     def __init__(self, event: Any, timeout: float | None = LONG_S) -> None:
         self.results: list[bool] = []
         self._thread = threading.Thread(
@@ -53,7 +51,7 @@ def test_any_and_all() -> None:
     assert (either.is_set(), both.is_set()) == (True, False)
 
 
-def test_set_and_clear_of_the_whole_do_nothing() -> None:
+def test_set_and_clear_of_compounds_do_nothing() -> None:
     a = threading.Event()
     event = OrEvent(a)
     event.set()
@@ -65,13 +63,13 @@ def test_set_and_clear_of_the_whole_do_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", [OrEvent, AndEvent])
-def test_other_types_are_told(kind: Callable[..., Any]) -> None:
+def test_other_types_are_refused(kind: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=f"{kind.__name__}.*got Condition"):  # type: ignore[attr-defined]
         kind(threading.Event(), threading.Condition())
 
 
 @pytest.mark.parametrize("timeout", [None, LONG_S, 0, -1])
-def test_wait_returns_at_once_where_the_event_is_set(timeout: float | None) -> None:
+def test_wait_returns_at_once_if_the_event_is_set(timeout: float | None) -> None:
     a = threading.Event()
     a.set()
     assert Waiter(OrEvent(a, threading.Event()), timeout).result() is True
@@ -112,7 +110,7 @@ def test_nested_events() -> None:
 
 
 class _Asked(threading.Event):
-    """Tells how often it was asked."""
+    """An event that counts calls of `is_set`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,11 +121,11 @@ class _Asked(threading.Event):
         return super().is_set()
 
 
-def test_a_moment_is_enough_for_those_who_wait() -> None:
+def test_a_short_set_wakes_waiting_threads() -> None:
     a, b = threading.Event(), _Asked()
     a.set()
     waiter = Waiter(AndEvent(OrEvent(b), a))
-    # Once before it is there to be told, once more after that.
+    # The waiter checks once before it registers and once afterwards.
     for _ in range(2):
         assert b.asked.acquire(timeout=LONG_S)
     b.set()
@@ -135,7 +133,7 @@ def test_a_moment_is_enough_for_those_who_wait() -> None:
     assert waiter.result() is True
 
 
-def test_a_setter_taken_before_the_whole_was_made_is_heard() -> None:
+def test_a_set_method_taken_before_the_compound_was_made_works() -> None:
     a = threading.Event()
     take_notice = a.set
     on_its_own = Waiter(a)
@@ -147,7 +145,7 @@ def test_a_setter_taken_before_the_whole_was_made_is_heard() -> None:
     assert on_its_own.result() is True
 
 
-def test_a_signal_handler_may_set_what_its_thread_waits_for() -> None:
+def test_a_signal_handler_may_set_the_event_of_its_own_thread() -> None:
     a = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda *_: a.set())
     try:
@@ -160,7 +158,7 @@ def test_a_signal_handler_may_set_what_its_thread_waits_for() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_members_keep_no_whole_alive() -> None:
+def test_members_do_not_keep_compounds_alive() -> None:
     a = threading.Event()
     event = OrEvent(AndEvent(a), a)
     assert event.wait(0.01) is False
@@ -174,7 +172,7 @@ def test_members_keep_no_whole_alive() -> None:
 
 
 def test_no_thread_is_forgotten_under_load() -> None:
-    """Many threads wait for many events while others set and clear their members in turn."""
+    """Many threads wait for events while others set and clear the members in turn."""
     rounds = 150
     a, b, c = leaves(3)
     event = AndEvent(OrEvent(a, b), c)

@@ -1,4 +1,4 @@
-"""The page on pools and queues: its programs run and print what it says."""
+"""The page on pools and queues: its programs run and print the shown output."""
 
 import re
 from pathlib import Path

@@ -91,7 +91,7 @@ def test_functions_of_any_kind(recurse: bool) -> None:
     assert loads(dumps(lambda: local(2), recurse))() == 16
     assert loads(dumps(Local, recurse))().value == 13
     assert loads(dumps(os.path.join, recurse)) is os.path.join
-    # Of an importable function the name is enough.
+    # An importable function is pickled by name.
     assert loads(dumps(test_small_data_is_a_plain_pickle)) is test_small_data_is_a_plain_pickle
 
 
@@ -127,7 +127,7 @@ def test_pickling_within_pickling() -> None:
 
 
 def test_a_function_defined_twice_takes_its_own_globals() -> None:
-    # Picklers are used again; nothing of an earlier message may stay in them.
+    # Picklers are reused and must not keep anything of an earlier message.
     for number in range(50):
         names: dict[str, Any] = {"__name__": f"made_{number}"}
         exec("def function():\n    return 1", names)

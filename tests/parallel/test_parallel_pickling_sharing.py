@@ -1,4 +1,4 @@
-"""Tensors by reference: one memory, whoever loads it and how often."""
+"""Tensors by reference share memory, in any process and if loaded several times."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_twice_in_one_message_and_in_two(sent: Sent) -> None:
 
 
 def test_both_ways_may_be_mixed() -> None:
-    # What is shared by descriptor stays so, what has a file's name too.
+    # Tensors keep the way in which they were first shared, by descriptor or by file name.
     first, second = torch.zeros(4), torch.zeros(4)
     by_bytes, by_wire = _by_bytes(first), _by_wire(second)
     for tensor, sent in ((first, _by_wire), (second, _by_bytes)):
@@ -101,11 +101,11 @@ def test_the_strategy_that_the_user_has_chosen() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_comes_back_is_the_same_memory(method: str) -> None:
+def test_returned_tensors_are_the_same_memory(method: str) -> None:
     context = multiprocessing.get_context(method)
     given_to: Any = SimpleQueue()
     back: Any = SimpleQueue()
-    # Shared before the start as well, so that a forked process knows it already.
+    # Shared before the start, so that a forked process knows it already.
     known = torch.zeros(5).share_memory_()
     _by_wire(known)
     process = started(context, add_one, given_to, back)
@@ -147,7 +147,7 @@ def test_tied_weights(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", *slow("spawn")])
 def test_bytes_outlive_the_process_that_wrote_them(method: str, tmp_path: Path) -> None:
-    # By reference as long as a process has the memory: here the parent, which shared it first.
+    # A reference is valid while a process has the memory: here the parent, which shared it first.
     tensor = torch.arange(1000.0).share_memory_()
     paths = [str(tmp_path / name) for name in ("shared", "copied")]
     process = started(multiprocessing.get_context(method), dump_to, tensor, *paths)
@@ -160,7 +160,7 @@ def test_bytes_outlive_the_process_that_wrote_them(method: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["fork", *slow("spawn")])
-def test_bytes_are_loaded_elsewhere(method: str, tmp_path: Path) -> None:
+def test_bytes_are_loaded_in_another_process(method: str, tmp_path: Path) -> None:
     named, described = torch.zeros(3), torch.zeros(2, 2).share_memory_()
     path = tmp_path / "tensors"
     path.write_bytes(dumps([named, named[1:], described], copy_tensor=False))
@@ -173,7 +173,7 @@ def test_bytes_are_loaded_elsewhere(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by_descriptor", [True, False])
-def test_bytes_whose_memory_is_gone(by_descriptor: bool) -> None:
+def test_bytes_of_freed_memory(by_descriptor: bool) -> None:
     tensor = torch.zeros(3)
     if by_descriptor:
         tensor.share_memory_()

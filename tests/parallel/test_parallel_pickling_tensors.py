@@ -1,4 +1,4 @@
-"""Tensors as bytes, by copy: every layout, only what is viewed, aliases stay aliases."""
+"""Tensors copied as bytes: all layouts, only the viewed part; aliases stay aliases."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ Sent = Callable[[Any], Any]
 
 
 class Tagged(torch.Tensor):
-    """A subclass with an attribute."""
-
     tag: str
 
 
@@ -57,11 +55,11 @@ def test_views_of_shared_storages_arrive_as_such(sent: Sent, data: st.DataObject
         assert (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
     for number in range(len(family)):
         touch(arrived["family"][number], number)
-    # The sender has tensors of its own.
+    # The sender's tensors are unchanged.
     assert all(torch.equal(numbers(one), was) for one, was in zip(family, before, strict=True))
     for number in range(len(family)):
         touch(family[number], number)
-    # Whatever overlapped did so after the journey: the same writes had the same effect.
+    # The same tensors overlap: equal writes had equal effects.
     for one, other in zip(family, arrived["family"], strict=True):
         assert torch.equal(numbers(one), numbers(other))
 
@@ -108,7 +106,7 @@ def test_strides_are_kept(sent: Sent) -> None:
     arrived = sent(images)
     assert arrived.stride() == images.stride()
     assert arrived.is_contiguous(memory_format=torch.channels_last)
-    # Windows that overlap themselves.
+    # The windows overlap.
     windows = torch.arange(10.0).unfold(0, 4, 2)
     arrived = sent(windows)
     assert arrived.stride() == windows.stride()
@@ -131,7 +129,7 @@ def test_sparse(sent: Sent, layout: str, requires_grad: bool) -> None:
 
 
 def test_sparse_tensors_are_not_kept_after_loading() -> None:
-    # torch's own rebuilding puts each into a list that only torch.load empties.
+    # torch's own rebuild function adds each to a list that only torch.load clears.
     arrived = weakref.ref(_by_bytes(torch.eye(3).to_sparse()))
     assert arrived() is None
 
@@ -233,7 +231,7 @@ def test_tied_weights(sent: Sent) -> None:
 
 
 @BOTH
-def test_what_arrives_can_be_used(sent: Sent) -> None:
+def test_received_tensors_can_be_used(sent: Sent) -> None:
     arrived = sent([torch.zeros(5), torch.zeros(100_000)])
     for tensor in arrived:
         tensor.add_(1)

@@ -1,4 +1,4 @@
-"""The calls of pools: values, order, laziness, callbacks, what travels and how often."""
+"""The calls of pools: values, order, laziness, callbacks, and how often functions are sent."""
 
 import functools
 import queue
@@ -41,7 +41,6 @@ def processes():
 
 
 def run_all(targets):
-    """Run functions in threads, and wait for them."""
     threads = [threading.Thread(target=one) for one in targets]
     for thread in threads:
         thread.start()
@@ -92,7 +91,7 @@ def test_chunksize_below_one(pool, chunksize):
 
 
 def test_error_of_a_map(pool):
-    """The rest comes through; the error is that of the task."""
+    """The other results arrive; the task's own error is raised."""
     with pytest.raises(ValueError, match="bad 5"):
         pool.starmap(work.fail_at, [(n, 5) for n in range(10)], 1)
     iterator = pool.imap(work.fail_3, range(6))
@@ -136,7 +135,7 @@ def test_callbacks(pool):
 
 
 def test_input_is_read_as_results_are_taken(pool):
-    """In the thread that takes them, and not further ahead than asked for."""
+    """It is read in the thread that takes the results, and only as far ahead as requested."""
     read = []
 
     def numbers():
@@ -159,7 +158,7 @@ def test_two_consumers(pool):
 
 
 def test_many_callers(pool):
-    """Calls from many threads keep apart."""
+    """Calls from many threads do not mix."""
     wrong = []
 
     def call(base):
@@ -194,7 +193,7 @@ def test_functions_of_any_kind(processes):
 
 
 def test_function_travels_once(processes):
-    """It is made once per worker and call, not with each task."""
+    """It is unpickled once per worker and call, not with each task."""
     counted = work.Counted()
     assert set(processes.map(counted, range(400), 1)) == {1}
     assert set(processes.map(counted, range(400), 1)) <= {1, 2}
@@ -232,7 +231,7 @@ def test_tensors_by_reference(method):
 
 
 def counted(name):
-    """Return a method that notes its name, then calls the method of the base class."""
+    """Return a method that records its name, then calls the method of the base class."""
 
     def method(self):
         self.steps.append(name)
@@ -242,7 +241,7 @@ def counted(name):
 
 
 class Counting:
-    """Records the calls of the methods that a subclass may override."""
+    """Record the calls of the methods that a subclass may override."""
 
     def __init__(self, *args, **more):
         self.tasks, self.results, self.steps = [], [], []
@@ -264,18 +263,16 @@ class Counting:
 
 
 class QueuePool(Counting, BasePool):
-    """A pool with queues of its own."""
-
     def setup_queues(self):
         return SimpleQueue(ctx=self._ctx), SimpleQueue(ctx=self._ctx)
 
 
 class CountingPool(Counting, Pool):
-    """The same on a pool of the other kind."""
+    """The same for the other kind of pool."""
 
 
 @pytest.mark.parametrize("kind", [QueuePool, CountingPool])
-def test_everything_passes_the_methods(kind):
+def test_tasks_and_results_pass_the_pools_methods(kind):
     with kind(2) as pool:
         assert pool.apply(work.add, (1,), {"second": 2}) == 3
         assert pool.tasks == [(0, 0, work.add, (1,), {"second": 2})]
@@ -287,7 +284,7 @@ def test_everything_passes_the_methods(kind):
         ]
 
 
-def test_repopulating_is_the_pools(tmp_path):
+def test_repopulating_calls_the_pools_methods(tmp_path):
     with CountingPool(1, maxtasksperchild=1, start_method="fork") as pool:
         assert pool.map(work.square, range(3), 1) == [0, 1, 4]
         wait_until(lambda: pool.steps.count("repopulate_pool") >= 3)
@@ -295,7 +292,7 @@ def test_repopulating_is_the_pools(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [QueuePool, CountingPool])
-def test_the_end_is_the_pools(kind):
+def test_the_end_calls_the_pools_methods(kind):
     with kind(1) as pool:
         assert pool.apply(work.square, (3,)) == 9
     assert pool.steps[-2:] == ["terminate_workers", "join_workers"]
@@ -308,13 +305,13 @@ def test_the_end_is_the_pools(kind):
 
 
 def test_recursive():
-    """The globals that a local function refers to go with it, whatever else its module has."""
+    """Only the globals that a local function refers to are sent with it."""
     with Pool(1, is_recursive=True) as pool:
         assert pool.apply(lambda: work.square(threading.get_ident() * 0 + 4)) == 16
 
 
 def test_worker_of_a_base_pool_dies():
-    """The task that it had is lost, and nothing else."""
+    """Only its current task is lost."""
     with BasePool(2) as pool:
         with pytest.raises(WorkerDiedError, match="SIGKILL"):
             pool.apply_async(work.kill_self).get(20)
@@ -322,7 +319,7 @@ def test_worker_of_a_base_pool_dies():
 
 
 def test_worker_of_a_pool_with_its_own_queues_dies():
-    """Which task it had is not known: the pool says that it is broken."""
+    """Its task is unknown, so the pool reports that it is broken."""
     pool = QueuePool(2)
     with pytest.raises(BrokenPoolError, match="SIGKILL"):
         pool.apply_async(work.kill_self).get(20)
@@ -357,6 +354,6 @@ def test_no_contexts():
 
 
 def test_function_of_a_call_that_pauses(processes):
-    """An iterator that is read slowly has no task under way at times; then it goes on."""
+    """An iterator that is read slowly sometimes has no running task, and then continues."""
     counted = processes.imap(work.Counted(), range(30), lookahead=1)
     assert max(counted) <= 3

@@ -1,4 +1,4 @@
-"""Calls that are not made whole, or whose input is slow: nothing waits for them."""
+"""Calls that are interrupted or have slow input do not block other calls."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ def pool(request):
 
 
 def test_arguments_that_are_none(pool):
-    """The mistake is the caller's, and no call remains that `join` would wait for."""
+    """The caller gets the error, and `join` does not wait for the call."""
     with pytest.raises(TypeError, match="not iterable"):
         pool.apply_async(work.square, 5)
     with pytest.raises((TypeError, ValueError)):
@@ -30,7 +30,7 @@ def test_arguments_that_are_none(pool):
 
 
 class Interrupted(Pool):
-    """Its third task meets Ctrl-C."""
+    """A pool in which sending the third task raises KeyboardInterrupt."""
 
     puts = 0
 
@@ -52,7 +52,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_interrupted_while_tasks_are_handed_over(call):
-    """Nobody has the result, so nothing waits for the tasks that were not."""
+    """The caller has no result, so nothing waits for the tasks that were not sent."""
     with Interrupted(1, start_method="fork") as pool:
         with pytest.raises(KeyboardInterrupt):
             CALLS[call](pool)
@@ -62,13 +62,13 @@ def test_interrupted_while_tasks_are_handed_over(call):
 
 
 def test_interrupted_in_the_input(pool):
-    """It comes when it is read, and what was read before can still be taken."""
+    """The error is raised when it is read; earlier results can still be taken."""
 
     def numbers():
         yield from range(3)
         raise KeyboardInterrupt
 
-    # Perhaps not by `imap` itself: where reading takes its time, results come first.
+    # `imap` itself may return first, because results can come before the next input is read.
     with pytest.raises(KeyboardInterrupt):
         list(pool.imap(work.square, numbers()))
     iterator = pool.imap(work.square, numbers(), lookahead=2)
@@ -122,7 +122,7 @@ def test_slow_input_does_not_hold_up_a_time_out(method):
 
 @pytest.mark.parametrize("method", ["imap", "imap_unordered"])
 def test_stop_iteration_of_a_task_does_not_end_the_results(pool, method):
-    """It would do so silently."""
+    """Otherwise the rest would be lost silently."""
     iterator = getattr(pool, method)(work.exhausted_at_3, [3, 3])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="raised StopIteration") as caught:

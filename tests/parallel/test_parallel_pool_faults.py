@@ -1,4 +1,4 @@
-"""Every fault of a task or a worker: who fails, what it says, and that the pool goes on."""
+"""Faults of tasks and workers: the call that fails, its error, and that the pool still works."""
 
 import os
 import resource
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def make(processes=2, **more):
-    # The way of starting is another matter, and forking is quick.
+    # Forking is quick, and these tests do not depend on the start method.
     return Pool(processes, start_method="fork", **more)
 
 
@@ -45,7 +45,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_death_loses_one_task(pool, death):
-    """Others of the same moment come through, and the pool has all its workers again."""
+    """Other tasks of the same time succeed, and the pool replaces the worker."""
     func, words = DEATHS[death]
     before = [pool.apply_async(work.nap_and_square, (n,)) for n in range(6)]
     lost = pool.apply_async(func)
@@ -62,7 +62,7 @@ def test_death_loses_one_task(pool, death):
 
 @pytest.mark.parametrize("death", DEATHS)
 def test_death_in_a_map(pool, death):
-    """Of many short tasks that travel together, only the one that dies is lost."""
+    """Of many short tasks that are sent together only the one that dies is lost."""
     func, words = DEATHS[death]
     pool.map(work.square, range(500), 1)
     results = []
@@ -82,7 +82,7 @@ def test_chunk_is_lost_as_a_whole(pool):
 
 
 def test_killed_while_idle(pool):
-    """Whichever is killed, what it held of the pool is its own."""
+    """A killed worker holds no lock or pipe that others need."""
     for _ in range(3):
         pids = {pool.apply(work.pid) for _ in range(20)}
         os.kill(pids.pop(), signal.SIGKILL)
@@ -127,7 +127,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_error_of_a_task(pool, case):
-    """The error has its own type, but ends nothing here; the same worker takes the next task."""
+    """The error keeps its type, and the same worker takes the next task."""
     func, args, kind, words = ERRORS[case]
     wait_until(lambda: pool.size() == 2)
     workers = children()
@@ -150,8 +150,8 @@ def test_task_that_cannot_be_unpickled_counts_for_maxtasksperchild(tasks):
         assert pool.apply_async(work.pid).get(20) != first.get(20)
 
 
-def test_result_for_whose_memory_the_caller_has_no_descriptor(pool):
-    """The error is a plain one, and the pool goes on."""
+def test_result_that_needs_more_descriptors_than_the_caller_has(pool):
+    """The call raises, and the pool still works."""
     assert len(pool.apply(bytes, (50_000,))) == 50_000
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
@@ -221,7 +221,7 @@ class Impatient(Pool):
     ("kind", "death"), [(Impatient, "killed"), (Pool, "segfault"), (Pool, "exit")]
 )
 def test_initializer_ends_the_process(kind, death):
-    """One that leaves or crashes breaks the pool at the third time, one that is killed later."""
+    """Three exits or crashes break the pool; kills are tolerated longer."""
     func, words = DEATHS[death]
     pool = kind(2, func, (1,) if death == "exit" else (), start_method="fork")
     with pytest.raises(BrokenPoolError, match=rf"no worker became ready, and \d+ ended; .*{words}"):
@@ -232,10 +232,10 @@ def test_initializer_ends_the_process(kind, death):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_are_killed_from_outside_while_they_start(method, tmp_path):
-    """However often: nothing is lost once they can start."""
+    """No task is lost once they can start, however often they were killed."""
     folder, killed = tmp_path / "starting", set()
     folder.mkdir()
-    begin = (work.begin_when_told, (folder, tmp_path / "go"))
+    begin = (work.wait_to_begin, (folder, tmp_path / "go"))
     with Pool(2, *begin, retries=1, start_method=method) as pool:
         calls = [pool.apply_async(work.square, (n,)) for n in range(20)]
         while len(killed) < 7:
@@ -249,7 +249,7 @@ def test_workers_are_killed_from_outside_while_they_start(method, tmp_path):
 
 
 def test_callback_raises(pool, caplog):
-    """It is logged; results come all the same."""
+    """The error is logged, and results still arrive."""
 
     def callback(_):
         raise RuntimeError("callback")
@@ -283,7 +283,7 @@ def test_task_timeout_in_a_pool_that_has_been_idle():
 
 
 def test_large_tasks_for_workers_that_have_just_been_killed(pool):
-    """They go to others, as small ones do."""
+    """Other workers get the tasks, like small ones."""
     data = b"x" * 50_000
     for _ in range(5):
         pids = {pool.apply(work.pid) for _ in range(4)}
@@ -294,7 +294,7 @@ def test_large_tasks_for_workers_that_have_just_been_killed(pool):
 
 
 def test_short_tasks_do_not_wait_behind_a_long_one(pool):
-    """Tasks that were sent ahead are taken back when another worker has nothing to do."""
+    """Tasks that were sent ahead are moved to idle workers."""
     pool.map(work.square, range(2000), 1)
     naps = [pool.apply_async(work.square, (n,)) for n in range(40)]
     long = pool.apply_async(work.nap, (60,))
@@ -304,7 +304,7 @@ def test_short_tasks_do_not_wait_behind_a_long_one(pool):
 
 
 def test_tasks_that_wait_for_each_other(pool, tmp_path):
-    """They run at the same time wherever there are workers for both, whatever was before."""
+    """They run at the same time if there are workers for both, whatever ran before."""
     pool.map(work.square, range(2000), 1)
     for attempt in range(5):
         first, second = str(tmp_path / f"a{attempt}"), str(tmp_path / f"b{attempt}")
@@ -318,7 +318,7 @@ def test_tasks_that_wait_for_each_other(pool, tmp_path):
 
 
 def test_many_deaths_at_once(pool):
-    """Half of the tasks die; each of the others has its value."""
+    """Half of the tasks die; all others return their values."""
     start = time.monotonic()
     calls = [pool.apply_async(work.kill_self if n % 2 else work.square, (n,)) for n in range(12)]
     for n, call in enumerate(calls):

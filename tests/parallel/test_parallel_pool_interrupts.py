@@ -1,4 +1,4 @@
-"""Ctrl-C in a call that waits: it is raised there, and the pool goes on, or ends when told to."""
+"""Ctrl-C in a waiting call raises there; afterwards the pool works and can be ended."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 @contextlib.contextmanager
 def interrupted_when(condition):
-    """Check that Ctrl-C ends the block; it is pressed once something is the case."""
+    """Press Ctrl-C once a condition holds, and check that the block raises."""
     has_come = threading.Event()
 
     def raise_once(*_):
@@ -33,7 +33,7 @@ def interrupted_when(condition):
 
     def press():
         wait_until(condition)
-        # Again: Python does not notice a signal that comes just before it begins to wait.
+        # Repeat it, because Python misses a signal that comes just before a wait.
         while not has_come.wait(0.1):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -54,7 +54,7 @@ def is_joining():
 
 
 def interrupted(call, pool, folder):
-    """Interrupt a call whose task runs; return the file for which the task waits."""
+    """Interrupt a call while its task runs; return the file for which the task waits."""
     begun, go = folder / "begun", folder / "go"
     with interrupted_when(begun.exists):
         CALLS[call](pool, str(begun), str(go))
@@ -64,7 +64,7 @@ def interrupted(call, pool, folder):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_while_waiting(kind, call, tmp_path):
-    """Other calls lose nothing, new ones come through, and the pool can be closed and joined."""
+    """Other calls and new calls succeed, and the pool can be closed and joined."""
     with nothing_left():
         pool = KINDS[kind]()
         other = pool.map_async(work.square, range(50), 1)
@@ -77,7 +77,7 @@ def test_interrupted_while_waiting(kind, call, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_interrupted_in_join_then_terminated(kind, tmp_path):
-    """What has not come fails, and `join` waits for the workers as if nothing had been."""
+    """Outstanding calls fail, and `join` waits for the workers as usual."""
     begun, go = tmp_path / "begun", tmp_path / "go"
     with nothing_left():
         pool = KINDS[kind]()
@@ -97,7 +97,7 @@ def test_interrupted_in_join_then_terminated(kind, tmp_path):
 
 
 def test_interrupted_with_block_leaves_nothing(tmp_path):
-    """The exception goes on, and the workers end."""
+    """The exception propagates, and the workers end."""
     with nothing_left(), KINDS["Pool"]() as pool:
         interrupted("apply", pool, tmp_path)
     with pytest.raises(ValueError, match="Pool not running"):

@@ -1,4 +1,4 @@
-"""How pools begin and end: by close, terminate, collection, death of the parent; what is left."""
+"""Start and end of pools: close, terminate, garbage collection, death of the parent; leaks."""
 
 import gc
 import os
@@ -33,8 +33,8 @@ def make(request):
     return KINDS[request.param]
 
 
-def test_close_ends_what_was_taken(make):
-    """Also what is only queued, and what an iterator has not read yet."""
+def test_close_finishes_accepted_tasks(make):
+    """Tasks that are queued or not yet read from an iterator still run."""
     with nothing_left():
         pool = make()
         calls = [pool.apply_async(work.nap_and_square, (n,)) for n in range(10)]
@@ -50,7 +50,7 @@ def test_close_ends_what_was_taken(make):
         del pool
 
 
-def test_terminate_fails_what_is_outstanding(make):
+def test_terminate_fails_outstanding_calls(make):
     with nothing_left():
         pool = make()
         running = [pool.apply_async(work.nap, (2.0,)) for _ in range(2)]
@@ -97,7 +97,7 @@ def test_unclosed_pool_is_collected(make):
         assert pool.map(work.square, range(5)) == [0, 1, 4, 9, 16]
         iterator = pool.imap(work.square, iter(range(1000)), lookahead=3)
         assert next(iterator) == 0
-        # What the iterator has read ahead is under way.
+        # The items that were read ahead are running.
         assert next(iterator) == 1
         ref = weakref.ref(pool)
         del pool, iterator
@@ -105,7 +105,7 @@ def test_unclosed_pool_is_collected(make):
 
 
 def test_results_keep_their_pool(make):
-    """Nobody else does here."""
+    """Nothing else refers to the pool here."""
     with nothing_left():
         call = make().apply_async(work.nap, (0.2,))
         gc.collect()
@@ -196,7 +196,7 @@ def test_maxtasksperchild_of_threads():
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_start_methods(method):
-    """The whole life of a pool, a death included, whichever way its workers are started."""
+    """The whole life of a pool, including a death, for each start method."""
     offset = 5
     pool = Pool(2, work.initialize, (1, lambda n: n), start_method=method)
     assert len(pool.apply(work.get_initialized)) == 2
@@ -225,7 +225,7 @@ def run(text):
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_workers_end_with_a_killed_parent(method):
-    """Busy ones too."""
+    """Busy workers, too."""
     program = run(f"""
         import pool_work as work, time
         from stepwrap.parallel import Pool
@@ -247,7 +247,7 @@ def test_workers_end_with_a_killed_parent(method):
 
 @pytest.mark.parametrize("is_daemon", [True, False])
 def test_program_ends_with_an_open_pool(is_daemon):
-    """Whatever its workers are doing."""
+    """It ends whatever its workers are doing."""
     program = run(f"""
         import pool_work as work
         from stepwrap.parallel import Pool, ThreadPool
@@ -271,7 +271,7 @@ def test_missing_guard(tmp_path):
 
 
 def test_pool_in_a_forked_process():
-    """A copy of the pool says so and does not hang; the pool itself is not harmed."""
+    """A copy of the pool raises instead of hanging; the pool itself still works."""
     with Pool(1, start_method="fork") as pool:
         assert pool.apply(work.square, (2,)) == 4
         child = os.fork()
@@ -323,5 +323,5 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_large_operations_after_the_parents_threads_have_run(tmp_path):
-    """By default and where fork is asked for; with lambdas and closures."""
+    """By default and with fork; with lambdas and closures."""
     assert run_script(AFTER_OPENMP, tmp_path).split() == ["begun"] * 4

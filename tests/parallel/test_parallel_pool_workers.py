@@ -1,4 +1,4 @@
-"""What pools and workers keep of each other: functions, descriptors, children of tasks."""
+"""Resources that workers keep: functions, descriptors, children of tasks."""
 
 import contextlib
 import os
@@ -21,17 +21,17 @@ def make(processes):
     return Pool(processes, start_method="fork")
 
 
-@pytest.mark.parametrize("then", ["close", "go on"])
+@pytest.mark.parametrize("then", ["close", "map"])
 def test_many_functions_in_turn(then):
-    """There is always room to send it tasks, and to stop it."""
+    """The pipe always has room to send tasks and to stop the worker."""
     with make(1) as pool:
         iterators = [pool.imap(lambda n: n, iter(range(2)), lookahead=1) for _ in range(100)]
         assert [next(one) for one in iterators] == [0] * 100
         assert [next(one) for one in iterators] == [1] * 100
-        # The worker has answered, and does not read yet.
+        # The worker has answered, but does not read yet.
         assert pool.apply(type, (work.SlowlyFreed(),)) is work.SlowlyFreed
         assert [next(one, None) for one in iterators] == [None] * 100
-        if then == "go on":
+        if then == "map":
             assert pool.map(work.square, range(200), 1) == [n * n for n in range(200)]
         pool.close()
         pool.join(20)
@@ -39,7 +39,7 @@ def test_many_functions_in_turn(then):
 
 @pytest.mark.parametrize("lookahead", [1, 3])
 def test_functions_of_maps_in_turn_are_pickled_and_made_once(lookahead):
-    """A call in between changes nothing; a worker drops them after the maps."""
+    """Also with a call in between; a worker frees them after the maps."""
     functions = [work.CountedFunction() for _ in range(3)]
     with make(1) as pool:
         iterators = [pool.imap(one, iter(range(20)), lookahead=lookahead) for one in functions]
@@ -72,7 +72,7 @@ def test_forked_workers_have_nothing_of_workers_before_them_open():
 
 
 def test_tensors_by_file_name_in_the_function_of_a_map():
-    """torch counts each pickle of such a tensor, and removes its file after as many receivers."""
+    """torch counts the pickles of such a tensor, and removes its file after as many receivers."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -98,7 +98,7 @@ def test_unordered_results_arrive_while_input_is_read():
         sys.setswitchinterval(interval)
 
 
-def test_child_of_a_task_is_no_worker():
+def test_child_of_a_task_is_not_taken_for_a_worker():
     with make(2) as pool:
         assert pool.map(work.fork_and_come_out, range(20), 1) == list(range(20))
         assert pool.map(work.square, range(50), 1) == [n * n for n in range(50)]
@@ -112,7 +112,7 @@ def reap(*_):
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, reap])
 def test_children_that_others_wait_for(handler):
-    """Exit codes are lost so, and nothing else."""
+    """Only their exit codes are lost."""
     before = signal.signal(signal.SIGCHLD, handler)
     try:
         with nothing_left():

@@ -1,4 +1,4 @@
-"""Processes and threads that tell what went wrong in them."""
+"""Processes and threads that report their exceptions."""
 
 import functools
 import gc
@@ -20,7 +20,7 @@ from stepwrap.parallel import Process, ProcessException, RemoteError, Thread, Th
 
 FORK = multiprocessing.get_context("fork")
 METHODS = ["fork", "forkserver", "spawn"]
-# What is waited for comes in an instant; a busy machine gets time, a hang is told apart.
+# Everything awaited comes at once; long enough for a busy machine, and a longer wait is a hang.
 LONG_S = 60.0
 
 
@@ -64,7 +64,7 @@ def test_each_start_method_runs_reports_and_cleans(method: str, tmp_path: Path) 
         killed.watch()
 
 
-def test_spawned_processes_take_closures_with_what_only_a_start_may_send() -> None:
+def test_spawned_processes_accept_closures_over_locks_and_pipes() -> None:
     ctx = multiprocessing.get_context("spawn")
     here, there = ctx.Pipe(duplex=False)
     lock, number = ctx.Lock(), 7
@@ -93,7 +93,7 @@ class _Greeter(Process):
         super().run()
 
 
-def test_a_subclass_with_arguments_of_its_own_can_be_spawned() -> None:
+def test_a_subclass_with_other_arguments_can_be_spawned() -> None:
     ctx = multiprocessing.get_context("spawn")
     here, there = ctx.Pipe(duplex=False)
     process = _Greeter(there, ctx)
@@ -115,7 +115,7 @@ def test_the_default_context_and_documented_order_of_arguments() -> None:
 
 
 @pytest.mark.parametrize(("code", "exitcode"), [(None, 0), (0, 0), (3, 3), ("text", 1)])
-def test_sys_exit_keeps_its_code_and_0_is_no_failure(code: object, exitcode: int) -> None:
+def test_sys_exit_keeps_its_code_and_0_is_a_success(code: object, exitcode: int) -> None:
     process = ended(work.leave, code)
     assert process.exitcode == exitcode
     if exitcode == 0:
@@ -159,7 +159,7 @@ def test_a_failing_cleaner_is_reported_after_the_target() -> None:
     assert isinstance(alone.exception.__cause__, ValueError)
 
 
-def test_long_tracebacks_block_nobody() -> None:
+def test_long_tracebacks_do_not_block() -> None:
     process = ended(work.fail, "x" * 10_000_000)
     text = str(process.exception)
     assert len(text) <= 65536
@@ -168,7 +168,7 @@ def test_long_tracebacks_block_nobody() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_forked_child_of_the_process_has_no_part_in_it(fails: bool, tmp_path: Path) -> None:
+def test_a_forked_child_does_not_clean_up_or_report(fails: bool, tmp_path: Path) -> None:
     path = tmp_path / "clean"
     process = ended(work.fork, fails, cleaner=functools.partial(work.create, path))
     assert process.exitcode == 0
@@ -176,7 +176,7 @@ def test_a_forked_child_of_the_process_has_no_part_in_it(fails: bool, tmp_path: 
     assert path.read_text() == str(process.pid)
 
 
-def test_the_report_is_there_before_the_process_has_ended(tmp_path: Path) -> None:
+def test_the_exception_is_available_before_the_process_has_ended(tmp_path: Path) -> None:
     process = Process(target=work.fail_and_stay, args=(tmp_path / "go",), ctx=FORK)
     process.start()
     try:
@@ -229,7 +229,7 @@ def test_a_process_is_pickled_only_to_be_started() -> None:
         pickle.dumps(Process(target=work.fail, ctx=FORK))
 
 
-def test_exceptions_that_cannot_travel_are_told_by_name() -> None:
+def test_exceptions_that_cannot_be_pickled_are_reported_by_name() -> None:
     def target() -> None:
         error = ValueError("holds a lock")
         error.lock = threading.Lock()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Queues within one process, and everywhere by each way of starting processes."""
+"""Queues within one process, and between processes of each start method."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_timeout_that_makes_no_sense(make: Any) -> None:
 
 
 @ANY
-def test_closed_queues_say_so(make: Any) -> None:
+def test_closed_queues_raise(make: Any) -> None:
     queue = make()
     queue.put(1)
     queue.close()
@@ -88,7 +88,7 @@ def test_a_value_that_cannot_be_pickled_leaves_the_queue_usable() -> None:
 
 
 def test_nothing_stays_open() -> None:
-    # What tests before have left in cycles may be collected at any time.
+    # Collect the cycles of earlier tests now, not in the middle of this one.
     gc.collect()
     before = descriptors()
     for large in (b"1" * 100_000, np.zeros(100_000), [1] * 50_000):
@@ -151,7 +151,7 @@ def test_connections_can_be_sent() -> None:
     assert ended(process) == 0
 
 
-def test_multi_put_goes_where_least_waits() -> None:
+def test_multi_put_uses_the_shortest_queue() -> None:
     queues = MultiP2PQueue(3)
     for _ in range(10):
         queues.get_sub_queue(1).put("busy")

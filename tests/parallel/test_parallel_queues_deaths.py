@@ -62,7 +62,7 @@ def test_get_gives_up_in_time_while_others_wait() -> None:
     _killed(reader)
 
 
-def test_a_writer_killed_in_the_middle_leaves_whole_messages() -> None:
+def test_a_killed_writer_leaves_only_whole_messages() -> None:
     queue: Any = SimpleQueue()
     back: Any = SimpleQueue()
     values = [bytes(20_000), bytes(200_000), 1]
@@ -91,7 +91,7 @@ def test_every_message_goes_to_exactly_one_reader() -> None:
     assert [ended(reader) for reader in readers] == [0, 0, 0]
 
 
-def test_what_a_dead_writer_sent_arrives_before_the_end() -> None:
+def test_values_of_a_dead_writer_arrive_before_the_end() -> None:
     queue: Any = SimpleP2PQueue()
     writer = started(FORK, put_and_die, queue, b"last words" * 10_000)
     assert queue.get(30) == b"last words" * 10_000
@@ -116,7 +116,7 @@ def test_put_to_a_dead_reader(unread: int) -> None:
         queue.put(2)
 
 
-def test_put_that_waits_for_a_reader_learns_of_its_death() -> None:
+def test_a_waiting_put_fails_when_its_reader_dies() -> None:
     queue: Any = SimpleP2PQueue()
     back: Any = SimpleQueue()
     reader = started(FORK, get_one_and_wait, queue, back)
@@ -142,7 +142,7 @@ def test_the_sides_of_a_queue_for_two() -> None:
     _killed(reader)
 
 
-def test_multi_goes_on_with_those_that_live() -> None:
+def test_multi_continues_with_the_living_processes() -> None:
     given, back = MultiP2PQueue(2), SimpleQueue()
     context = multiprocessing.get_context("spawn")
     readers = [started(context, get_one_and_wait, given.get_sub_queue(i), back) for i in (0, 1)]
@@ -179,8 +179,8 @@ def test_the_limit_of_open_files_is_named_by_the_receiver(count: int, spare: int
     assert ended(reader) == 0
 
 
-def test_a_bundle_has_as_few_messages_as_can_be() -> None:
-    """The system takes only so many, whatever is in them."""
+def test_a_bundle_has_as_few_messages_as_possible() -> None:
+    """The system limits the number of messages."""
     bundle = _descriptors.bundle([os.dup(0) for _ in range(600)])
     with socket.socket(fileno=bundle) as carrier:
         parts = [_descriptors.receive(carrier, 1)[1] for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Exceptions that go through a pickle come out raisable, with a traceback."""
+"""Unpickled exceptions can be raised and have a traceback."""
 
 import pickle
 import sys
@@ -64,7 +64,7 @@ class _NoText(Exception):
 
 
 class _NotHere(Exception):
-    """Can be made while `refuses` is False."""
+    """An error that can only be created while `refuses` is False."""
 
     refuses = False
 
@@ -81,7 +81,7 @@ class _WithLock(Exception):
 
 
 def through(error: BaseException) -> BaseException:
-    """Raise the exception, with a cause, catch it and send it through a pickle."""
+    """Raise the exception with a cause, catch it, pickle and unpickle it."""
     try:
         try:
             raise KeyError("the cause")
@@ -146,7 +146,7 @@ def test_the_text_stands_in_triple_quotes_and_may_have_another_traceback() -> No
     assert str(pickle.loads(pickle.dumps(bare)).__cause__) == bare.tb
 
 
-def test_what_cannot_be_pickled_becomes_a_remote_error() -> None:
+def test_exceptions_that_cannot_be_pickled_become_remote_errors() -> None:
     carried = through(_WithLock("locked"))
     assert isinstance(carried, RemoteError)
     assert carried.type_name == f"{__name__}._WithLock"
@@ -160,7 +160,9 @@ def test_an_exception_without_a_text_is_carried() -> None:
     assert type(through(_NoText())) is _NoText
 
 
-def test_what_cannot_be_made_here_becomes_a_remote_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_that_cannot_be_unpickled_become_remote_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     data = pickle.dumps(ExceptionWithTraceback(_NotHere("not here")))
     assert type(pickle.loads(data)) is _NotHere
     monkeypatch.setattr(_NotHere, "refuses", True)
@@ -192,7 +194,7 @@ def test_tensors_go_along_by_copy() -> None:
     assert not carried.args[1].is_shared()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="there are no groups and no notes yet")
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups and notes are missing")
 def test_groups_keep_their_members_and_notes() -> None:
     group = ExceptionGroup("many", [ValueError("one"), TwoArguments("size", 3)])  # noqa: F821
     group.add_note("of the group")

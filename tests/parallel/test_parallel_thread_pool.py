@@ -1,4 +1,4 @@
-"""Pools of threads: by reference, contexts that keep apart, the end."""
+"""Pools of threads: arguments by reference, separate contexts, their end."""
 
 import threading
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from stepwrap.configs.digits import Digits
 
 if find_spec("lightning") is not None:
-    # It brings pytorch_lightning along, which is taken where neither is imported.
+    # It includes pytorch_lightning, which would be used if neither were imported.
     import_module("lightning.pytorch")
 
 from stepwrap.plugins.lightning import StepStrategy
@@ -21,7 +21,7 @@ from stepwrap.plugins.lightning.tree import TREE, LightningModule, Trainer
 
 lightning = import_module(TREE)
 
-# What Lightning, and torch for it, warn of by themselves in these runs.
+# Warnings of Lightning, and of torch because of it, in all these runs.
 QUIET = (
     "ignore:.*does not have many workers",
     "ignore:.*The number of training batches",
@@ -51,7 +51,7 @@ def small_net(norm: bool = False) -> nn.Sequential:
 def loader(
     split: str = "train", samples: int = SAMPLES, batch: int = BATCH, *, whole: bool = False
 ) -> DataLoader[Any]:
-    """Each rank's part in the order of the data: Lightning's own sampler would shuffle it."""
+    """Return a loader of this rank's part in order; Lightning's own sampler would shuffle it."""
     data: Any = Subset(Digits(split), range(samples))
     if whole or not dist.is_initialized():
         return DataLoader(data, batch_size=batch)
@@ -59,7 +59,7 @@ def loader(
 
 
 class Automatic(LightningModule):
-    """An ordinary module, with a BatchNorm layer, unused parameters or SGD where that is said."""
+    """An ordinary module, optionally with a BatchNorm layer, unused parameters or SGD."""
 
     def __init__(self, norm: bool = False, spare: bool = False, sgd: bool = False) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Automatic(LightningModule):
 
 
 class Calling(Automatic):
-    """Calls itself in a step, as most modules do."""
+    """A module whose steps call it, as most modules do."""
 
     def forward(self, images: Tensor) -> Any:
         return self.net(images)
@@ -106,7 +106,7 @@ class Calling(Automatic):
 
 
 class Manual(Automatic):
-    """The same by manual optimization, with one optimizer per layer."""
+    """The same with manual optimization and one optimizer per layer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -136,7 +136,7 @@ class Manual(Automatic):
 
 
 def join_lightning() -> None:
-    """Tell Lightning that this rank process is one of a launcher's."""
+    """Set the variables by which Lightning takes this rank for a launcher's process."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
         RANK=rank,

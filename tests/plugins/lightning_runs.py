@@ -1,4 +1,4 @@
-"""Runs of the Trainer in the rank processes: ours and Lightning's own, side by side."""
+"""Runs of the Trainer in rank processes with our strategies and with Lightning's."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +30,7 @@ MIXED = f"{lightning.__name__}.plugins.precision"
 
 
 class Overflowing(Automatic):
-    """In one step the gradients of the last layer's first row alone are infinite."""
+    """A module in which one step has infinite gradients in one row of the last layer."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -40,7 +40,7 @@ class Overflowing(Automatic):
         return loss
 
 
-# Settings of the Trainer, and of the module, that change what a step does.
+# Modules and settings of the Trainer that change the step.
 SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
     "automatic": (Automatic, {}),
     "manual": (Manual, {}),
@@ -56,7 +56,7 @@ SETTINGS: dict[str, tuple[type[Automatic], dict[str, Any]]] = {
 
 
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
-    """The weights that a checkpoint would have; every rank must call this."""
+    """Return the weights that a checkpoint would have; every rank must call this."""
     state = trainer.strategy.lightning_module_state_dict()
     return {name: one.detach().clone() for name, one in state.items()}
 
@@ -64,7 +64,7 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
 def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, float], int]:
     cls, options = SETTINGS[setting]
     if setting in ("16-mixed", "overflow"):
-        # The Trainer would take bfloat16 on a CPU.
+        # On a CPU the Trainer would use bfloat16.
         plugin = import_module(MIXED).MixedPrecision("16-mixed", "cpu")
         options = {**options, "plugins": [plugin]}
     trainer = make_trainer(strategy, **options)
@@ -73,7 +73,7 @@ def _fit(setting: str, strategy: Any) -> tuple[dict[str, Tensor], dict[str, floa
     return whole_weights(trainer), logged, trainer.global_step
 
 
-# Releases that do not average the first gradients of a static graph under manual optimization.
+# Some releases do not average the first gradients of a static graph with manual optimization.
 LOSES_FIRST = "post_backward" not in vars(DDPStrategy)
 DDP_OPTIONS = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
 
@@ -100,13 +100,11 @@ def _compare(settings: tuple[str, ...]) -> dict[tuple[str, str], Any]:
 
 
 def compare(settings: Iterable[str]) -> list[dict[tuple[str, str], Any]]:
-    """For each rank by setting and wrapper: distances of weights and logs to Lightning's ddp."""
+    """Return for each rank the differences from Lightning's ddp, by setting and wrapper."""
     return run_ranks(_compare, 2, tuple(settings), timeout_s=300)
 
 
 class Messages(logging.Handler):
-    """Keeps what a logger says."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self.texts: list[str] = []
@@ -124,7 +122,7 @@ class Messages(logging.Handler):
 
 
 def sent(run: Callable[[], object], names: Mapping[str, str]) -> dict[str, int]:
-    """How often `run` calls collectives, by the names given to them."""
+    """Return how often `run` calls each collective of `names`."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     counts = {event.key: event.count for event in profile.key_averages()}
@@ -132,9 +130,9 @@ def sent(run: Callable[[], object], names: Mapping[str, str]) -> dict[str, int]:
 
 
 def plain_epoch(batch: int, norm: bool) -> nn.Module:
-    """One epoch over whole batches in one process, without Lightning."""
+    """Train one epoch over whole batches in one process, without Lightning."""
     net = small_net(norm)
-    # Not Adam: the gradient of a bias before BatchNorm is noise, which it would scale up.
+    # Adam would amplify the gradient of a bias before BatchNorm, which is rounding noise.
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     data: DataLoader[Any] = loader(batch=batch, whole=True)
     for images, labels in data:

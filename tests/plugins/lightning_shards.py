@@ -1,4 +1,4 @@
-"""What a module does under fsdp that it does not do elsewhere."""
+"""Modules that behave differently under fsdp."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ from stepwrap.plugins.lightning import StepStrategy
 
 
 class OwnScale(Automatic):
-    """Manual optimization, with a parameter that belongs to no child."""
+    """A module with manual optimization and a parameter outside its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class OwnScaleUncalled(OwnScale):
 
 
 class Toggling(Manual):
-    """Has one optimizer after the other train, the last layer first."""
+    """Train one optimizer after the other, the last layer first."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for one in self.optimizers()[::-1]:
@@ -64,7 +64,7 @@ class Toggling(Manual):
 
 
 class Thawing(Automatic):
-    """Trains its first layer from the second epoch on."""
+    """Train the first layer from the second epoch on."""
 
     def __init__(self) -> None:
         super().__init__(sgd=True)
@@ -89,7 +89,7 @@ def _fit(module: Any, strategy: Any, **options: Any) -> dict[str, Tensor]:
 
 
 def _thawed_plainly() -> dict[str, Tensor]:
-    """What both ranks' batches together make of the module (DDP would not average the thawed)."""
+    """Train on both ranks' batches in plain PyTorch (DDP does not average the thawed layer)."""
     module = Thawing()
     optimizer = module.configure_optimizers()
     data = loader().dataset
@@ -123,7 +123,7 @@ def unusual_modules() -> dict[str, Any]:
         "toggled": apart(_fit(Toggling(), StepStrategy("fsdp")), toggled),
         "thawed": apart(_fit(Thawing(), StepStrategy("fsdp"), max_epochs=2), _thawed_plainly()),
         "averaged": _error_of(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
-        # Lightning's own sampler gives the first rank a batch more.
+        # Lightning's own sampler gives the first rank one more batch.
         "unequal": _error_of(lambda: trainer.predict(Automatic(), data)),
         "unequal by ddp": _error_of(
             lambda: make_trainer(StepStrategy()).predict(Automatic(), data)

@@ -1,4 +1,4 @@
-"""The same training by the runner and, as a StepLightningModule, under the Trainer."""
+"""Train the same model by the runner and, as a StepLightningModule, by the Trainer."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from stepwrap.wrappers import (
 
 @MODEL_WRAPPERS.register_module()
 class NormPenalised(StepDistributedDataParallel):
-    """A custom optimization step: the weights' squares count as well."""
+    """A wrapper whose step adds a penalty on the squared weights."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
@@ -41,7 +41,7 @@ class NormPenalised(StepDistributedDataParallel):
 
 
 class Carrying(StepDistributedDataParallel):
-    """A custom optimization step that goes on from batch to batch."""
+    """A wrapper whose step carries state from batch to batch."""
 
     before: Any = None
 
@@ -62,7 +62,7 @@ class Carrying(StepDistributedDataParallel):
 
 
 class TwoPlayers(BaseModel):
-    """Two networks that are stepped one after the other, each by its own optimizer."""
+    """Two networks that are trained one after the other, each by its own optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def plain(model: nn.Module) -> OptimWrapper:
 
 
 def accumulating(model: nn.Module) -> OptimWrapper:
-    """Four batches in an epoch: the last window of two epochs has two of three."""
+    """Accumulate 3 batches; with 4 batches per epoch the last window of two epochs has 2."""
     return OptimWrapper(adam(model), accumulative_counts=3, clip_grad={"max_norm": 0.1})
 
 
@@ -104,7 +104,7 @@ def mixed(model: nn.Module) -> AmpOptimWrapper:
 
 
 def scaled(model: nn.Module) -> AmpOptimWrapper:
-    """The first scale is too large, so that some updates are skipped."""
+    """Return a wrapper whose initial loss scale is too large, so that some updates are skipped."""
     return AmpOptimWrapper(adam(model), dtype="float16", loss_scale={"init_scale": 2.0**20})
 
 
@@ -175,7 +175,7 @@ RESUMED = ("accumulation", "fp16", "fsdp", "separate", "carrying")
 
 
 def resumed(folder: str) -> dict[str, Any]:
-    """Stopped after three batches of an epoch of four, or an epoch, and gone on with."""
+    """Compare runs resumed after an epoch, or within one, with a whole run."""
     join_lightning()
     found: dict[str, Any] = {}
     schedules = [
@@ -192,7 +192,7 @@ def resumed(folder: str) -> dict[str, Any]:
         def trainer(epochs: int, case: Case = case, **options: Any) -> Any:
             return make_trainer(StepStrategy(case.wrapper), max_epochs=epochs, **options)
 
-        # A file at the end of the last batch of each epoch, but before that of the epoch.
+        # Save a file after the last batch of each epoch, but before the end of the epoch.
         every = 2 if case.optim is accumulating else 6
         saves = lightning.callbacks.ModelCheckpoint(
             f"{folder}/{name}", "{epoch}", every_n_train_steps=every, save_top_k=-1
@@ -206,7 +206,7 @@ def resumed(folder: str) -> dict[str, Any]:
         second = trainer(3)
         second.fit(module(), loader(samples=96), ckpt_path=path)
         third = trainer(3)
-        # Lightning 2.4 goes on from such a file with a batch too many, also without us.
+        # Lightning 2.4 itself reads one batch too many after such a file.
         if name not in ("fp16", "separate") and hasattr(third.fit_loop, "restarted_mid_epoch"):
             third.fit(module(), loader(samples=96), ckpt_path=f"{folder}/{name}/epoch=0.ckpt")
         state = torch.load(path, weights_only=False)
@@ -223,11 +223,11 @@ def resumed(folder: str) -> dict[str, Any]:
 
 
 def evaluated() -> dict[str, Any]:
-    """Metrics by the runner's loop and by the Trainer, in a fit and alone, and predictions."""
+    """Return metrics and predictions of the runner and of the Trainer, in a fit and alone."""
     join_lightning()
     found: dict[str, Any] = {}
     for wrapper in ("ddp", "fsdp"):
-        # Anew: our loops synchronise by themselves, and tell a metric to leave that.
+        # A new metric, because our loops switch off a metric's own synchronisation.
         metrics = {"accuracy": MulticlassAccuracy(num_classes=10, average="micro")}
         data = loader("val", 40)
         module = StepLightningModule(supervised(True), optim_wrapper=plain, metrics=metrics)
@@ -261,7 +261,7 @@ def evaluated() -> dict[str, Any]:
 
 
 def watched() -> list[float]:
-    """The rate after each rank's last batch has seen a loss of its own, and what was watched."""
+    """Return the value that the schedule watched, and this rank's last loss."""
     join_lightning()
     watching = {"type": "ReduceLROnPlateau", "metric": "loss"}
     module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[watching])

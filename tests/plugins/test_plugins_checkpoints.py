@@ -1,4 +1,4 @@
-"""Checkpoints of our strategies are Lightning's own, and the reverse."""
+"""Lightning's strategies load checkpoints of our strategies, and the reverse."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ EPOCHS = 3
 
 
 def _trained(cls: Any, strategy: Any, path: str, *, resume: str | None = None) -> Any:
-    """Train to the end, or where there is nothing to resume for an epoch; save; the weights."""
+    """Train for an epoch, or resume until the end; save a checkpoint; return the weights."""
     stops = 1 if resume is None else EPOCHS
     trainer = make_trainer(strategy, max_epochs=stops, limit_val_batches=0)
     trainer.fit(cls(), loader(), ckpt_path=resume)
@@ -27,7 +27,7 @@ def _trained(cls: Any, strategy: Any, path: str, *, resume: str | None = None) -
 
 
 def _exchange(cls: type[Automatic], wrapper: str) -> dict[str, float]:
-    """Save `ours.ckpt` and `theirs.ckpt`; return how far a resume of either ends from one run."""
+    """Save `ours.ckpt` and `theirs.ckpt`; compare resumed runs of both with a whole run."""
     join_lightning()
     _trained(cls, "ddp", "theirs.ckpt")
     trainer = make_trainer("ddp", max_epochs=EPOCHS, limit_val_batches=0)
@@ -50,10 +50,10 @@ def _exchange(cls: type[Automatic], wrapper: str) -> dict[str, float]:
         *slow((Automatic, "fsdp"), (Automatic, "separate"), (Manual, "ddp"), (Manual, "separate")),
     ],
 )
-def test_a_run_goes_on_from_either_file_as_if_uninterrupted(
+def test_a_run_resumes_exactly_from_either_file(
     cls: type[Automatic], wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of ours loads without us, too."""
+    """Our file can also be loaded without this package."""
     monkeypatch.chdir(tmp_path)
     exact = {"ours by us": 0, "ours by them": 0, "theirs by us": 0}
     for rank in run_ranks(_exchange, 2, cls, wrapper, timeout_s=120):
@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_either_file_as_if_uninterrupted(
 
 
 def _again() -> dict[str, Any]:
-    """The same module is trained, evaluated and trained again by one Trainer, and loads a file."""
+    """Train, evaluate and train a module again by one Trainer, and load a file."""
     join_lightning()
     found = {}
     for wrapper in WRAPPERS:

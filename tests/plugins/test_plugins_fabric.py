@@ -1,4 +1,4 @@
-"""The Fabric strategy on two ranks, against Fabric's own."""
+"""The Fabric strategy on two ranks, compared with Fabric's ddp."""
 
 from importlib import import_module
 from pathlib import Path
@@ -40,8 +40,6 @@ def _train(strategy: Any, every: int = 1, net: Any = None, path: str = "", **mor
 
 
 class Spare(nn.Module):
-    """A net of which a part is not used."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net, self.spare = small_net(), nn.Linear(2, 2)
@@ -71,5 +69,5 @@ def test_fabric_trains_as_by_its_own_ddp(tmp_path: Path) -> None:
         assert rank["weights"] == pytest.approx(dict.fromkeys(rank["weights"], 0), abs=1e-6)
         assert len(rank["weights"]) == 4
         assert any("spare.weight" in one for one in rank["texts"])
-        # Four batches, two updates.
+        # Two updates of four batches save two reductions.
         assert rank["counts"][0] - rank["counts"][1] >= 2

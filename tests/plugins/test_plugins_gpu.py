@@ -1,4 +1,4 @@
-"""The strategy on one CUDA device, against Lightning's own ddp."""
+"""The strategy on one CUDA device, compared with Lightning's ddp."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def _fit(strategy: Any, precision: str, module: Any = None) -> Any:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_weights_are_those_of_lightnings_ddp(wrapper: str, precision: str) -> None:
+def test_weights_equal_lightnings_ddp(wrapper: str, precision: str) -> None:
     theirs, ours = _fit("ddp", precision), _fit(StepStrategy(wrapper), precision)
     theirs = {name: one.cpu() for name, one in theirs.items()}
     assert apart({name: one.cpu() for name, one in ours.items()}, theirs) <= 1e-6

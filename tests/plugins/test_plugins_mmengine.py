@@ -1,4 +1,4 @@
-"""Our optimizer wrappers in mmengine's own Runner, beside mmengine's."""
+"""Our optimizer wrappers in mmengine's Runner, compared with mmengine's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Its OpenCV may find no libGL.
+    # Its import fails if OpenCV does not find libGL.
     reason = "mmengine, the extra of that name, cannot be imported"
     theirs = pytest.importorskip("mmengine.optim", reason=reason, exc_type=ImportError)
     from mmengine.hooks import Hook
@@ -32,7 +32,7 @@ DATA = [(torch.arange(4.0).sin() * (index + 1), index % 3) for index in range(20
 
 
 class Classifier(BaseModel):
-    """Two layers; with two optimizer wrappers, each of them is trained by its own."""
+    """Two layers; with two optimizer wrappers each trains one layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,6 @@ class Classifier(BaseModel):
 
 
 class Notes(Hook):
-    """Keeps rates and momenta of each batch."""
-
     def __init__(self) -> None:
         self.rates: list[Any] = []
 
@@ -68,7 +66,7 @@ class Notes(Hook):
 
 @pytest.fixture(autouse=True)
 def tidy() -> Iterator[None]:
-    """Let mmengine warn, and undo what its runner does to logging and to threads."""
+    """Ignore mmengine's warnings, and restore the log level and thread count that it changes."""
     level, threads = logging.root.level, torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -112,8 +110,8 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return all(weights) and one[2] == other[2] != []
 
 
-def of(place: Any) -> Any:
-    """Return what makes a wrapper with two groups of parameters."""
+def two_groups(place: Any) -> Any:
+    """Return a factory of a wrapper with two groups of parameters."""
 
     def make(model: Classifier) -> Any:
         groups = [{"params": part.parameters()} for part in (model.first, model.second)]
@@ -135,9 +133,9 @@ SCHEDULERS = [
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda one: one["type"])
-def test_runs_and_rates_are_those_of_their_wrapper(scheduler: Any, tmp_path: Path) -> None:
-    """With several groups, for which the base rate is reported as well."""
-    run, reference = (trained(of(place), tmp_path, scheduler) for place in (ours, theirs))
+def test_weights_and_rates_equal_their_wrapper(scheduler: Any, tmp_path: Path) -> None:
+    """Also with several groups, for which mmengine reports a base rate as well."""
+    run, reference = (trained(two_groups(place), tmp_path, scheduler) for place in (ours, theirs))
     assert type(run[0]) is ours.OptimWrapper
     assert set(run[2][0][0]) == {"base_lr", "lr"}
     if scheduler["type"] != "LinearMomentum":
@@ -146,7 +144,7 @@ def test_runs_and_rates_are_those_of_their_wrapper(scheduler: Any, tmp_path: Pat
 
 
 def test_a_config_of_theirs_names_ours(tmp_path: Path) -> None:
-    """Their constructor makes it, with options by parameter."""
+    """mmengine's constructor builds the wrapper with options by parameter."""
     settings = {
         "optimizer": {"type": "AdamW", "lr": 0.01, "weight_decay": 0.1},
         "paramwise_cfg": {"custom_keys": {"first": {"lr_mult": 3}}},
@@ -177,18 +175,18 @@ def test_several_optimizers(tmp_path: Path) -> None:
     assert all(same(run, reference) for run in runs)
 
 
-def test_a_run_goes_on_from_their_checkpoint(
+def test_a_run_resumes_from_their_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What their checkpoints hold besides weights is unpickled: these are our own.
+    # Their checkpoints hold pickled objects, which is safe for files of this test.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     runs = []
     for place in (ours, theirs):
         folder = tmp_path / place.__name__
         folder.mkdir()
-        trained(of(place), folder, SCHEDULERS[2])
+        trained(two_groups(place), folder, SCHEDULERS[2])
         longer = {"train_cfg": {"by_epoch": True, "max_epochs": 3}, "resume": True}
-        runs.append(trained(of(place), folder, SCHEDULERS[2], **longer))
+        runs.append(trained(two_groups(place), folder, SCHEDULERS[2], **longer))
         assert len(runs[-1][2]) == 5
     assert same(*runs)
 

@@ -1,4 +1,4 @@
-"""StepLightningModule: the wrapper's own step under the Trainer, and in the runner."""
+"""StepLightningModule: the wrapper's step under the Trainer equals the runner's."""
 
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ def test_the_trainer_reaches_the_runners_weights(case: str, results: list[dict[s
 
 
 def test_lightning_counts_the_steps(results: list[dict[str, Any]]) -> None:
-    # Eight batches in windows of three; two optimizers.
+    # Eight batches; windows of three with accumulation; two optimizers with separate.
     assert results[0]["custom step"]["steps"] == 8
     assert results[0]["accumulation"]["steps"] == 3
     assert results[0]["separate"]["steps"] == 16
-    # What the loss scaler skips is no step.
+    # Updates that the loss scaler skips are not counted.
     assert 0 < results[0]["fp16"]["steps"] < 8
 
 
@@ -76,7 +76,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
         assert found["names"]
 
 
-def test_metrics_are_those_of_the_runner() -> None:
+def test_metrics_equal_the_runners() -> None:
     for rank in run_ranks(evaluated, 2, timeout_s=120):
         for found in rank.values():
             assert found["accuracies"] == pytest.approx([found["runner"]] * 4, abs=1e-6)
@@ -131,7 +131,7 @@ def test_configs_build_both_and_checkpoints_hold_them(tmp_path: Path) -> None:
         ({"precision": "bf16-mixed"}, "AmpOptimWrapper"),
     ],
 )
-def test_what_the_optimizer_wrapper_does_is_refused_of_the_trainer(
+def test_trainer_options_that_belong_to_the_optimizer_wrapper_are_refused(
     options: dict[str, Any], text: str
 ) -> None:
     module = StepLightningModule(supervised(), optim_wrapper=plain)
@@ -174,7 +174,7 @@ def test_no_optimizer_wrapper_is_an_error(optim: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("optim", [torch.optim.SGD, torch.optim.SGD([torch.ones(1)]), 3])
-def test_what_can_become_no_optimizer_wrapper_is_an_error_at_once(optim: Any) -> None:
+def test_a_wrong_optimizer_wrapper_is_an_error_at_construction(optim: Any) -> None:
     with pytest.raises(TypeError, match="must be an OptimWrapper.*got (SGD|int)"):
         StepLightningModule(supervised(), optim_wrapper=optim)
 
@@ -230,7 +230,7 @@ def test_all_ranks_watch_the_same() -> None:
 
 def _steps(module: StepLightningModule, epochs: int = 1, **options: Any) -> int:
     trainer = make_trainer("auto", max_epochs=epochs, **options)
-    # Four batches, in windows of three.
+    # Four batches in windows of three.
     trainer.fit(module, loader(batch=16))
     return trainer.global_step
 
@@ -244,7 +244,7 @@ def test_each_fit_counts_its_own_batches(tmp_path: Path) -> None:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(batch=16))
     assert trainer.global_step == 4
-    # Weights of a file that is not gone on with.
+    # The file's weights are loaded, but its training is not resumed.
     again = StepLightningModule(supervised(), optim_wrapper=accumulating)
     make_trainer("auto").validate(again, loader("val"), tmp_path / "file.ckpt", verbose=False)
     assert _steps(again) == 2
@@ -252,7 +252,7 @@ def test_each_fit_counts_its_own_batches(tmp_path: Path) -> None:
 
 
 class Interrupting(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Makes a schedule in the middle of training, as some callbacks do, and stops it."""
+    """Create a schedule in the middle of training, as some callbacks do, and raise."""
 
     def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
         torch.optim.lr_scheduler.StepLR(trainer.optimizers[0], 1)

@@ -1,4 +1,4 @@
-"""What the strategies are given, and what they refuse at once."""
+"""Options of the strategies, and errors at construction."""
 
 import importlib
 import sys
@@ -43,7 +43,7 @@ def test_an_unknown_wrapper_is_an_error_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize("wrapper", [3, nn.Linear(1, 1), nn.Linear, "torch.nn.Linear"])
-def test_what_is_no_wrapper_is_an_error_at_construction(wrapper: Any) -> None:
+def test_a_wrapper_of_another_type_is_an_error_at_construction(wrapper: Any) -> None:
     with pytest.raises(TypeError, match="a class with a train_step, or the name of a .*fsdp"):
         StepStrategy(wrapper)
 
@@ -96,13 +96,13 @@ def test_the_front_door() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*tensorboardX")
 @pytest.mark.skipif(TREE != "pytorch_lightning", reason="the page imports pytorch_lightning")
-def test_what_the_page_shows_of_the_strategy_is_true() -> None:
+def test_the_page_shows_the_strategy_correctly() -> None:
     page = (Path(__file__).parents[2] / "docs/lightning.md").read_text()
     exec(page.partition("```python\n")[2].partition("```")[0], {})
 
 
 def _without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Make our files be imported again, as if those packages were not installed."""
+    """Import our modules again as if those packages were not installed."""
     for name in list(sys.modules):
         if name.split(".")[0] in names or name.startswith("stepwrap.plugins"):
             monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""The strategy under the real Trainer, on two ranks, against Lightning's own ddp."""
+"""The strategy under the real Trainer on two ranks, compared with Lightning's ddp."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def compared(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Any]]
 
 @pytest.mark.parametrize("setting", ROWS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_weights_and_logs_are_those_of_lightnings_ddp(
+def test_weights_and_logs_equal_lightnings_ddp(
     wrapper: str, setting: str, compared: list[dict[tuple[str, str], Any]]
 ) -> None:
     for rank in compared:
@@ -57,7 +57,7 @@ def test_options_of_ddp_change_no_weights(
 
 
 class Holding(Manual):
-    """Accumulates two batches by hand."""
+    """Accumulate two batches by hand."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         if batch_idx % 2:
@@ -73,13 +73,13 @@ def _collectives_sent(cls: type[Automatic], wrapper: str, every: int = 1) -> int
     options: dict[str, Any] = {"accumulate_grad_batches": every, "limit_val_batches": 0}
     trainer = make_trainer(StepStrategy(wrapper), **options)
     module = cls()
-    # What is logged over the ranks would be counted as well.
+    # Logging with `sync_dist` would be counted as well.
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     return sum(sent(lambda: trainer.fit(module, loader()), KINDS).values())
 
 
 def _traffic(wrapper: str) -> list[tuple[int, int]]:
-    """What is sent in windows of one batch and of two: by the Trainer, and by hand."""
+    """Count collectives for windows of one and two batches, by the Trainer and by hand."""
     return [
         (_collectives_sent(Automatic, wrapper), _collectives_sent(Automatic, wrapper, 2)),
         (_collectives_sent(Manual, wrapper), _collectives_sent(Holding, wrapper)),
@@ -89,7 +89,7 @@ def _traffic(wrapper: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("wrapper", ["fsdp", *slow("ddp", "separate")])
 def test_accumulation_sends_nothing_before_its_window_ends(wrapper: str) -> None:
     for each, held in run_ranks(_traffic, 2, wrapper, timeout_s=120)[0]:
-        # Four batches: two updates in place of four.
+        # Two updates of four batches instead of four.
         assert 1 < each - held <= each / 2
 
 
@@ -159,7 +159,7 @@ def test_comm_hook_combines_the_gradients(other_options: list[dict[str, Any]]) -
         assert rank["unchanged"]
 
 
-def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
+def test_modules_that_sharding_does_not_support_raise_errors() -> None:
     for rank in run_ranks(unusual_modules, 2, timeout_s=120):
         assert rank["own, called"] <= 1e-6
         assert "RuntimeError: a manual training_step under fsdp" in rank["own, not called"]
@@ -172,7 +172,7 @@ def test_what_shards_cannot_do_is_an_error_and_nothing_is_lost() -> None:
         assert rank["unequal by ddp"] == "no error"
 
 
-def _step_of_its_own() -> None:
+def _fit_with_a_custom_step() -> None:
     join_lightning()
 
     class Unused(StepDistributedDataParallel):
@@ -186,4 +186,4 @@ def _step_of_its_own() -> None:
 
 
 def test_a_wrappers_own_step_that_would_not_be_called_is_an_error() -> None:
-    run_ranks(_step_of_its_own, 2)
+    run_ranks(_fit_with_a_custom_step, 2)

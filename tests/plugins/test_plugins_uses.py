@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _evaluate() -> dict[str, Any]:
-    """Without a fit before: losses over all ranks, and this rank's predictions."""
+    """Compare losses over all ranks and this rank's predictions, without a fit before."""
     join_lightning()
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -84,7 +84,7 @@ def _compiled() -> dict[str, Any]:
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Logging is no matter of the graph, and breaks it."""
+    """Replace logging, which breaks the graph."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -96,7 +96,7 @@ def test_compiled_modules_reach_the_same_weights() -> None:
 
 
 class Seen(Automatic):
-    """Writes down who it is and what it started from."""
+    """Write a file with the wrapper's class and the backend."""
 
     def on_train_end(self) -> None:
         rank = torch.distributed.get_rank()
@@ -117,7 +117,7 @@ def test_the_spawn_launcher(wrapper: str, tmp_path: Path) -> None:
     kind = "StepFullySharded" if wrapper == "fsdp" else "StepDistributed"
     for rank in range(2):
         assert Path(f"rank{rank}").read_text() == f"{kind}DataParallel gloo"
-    # What the processes reached comes back into this one.
+    # The trained weights are returned to this process.
     after = weights(module)
     assert apart(before, after) > 1e-3
     assert all(type(one) is torch.Tensor for one in after.values())
@@ -127,7 +127,7 @@ _EXAMPLE = f"""
 import atexit, os, sys
 import torch.distributed as dist
 
-def tell():
+def report():
     folder = "/proc/self/task"
     tasks = [open(f"{{folder}}/{{one}}/comm").read() for one in os.listdir(folder)]
     # In one write: two processes print.
@@ -136,7 +136,7 @@ def tell():
 
 # Runs after what stepwrap registers, since it is registered before.
 if os.path.exists("/proc/self/task"):
-    atexit.register(tell)
+    atexit.register(report)
 sys.path.insert(0, {str(ROOT / "examples")!r})
 from lightning_strategy import main
 
@@ -159,7 +159,7 @@ def test_the_example_by_the_subprocess_launcher(
     ]
     assert len(accuracies) == 2
     assert min(accuracies) > 0.85
-    # A thread of gloo that is still there when the interpreter is finalized may abort the process.
+    # A gloo thread that still runs when the interpreter is finalized may abort the process.
     ends = [line for line in lines if line.startswith("end")]
     assert ends == ["end False False"] * (2 if Path("/proc/self/task").exists() else 0)
 
@@ -172,7 +172,7 @@ def _one_device() -> dict[str, float]:
         nn.functional.cross_entropy(net(images), labels).backward()
         optimizer.step()
     found = {}
-    # Those of other tests that run in this process have a step of their own.
+    # Skip wrappers with custom steps, which other tests in this process have registered.
     ours = [
         name for name in MODEL_WRAPPERS.names() if not has_custom_step(MODEL_WRAPPERS.get(name))
     ]
@@ -187,14 +187,14 @@ def _one_device() -> dict[str, float]:
 
 
 def test_every_registered_wrapper_trains_on_one_device() -> None:
-    # Without a group: Lightning makes it.
+    # Without a group, which Lightning creates.
     (found,) = run_ranks(_one_device, 1, init=False)
     assert {"ddp", "fsdp", "separate", "single", "dp", "auto"} <= set(found)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=1e-6)
 
 
 class Stopping(Automatic):
-    """Fails in the third step of its first run."""
+    """Raise in the third step of the first run."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from stepwrap.registry.catalog import REGISTRIES
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory; what is imported from it is forgotten afterwards."""
+    """Change to an empty working directory; modules imported from it are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     before = set(sys.modules)

@@ -1,4 +1,4 @@
-"""Arguments of classes: which are known, which become tensors, and which one an error is about."""
+"""Arguments of classes: known names, conversion to tensors, and the argument named in errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = Registry("parts")
 
 
 def strict(cls: Any) -> Any:
-    """Accept further names, as huggingface_hub's strict dataclasses with `accept_kwargs` do."""
+    """Accept more names, like huggingface_hub's strict dataclasses with `accept_kwargs`."""
     init = cls.__init__
 
     @wraps(init)
@@ -41,14 +41,14 @@ def strict(cls: Any) -> Any:
 @PARTS.register_module()
 @strict
 class Strict:
-    """Declares one argument and takes all."""
+    """A class that declares one argument and accepts all names."""
 
     def __init__(self, width: int = 1) -> None:
         self.width = width
 
 
 class _Fields:
-    """Reads its keyword arguments later, as pydantic's models do."""
+    """A class that takes any keyword arguments, like pydantic's models."""
 
     def __init__(self, /, **data: Any) -> None:
         vars(self).update(data)
@@ -56,21 +56,19 @@ class _Fields:
 
 @PARTS.register_module()
 class Fields(_Fields):
-    """Declares its fields as the signature."""
-
     __signature__ = inspect.signature(Strict)
 
 
 @PARTS.register_module(name="make")
 @wraps(Strict)
 def make(**options: Any) -> Any:
-    """Pass on what is given, as text where that is wanted."""
+    """Build a `Strict` from options as text or numbers."""
     return Strict(**{name: int(value) for name, value in options.items()})
 
 
 @PARTS.register_module()
 class Weighted:
-    """Takes tensors, a list and a nested part."""
+    """A class with tensors, a list and a nested part as arguments."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ def test_lists_of_numbers_become_tensors() -> None:
 @pytest.mark.parametrize(
     ("weight", "got"), [([1, "x"], "[1, 'x']"), ([], "[]"), (3, "3"), ("balanced", "'balanced'")]
 )
-def test_what_cannot_become_a_tensor_is_refused(weight: Any, got: str) -> None:
+def test_values_that_cannot_become_a_tensor_are_refused(weight: Any, got: str) -> None:
     cfg = {"type": "SupervisedModel", "net": {"type": "Identity"}}
     cfg["loss"] = {"type": "CrossEntropyLoss", "weight": weight}
     wanted = f"must be a list of numbers or null, got {got} (CrossEntropyLoss)"
@@ -164,7 +162,7 @@ def test_an_error_knows_its_key() -> None:
     assert key_of_failure({"type": "Linear", "in_features": 1, "out_features": -1}, MODELS)[0] == ""
 
 
-def test_a_misspelt_argument_is_told_where_only_the_class_knows_it() -> None:
+def test_a_misspelt_argument_is_named_if_only_the_class_knows_it() -> None:
     key, error = key_of_failure(nested({"type": "Weighted", "num_class": 3}))
     assert key == "inner.list.1.num_class"
     assert error.__notes__ == ["did you mean num_classes?"]  # type: ignore[attr-defined]

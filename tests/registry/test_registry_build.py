@@ -1,4 +1,4 @@
-"""From dicts to objects."""
+"""Build objects from dicts."""
 
 import copy
 from pathlib import Path
@@ -24,8 +24,6 @@ from stepwrap.registry import (
 
 
 class Part:
-    """Keeps its arguments."""
-
     def __init__(self, width: int, depth: int = 2, inner: Any = None) -> None:
         if width < 0:
             raise ValueError("width must not be negative")
@@ -57,7 +55,7 @@ def test_type_is_a_name_a_path_or_the_class(parts: Registry, kind: Any) -> None:
     assert isinstance(parts.build({"width": 1}, default_args={"type": kind}), Part)
 
 
-def test_nested_dicts_are_passed_as_they_are(parts: Registry) -> None:
+def test_nested_dicts_are_passed_unchanged(parts: Registry) -> None:
     inner = {"type": "Part", "width": 1}
     assert parts.build({"type": "Part", "width": 1, "inner": inner}).inner is inner
 
@@ -167,7 +165,7 @@ def test_nested_schedulers_get_the_optimizer() -> None:
     assert scheduler.optimizer is optimizer
 
 
-def test_a_nested_miss_tells_about_both_registries(parts: Registry) -> None:
+def test_a_nested_miss_names_both_registries(parts: Registry) -> None:
     with pytest.raises(KeyError) as caught:
         build_tree({"type": "Part", "width": 1, "inner": {"type": "Liner"}}, parts)
     text = str(caught.value)
@@ -196,7 +194,7 @@ def test_components_are_checked_without_building(cfg: Any, key: str, said: str) 
     assert any(problem.key == key and said in problem.what for problem in problems)
 
 
-def test_names_near_to_passed_through_arguments_are_told() -> None:
+def test_names_close_to_passed_through_arguments_are_reported() -> None:
     (problem,) = check_component({"type": "AUROC", "tasks": "binary"}, METRICS, "m")
     assert problem.key == "m.task"
     assert problem.what.endswith("is tasks a misspelling of it?")
@@ -211,8 +209,6 @@ def test_a_list_of_models_is_a_sequential() -> None:
 
 
 class Typed:
-    """Takes values of many kinds."""
-
     def __init__(
         self,
         rate: float | torch.Tensor = 0.1,
@@ -238,7 +234,7 @@ class Typed:
         ("mode", "mix", "must be min or max, got 'mix' (Typed)"),
     ],
 )
-def test_values_of_the_wrong_kind_are_told(name: str, value: Any, said: str) -> None:
+def test_values_of_the_wrong_type_are_reported(name: str, value: Any, said: str) -> None:
     (problem,) = check_component({"type": Typed, name: value}, MODELS, "m")
     assert (problem.key, problem.what) == (f"m.{name}", said)
 
@@ -267,7 +263,7 @@ class Lone:
         self.part, self.table = part, table
 
 
-def test_an_argument_is_supplied_where_it_is_taken() -> None:
+def test_an_argument_is_supplied_if_it_is_accepted() -> None:
     group = object()
     inner = {"type": Team, "process_group": 3}
     raw = {"_raw_": True, "type": Team}
@@ -282,7 +278,7 @@ def test_an_argument_is_supplied_where_it_is_taken() -> None:
     assert third == {"type": Team}
 
 
-def test_a_mark_of_plain_dicts_is_no_part_of_them() -> None:
+def test_the_mark_of_plain_dicts_is_removed() -> None:
     marked = {"type": Lone, "table": {"_raw_": True, "type": "value"}}
     assert check_component(marked, MODELS, "model") == []
     assert build_tree(marked, MODELS).table == {"type": "value"}

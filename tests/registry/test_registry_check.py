@@ -241,7 +241,7 @@ def test_nothing_to_run_is_a_problem(write: Write) -> None:
     assert problem("a.yaml") == "a.yaml:1: nothing to run: set train, or data for val or test"
 
 
-def test_what_a_base_left_behind_is_explained(good: str, write: Write) -> None:
+def test_settings_left_by_a_base_are_explained(good: str, write: Write) -> None:
     write("child.yaml", "_base_: good.yaml\nschedulers:\n  type: StepLR\n  step_size: 1\n")
     assert problem("child.yaml").endswith(
         "it is inherited, `_delete_: true` next to the type (child.yaml:3) removes it"
@@ -303,7 +303,7 @@ def test_a_misspelt_type_is_named_at_its_line(write: Write, at: int, wrong: str)
     assert all(one.startswith(f"a.yaml:{line}: ") for one in found)
 
 
-def test_a_key_that_is_only_like_type_is_none(write: Write) -> None:
+def test_a_key_similar_to_type_does_not_count_as_type(write: Write) -> None:
     write("a.yaml", "model: {dtype: float32}\n")
     assert any("model: needs a type" in one for one in problems("a.yaml"))
 
@@ -315,7 +315,7 @@ def test_mistakes_that_need_no_class_are_found_without_the_classes(good: str, wr
     assert "nets" not in sys.modules
 
 
-def test_a_module_that_fails_is_told_first_with_the_users_line(good: str, write: Write) -> None:
+def test_a_failing_module_is_reported_first_with_the_users_line(good: str, write: Write) -> None:
     write("own_hooks.py", "import own_parts\n")
     write("own_parts.py", "def make():\n    return 1 / 0\n\n\nmake()\n")
     failed = "ZeroDivisionError: division by zero (own_parts.py:2)"
@@ -325,19 +325,21 @@ def test_a_module_that_fails_is_told_first_with_the_users_line(good: str, write:
         f"own_hooks cannot be imported: {failed}; "
         "own_hooks.Mine is not in the stepwrap::HOOKS registry"
     )
-    told = "".join(traceback.format_exception(caught.value))
-    assert 'own_parts.py", line 2, in make' in told
+    text = "".join(traceback.format_exception(caught.value))
+    assert 'own_parts.py", line 2, in make' in text
     wrong = ["hooks.mine.type=Mine", "imports=[nets, own_hooks]"]
     first, second = problems(good, *wrong)
     assert first.endswith(f"imports.1: own_hooks failed to import: {failed}")
     assert "hooks.mine.type: Mine is not in the stepwrap::HOOKS registry" in second
 
 
-def test_a_module_with_wrong_syntax_is_told_with_its_line(good: str, write: Write) -> None:
+def test_a_syntax_error_in_a_module_is_reported_with_its_line(good: str, write: Write) -> None:
     write("nets.py", "x = 1\ndef f(:\n")
     first = problems(good)[0]
-    told = "good.yaml:1: imports.0: nets failed to import: SyntaxError: invalid syntax (nets.py:2)"
-    assert first == told
+    message = (
+        "good.yaml:1: imports.0: nets failed to import: SyntaxError: invalid syntax (nets.py:2)"
+    )
+    assert first == message
 
 
 def test_a_class_that_was_not_imported_is_located(good: str) -> None:
@@ -353,7 +355,7 @@ def test_a_file_and_its_package_can_be_imported(good: str, write: Write) -> None
     assert run.model["net"]["type"] == "own.net.Own"
 
 
-def test_two_files_of_one_name_are_told_apart(good: str, write: Write) -> None:
+def test_two_files_of_one_name_are_distinguished(good: str, write: Write) -> None:
     write("conf/nets.py", MODULE)
     check_config(load_config(good))
     text = problem(good, "imports.0=conf/nets.py")

@@ -59,7 +59,7 @@ def test_files_build_on_others(child: str) -> None:
     assert cfg.path == Path("child.yaml").absolute()
 
 
-def test_every_value_knows_what_set_it(child: str) -> None:
+def test_every_value_knows_its_origin(child: str) -> None:
     cfg = load_config(child, ["stages.1.x=5", "new.key=on"])
     assert cfg.origin("seed") == "more.yaml:1"
     assert cfg.origin("optimizer.betas") == "base.yaml:2"
@@ -73,7 +73,7 @@ def test_every_value_knows_what_set_it(child: str) -> None:
     assert cfg.select("new.key") is True
 
 
-def test_origins_are_shown_beside_the_values(child: str) -> None:
+def test_origins_are_shown_next_to_the_values(child: str) -> None:
     lines = format_config(load_config(child, ["seed=3"]), origins=True).splitlines()
     assert lines[0].split("  #") == [
         "seed: 3".ljust(len(lines[0].split("  #")[0])),
@@ -160,7 +160,7 @@ def test_wrong_overrides_are_named(write: Write, override: str, said: str) -> No
     assert said in text
 
 
-def test_all_wrong_overrides_are_told_at_once(write: Write) -> None:
+def test_all_wrong_overrides_are_reported_together(write: Write) -> None:
     write("a.yaml", "a: 1\n")
     assert len(refused("a.yaml", "a", "b=2", "a.c=1").splitlines()) == 2
 
@@ -193,7 +193,9 @@ def test_all_wrong_overrides_are_told_at_once(write: Write) -> None:
         ("a:\n  b: ???\n", "a.yaml:2: a.b: a value is required here: give one with a.b=..."),
     ],
 )  # fmt: skip
-def test_mistakes_in_files_are_told_with_their_lines(write: Write, text: str, said: str) -> None:
+def test_mistakes_in_files_are_reported_with_their_lines(
+    write: Write, text: str, said: str
+) -> None:
     write("a.yaml", text)
     assert said in refused("a.yaml")
 
@@ -209,12 +211,12 @@ def test_mistakes_in_files_are_told_with_their_lines(write: Write, text: str, sa
         ("config = {None: 3}\n", "a.py: None: a key must be a str or int"),
     ],
 )
-def test_mistakes_in_python_configs_are_told(write: Write, text: str, said: str) -> None:
+def test_mistakes_in_python_configs_are_reported(write: Write, text: str, said: str) -> None:
     write("a.py", text)
     assert said in refused("a.py")
 
 
-def test_unreadable_files_are_told(write: Write, workplace: Path) -> None:
+def test_unreadable_files_are_reported(write: Write, workplace: Path) -> None:
     write("train.yaml", "a: 1\n")
     (workplace / "binary.yaml").write_bytes(b"a: \xff\xfe\n")
     (workplace / "control.yaml").write_bytes(b"a: 1\nb: \x01\n")
@@ -253,13 +255,13 @@ def test_interpolated_sections_are_copied(write: Write) -> None:
     assert cfg.origin("b.x") == "a.yaml:2"
 
 
-def test_modules_beside_the_config_are_found_from_its_dump(write: Write, workplace: Path) -> None:
+def test_modules_next_to_the_config_are_found_from_its_dump(write: Write, workplace: Path) -> None:
     write("in_cwd.py", "")
-    write("conf/beside.py", "")
-    write("conf/a.yaml", "imports: [in_cwd, beside, ../other.py, json]\n")
+    write("conf/nearby.py", "")
+    write("conf/a.yaml", "imports: [in_cwd, nearby, ../other.py, json]\n")
     cfg = load_config("conf/a.yaml")
-    beside, other = str(workplace / "conf/beside.py"), str(workplace / "other.py")
-    assert cfg.imports == ["in_cwd", beside, other, "json"]
+    nearby, other = str(workplace / "conf/nearby.py"), str(workplace / "other.py")
+    assert cfg.imports == ["in_cwd", nearby, other, "json"]
     dump_config(cfg, "dump.yaml")
     assert load_config("dump.yaml") == cfg
 
@@ -293,7 +295,7 @@ def test_shipped_configs_are_loaded_by_name(workplace: Path) -> None:
 
 
 def test_keys_of_files_are_refused_elsewhere(write: Write) -> None:
-    """They would be lost in the printed config."""
+    """The printed config would lose them."""
     path = write("a.yaml", "model: {type: Net, width: 1}\n")
     for override, said in (
         (

@@ -29,7 +29,7 @@ class Thing:
 
 
 class Other:
-    """Another one."""
+    """Another registered class."""
 
 
 def miss(registry: Registry, key: str) -> str:
@@ -40,7 +40,7 @@ def miss(registry: Registry, key: str) -> str:
 
 @pytest.fixture
 def family() -> dict[str, Registry]:
-    """A root with two children, each with a child of its own."""
+    """A root with two children and two grandchildren."""
     root = Registry("animals", scope="root")
     hound = Registry("animals", parent=root, scope="hound")
     samoyed = Registry("animals", parent=root, scope="samoyed")
@@ -93,7 +93,7 @@ def test_wrong_registrations_are_type_errors(arguments: dict[str, Any], said: st
     assert str(caught.value).startswith(said)
 
 
-def test_repr_is_a_table_of_what_is_registered() -> None:
+def test_repr_is_a_table_of_the_registered_names() -> None:
     registry = Registry("things")
     registry.register_module(name="Other", module=Other)
     registry.register_module(name="[bold]", module=Thing)
@@ -124,7 +124,7 @@ def test_a_module_that_failed_half_way_keeps_its_own_error(write: Write) -> None
     MODELS.module_dict.pop("Half")
 
 
-def test_aliases_name_what_is_registered() -> None:
+def test_aliases_are_further_names_of_an_entry() -> None:
     registry = Registry("things", aliases={"Old": "Thing"})
     assert registry.get("Old") is None
     registry.register_module(module=Thing)
@@ -154,7 +154,7 @@ def test_wrong_scopes_and_parents_are_refused_at_once(
         Registry("things", **options)
 
 
-def test_a_refused_registry_is_nobodys_child(family: dict[str, Registry]) -> None:
+def test_a_refused_registry_is_not_added_to_its_parent(family: dict[str, Registry]) -> None:
     with pytest.raises(ValueError, match="without dots"):
         Registry("animals", parent=family["root"], scope="a.b")
     assert set(family["root"].children) == {"hound", "samoyed"}
@@ -191,7 +191,7 @@ def test_children_need_different_scopes(family: dict[str, Registry]) -> None:
 def test_family_tree(
     family: dict[str, Registry], asker: str, key: str, found_in: str | None
 ) -> None:
-    """Parent, child, sibling, uncle, cousin and nephew; what is missing is None."""
+    """Parent, child, sibling, uncle, cousin and nephew; a missing name gives None."""
     expected = None if found_in is None else family[found_in].module_dict[f"In_{found_in}"]
     assert family[asker].get(key) is expected
 
@@ -233,7 +233,7 @@ def test_locations_are_imported_at_the_first_miss(write: Write) -> None:
     assert list(THINGS) == ["D"]
 
 
-def test_a_broken_location_is_told_with_its_error(write: Write) -> None:
+def test_a_broken_location_is_reported_with_its_error(write: Write) -> None:
     write("broken.py", "import sys\nsys.exit('no licence')\n")
     registry = Registry("things", locations=["broken", "absent"])
     assert registry.get("Thing") is None
@@ -256,13 +256,13 @@ def test_a_broken_location_is_told_with_its_error(write: Write) -> None:
         (HOOKS, "nonsense", "it has CheckpointHook"),
     ],
 )
-def test_a_miss_answers_itself(registry: Registry, key: str, said: str) -> None:
+def test_errors_of_failed_lookups(registry: Registry, key: str, said: str) -> None:
     assert said in miss(registry, key)
 
 
 @pytest.mark.parametrize("name", ["determinism", "functional", "SequentialSample", "net"])
-def test_only_what_is_near_and_of_the_kind_is_offered(name: str) -> None:
-    """torch.utils.data also has samplers, and names that hold others by chance."""
+def test_only_similar_names_of_the_right_kind_are_suggested(name: str) -> None:
+    """torch.utils.data also has samplers, and names that contain others by chance."""
     with pytest.raises(KeyError) as caught:
         build_tree({"type": "SupervisedModel", "net": {"type": name}, "loss": None}, MODELS)
     assert "did you mean" not in str(caught.value).partition("DATASETS")[2]
@@ -278,7 +278,7 @@ def test_a_miss_names_the_scopes_and_the_relative_that_has_it(
     assert "did you mean samoyed.In_samoyed" in text
 
 
-def test_a_failing_module_is_told_with_its_error(write: Write) -> None:
+def test_a_failing_module_is_reported_with_its_error(write: Write) -> None:
     write("faulty.py", "import nothing_like_this\n")
     text = miss(MODELS, "faulty.Net")
     assert "faulty cannot be imported: ModuleNotFoundError: No module named 'nothing_like_t" in text

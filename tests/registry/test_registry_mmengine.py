@@ -1,4 +1,4 @@
-"""What mmengine documents of its Registry, and building from its own configs."""
+"""The documented behaviour of mmengine's Registry, and building from its configs."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ class Backbone:
 
 
 class Detector:
-    """Builds its backbone by the registry that it knows: the root's."""
+    """A model that builds its backbone by the root registry."""
 
     registry: Registry
 
@@ -39,7 +39,7 @@ class Detector:
 
 
 class Family:
-    """A root, two children and the child of one; each has a class of its own name."""
+    """A root, two children and a grandchild; each has a class with its name."""
 
     def __init__(self) -> None:
         self.root = Registry("model", scope="root")
@@ -63,7 +63,7 @@ def test_the_tree_is_known_from_each_member(family: Family) -> None:
     assert family.det.module_dict == {"Det": Backbone}
 
 
-def test_scopes_are_split_from_keys_and_told_of_the_caller() -> None:
+def test_scopes_are_split_from_keys_and_inferred_from_the_caller() -> None:
     assert Registry.split_scope_key("mmdet.ResNet") == ("mmdet", "ResNet")
     assert Registry.split_scope_key("mmdet.sub.ResNet") == ("mmdet", "sub.ResNet")
     assert Registry.split_scope_key("ResNet") == (None, "ResNet")
@@ -97,7 +97,7 @@ def test_a_switch_ends_with_an_error_too(family: Family) -> None:
         family.root.build({"type": "Det", "depth": 1})
 
 
-def test_an_unknown_scope_stays_where_it_is(
+def test_an_unknown_scope_keeps_the_current_registry(
     family: Family, caplog: pytest.LogCaptureFixture
 ) -> None:
     with family.det.switch_scope_and_registry("nowhere") as registry:
@@ -122,7 +122,7 @@ def test_a_grandchild_is_found_by_its_scope_alone(family: Family) -> None:
         assert family.root.build({"type": "Det", "depth": 2}).depth == 2
 
 
-def test_the_default_scope_of_mmengine_is_that_of_our_registries(family: Family) -> None:
+def test_our_registries_use_mmengines_default_scope(family: Family) -> None:
     default_scope = pytest.importorskip("mmengine.registry").DefaultScope
 
     def current() -> str | None:
@@ -147,7 +147,7 @@ def test_global_objects_of_mmengine_are_found_by_their_names(family: Family) -> 
 
 
 @pytest.mark.parametrize("build", [build_from_cfg, build_tree])
-def test_a_scope_in_a_config_reaches_what_a_constructor_builds(
+def test_a_scope_in_a_config_applies_to_parts_built_by_a_constructor(
     family: Family, build: Callable[..., Any]
 ) -> None:
     detector = type("Detector", (Detector,), {"registry": family.root})

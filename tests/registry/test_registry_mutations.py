@@ -1,4 +1,4 @@
-"""Configs with mistakes of every kind, large and small: loaded, or refused by a ConfigError."""
+"""Configs with any mistake are loaded or raise a ConfigError."""
 
 import random
 import re
@@ -58,7 +58,7 @@ def paths(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> dict[str, Any]:
-    """Return a shipped config with up to three keys dropped, renamed, moved or set otherwise."""
+    """Return a shipped config with up to three keys dropped, renamed, moved or changed."""
     tree = yaml.safe_load(draw(st.sampled_from(SHIPPED)))
     for _ in range(draw(st.integers(1, 3))):
         *above, key = draw(st.sampled_from([*paths(tree)] or [("name",)]))
@@ -84,7 +84,7 @@ def mutated(draw: st.DrawFn) -> dict[str, Any]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(tree=mutated())
-def test_any_mutation_is_loaded_or_told(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_any_mutation_is_loaded_or_reported(tree: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(yaml.safe_dump(tree, allow_unicode=True, sort_keys=False))
     try:
@@ -115,7 +115,7 @@ NEW_VALUES = [
 
 
 def damaged(text: str, chance: random.Random) -> str:
-    """Return a config with lines and characters dropped, repeated, moved and put in."""
+    """Return a config with lines and characters dropped, repeated, moved and inserted."""
     lines = text.splitlines()
     for _ in range(chance.randint(1, 2)):
         at, other = chance.randrange(len(lines)), chance.randrange(len(lines))
@@ -139,14 +139,14 @@ def damaged(text: str, chance: random.Random) -> str:
 
 
 def override(config: Config, chance: random.Random) -> str:
-    """Return an override of something that the config has, or of something near to it."""
+    """Return an override of a key of the config or of a similar one."""
     path = ".".join(map(str, chance.choice([*paths(config.to_dict())])))
     end = chance.choice(["", "", ".a", "._delete_", "._base_", ".0", ".", ".1.b"])
     return f"{path}{end}={chance.choice(NEW_VALUES)}"
 
 
 def check(config: Config, folder: Path) -> None:
-    """The config prints as a file that has the same settings, with and without origins."""
+    """Check that the printed config has the same settings, with and without origins."""
     assert all(problem.what for problem in name_problems(config))
     for origins in (False, True):
         printed = folder / "printed.yaml"
@@ -155,7 +155,7 @@ def check(config: Config, folder: Path) -> None:
 
 
 def fuzz(numbers: range, folder: Path) -> int:
-    """Return how many of so many damaged configs could still be read."""
+    """Return how many damaged configs could still be read."""
     read = 0
     for number in numbers:
         chance = random.Random(number)
@@ -198,7 +198,7 @@ def nested(depth: int) -> str:
         ("a: &a {b: 1}\nc: {<<: 3}", "a.yaml:2: `<<` takes a section, or a list of sections"),
     ],
 )
-def test_what_no_config_holds_is_told_at_its_line(write: Write, text: str, said: str) -> None:
+def test_invalid_yaml_is_reported_with_its_line(write: Write, text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(write("a.yaml", text))
     assert said in str(caught.value)
@@ -207,7 +207,7 @@ def test_what_no_config_holds_is_told_at_its_line(write: Write, text: str, said:
 
 
 def bomb(first: str, line: str, copy: str) -> str:
-    """Return YAML that has 10 ** 9 values once each copy stands for what it repeats."""
+    """Return YAML that has 10 ** 9 values once all its copies are expanded."""
     lines = [first]
     for at in range(1, 9):
         lines.append(line.format(at=at, copies=", ".join([copy.format(at=at - 1)] * 10)))
@@ -225,12 +225,12 @@ def bomb(first: str, line: str, copy: str) -> str:
     ids=["lists", "merges", "interpolations", "texts"],
 )
 def test_copies_of_copies_are_bounded(write: Write, text: str) -> None:
-    """Neither memory nor time is spent on 10 ** 9 values: without a bound this would not end."""
+    """Expanding 10 ** 9 values would not end."""
     with pytest.raises(ConfigError, match="repeat more than 10,000 values"):
         load_config(write("a.yaml", text))
 
 
-def test_merges_keep_what_is_written_beside_them(write: Write) -> None:
+def test_merges_keep_the_keys_next_to_them(write: Write) -> None:
     text = "a: &a {x: 1, y: 1}\nb: &b {x: 2, z: 2}\nc: {y: 3, <<: [*a, *b]}\nd: {<<: *b, x: 4}\n"
     config = load_config(write("a.yaml", text)).to_dict()
     assert config["c"] == {"x": 1, "y": 3, "z": 2}
@@ -248,15 +248,15 @@ def test_overrides_and_dicts_are_bounded_as_files_are(write: Write) -> None:
         config_from_dict(deep)
 
 
-def test_files_that_build_on_one_another_without_end_are_told(write: Write) -> None:
+def test_endless_chains_of_bases_are_reported(write: Write) -> None:
     for at in range(60):
         write(f"c{at}.yaml", f"_base_: c{at + 1}.yaml\n")
     with pytest.raises(ConfigError, match="more than 50 files are nested"):
         load_config("c0.yaml")
 
 
-def test_long_keys_with_dots_are_found_in_no_time(write: Write) -> None:
-    """A path is looked up by its parts: trying every way to join them would take minutes."""
+def test_long_keys_with_dots_are_found_quickly(write: Write) -> None:
+    """Paths are looked up part by part; trying all ways to join the parts would take minutes."""
     sections = "".join(f"s{at}: {{{'.'.join('x' * 400)}: 1}}\n" for at in range(30))
     config = load_config(write("a.yaml", sections))
     for at in range(30):

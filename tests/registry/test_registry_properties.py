@@ -1,4 +1,4 @@
-"""What must hold for any config, override and name."""
+"""Properties that hold for any config, override and name."""
 
 import importlib.util
 import string
@@ -52,7 +52,7 @@ def trees(key_strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, A
 
 
 def has_distinct_keys(tree: Any) -> bool:
-    """Tell whether no mapping has both 1 and "1", which are one key path."""
+    """Return whether no mapping has both 1 and "1", which have the same key path."""
     if isinstance(tree, dict):
         inner = all(has_distinct_keys(value) for value in tree.values())
         return inner and len({str(key) for key in tree}) == len(tree) and "_base_" not in tree
@@ -146,7 +146,7 @@ def test_any_override_is_applied_or_named(override: str, tmp_path: Path) -> None
 @given(key=st.one_of(st.text(), st.text("ab.", max_size=8)))
 def test_looking_up_any_text_gives_none_or_a_key_error(key: str) -> None:
     top, dot, _ = key.partition(".")
-    # Hypothesis also tries texts of this repository, and an import path may give something.
+    # Hypothesis also tries texts of this repository, which may be valid import paths.
     assume(not (dot and top.isidentifier() and importlib.util.find_spec(top)))
     registry = Registry("EMPTY", scope="a")
     Registry("CHILD", parent=registry, scope="b")

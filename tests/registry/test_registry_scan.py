@@ -1,4 +1,4 @@
-"""Listing what there is without importing it."""
+"""List registered names without importing their modules."""
 
 import json
 import re
@@ -34,12 +34,12 @@ def test_listing_imports_no_torch() -> None:
 
 
 def misfits(name: str) -> dict[str, set[str]]:
-    """Return what a registry lists and cannot look up, and what it looks up and does not list."""
+    """Return the names that a registry lists but cannot look up, and the reverse."""
     entries = list_registrations(name)[name]
     listed = {known for entry in entries for known in (entry.name, *entry.aliases)}
     unknown = {known for known in listed if REGISTRIES[name].get(known) is None}
-    # What a module only borrows from elsewhere in its package need not be listed, and what
-    # other modules have registered in the meantime cannot be.
+    # Names that a module imports from elsewhere in its package need not be listed; names that
+    # other modules have registered since cannot be listed.
     homes = ("torch", "stepwrap.wrappers", "stepwrap.loops", "stepwrap.collectives")
     others = {
         known
@@ -63,7 +63,7 @@ def test_the_table_covers_the_pinned_versions() -> None:
 
 @pytest.fixture
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A table of another torch, in place of the shipped one."""
+    """Replace the shipped table by one of another torch version."""
     path = tmp_path / "namespaces.json"
     versions = {"torch": ["1.0"], "torchmetrics": ["0.1"]}
     path.write_text(json.dumps({"versions": versions, "classes": make_classes()}))
@@ -90,7 +90,7 @@ def test_writing_the_table_keeps_releases_with_equal_classes(table: Path) -> Non
     assert "1.0" not in read_table().versions["torch"]
 
 
-def test_the_list_is_what_can_be_looked_up() -> None:
+def test_exactly_the_listed_names_can_be_looked_up() -> None:
     found = {name: misfits(name) for name in REGISTRIES}
     assert not [
         (name, kind, names) for name in found for kind, names in found[name].items() if names

@@ -1,4 +1,4 @@
-"""Large registries and configs: work that does not grow faster than they do."""
+"""The work for large registries and configs does not grow faster than their size."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ def test_hints_for_many_wrong_interpolations_are_few(tmp_path: Path) -> None:
     file.write_text("".join(["model:\n", *rows]))
     with pytest.raises(ConfigError) as caught:
         load_config(file)
-    told = [str(problem) for problem in caught.value.problems]
-    assert len(told) == 60
-    assert ["did you mean" in one for one in told] == [True] * 20 + [False] * 40
+    problems = [str(problem) for problem in caught.value.problems]
+    assert len(problems) == 60
+    assert ["did you mean" in one for one in problems] == [True] * 20 + [False] * 40
 
 
 def test_the_check_of_a_class_asks_for_its_signature_a_fixed_number_of_times() -> None:

@@ -1,11 +1,11 @@
-"""Calls that wait, break, are late, or are more than a process serves at once."""
+"""Calls that wait, fail, time out, or outnumber the threads of the process that serves them."""
 
 import threading
 import time
 from typing import Any
 
 import pytest
-from worlds import in_group, in_world, told
+from worlds import in_group, in_world, raised_by
 
 from stepwrap.rpc import RpcGroup, RpcReference, World, get_world
 
@@ -31,15 +31,15 @@ def _crowd(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         calls = [group.rpc_async("w1", call_what_waits) for _ in range(5)]
         text = "'w2' has not answered wait_at_gate() within 0.3 s"
-        for kind, answer in [told(call.wait) for call in calls]:
+        for kind, answer in [raised_by(call.wait) for call in calls]:
             assert kind == "RpcError"
             assert answer.startswith(text)
     group.barrier()
-    # What still waits is served before the end of the world.
+    # Lets the waiting calls finish before the world ends.
     _gate.set()
 
 
-def test_a_process_full_of_services_that_call_still_hears_time_outs() -> None:
+def test_timeouts_arrive_while_all_threads_are_busy() -> None:
     in_group(_crowd, 3, rpc_threads=2)
 
 
@@ -59,10 +59,10 @@ def _many(world: World, group: RpcGroup) -> None:
         calls = [group.rpc_async("w1", count_running) for _ in range(12)]
         assert max(call.wait() for call in calls) == 3
         mixed = [group.rpc_async("w1", [abs, own_group][n % 2], args=((),)) for n in range(8)]
-        assert {told(call.wait)[0] for call in mixed} == {"TypeError"}
+        assert {raised_by(call.wait)[0] for call in mixed} == {"TypeError"}
 
 
-def test_so_many_calls_run_at_once_and_the_others_have_their_turn() -> None:
+def test_as_many_calls_run_at_once_as_there_are_threads() -> None:
     in_group(_many, 2, rpc_threads=3)
 
 

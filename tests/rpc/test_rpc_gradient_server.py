@@ -1,4 +1,4 @@
-"""Gradient servers: what pushes, pulls and steps do, in three processes."""
+"""Gradient servers in three processes: pushes, pulls and steps."""
 
 import copy
 import queue
@@ -32,8 +32,8 @@ def unit_gradients(model: nn.Module, value: float = 1.0) -> nn.Module:
     return model
 
 
-def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Return type and text of what is raised."""
+def error_if_any(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Return the type and text of the error that a call raises, or two empty strings."""
     try:
         fn(*args, **kwargs)
     except BaseException as error:
@@ -89,7 +89,7 @@ def _twelve_pushes(world: World, group: RpcGroup) -> Any:
 
 
 def test_twelve_pushes_are_three_steps() -> None:
-    """Batches of two on two levels: a step for four pushes; the first pull before it is False."""
+    """Two levels with batches of two make a step of four pushes; an earlier pull returns False."""
     seen = in_group(_twelve_pushes, 3)
     expected = {"first": False, "pulled": True, "grad": [[0.0]], "attributes": []}
     assert expected.items() <= seen[2].items()
@@ -112,20 +112,20 @@ def _all_push(world: World, group: RpcGroup, method: str) -> Any:
     group.barrier()
     server.close()
     server.close()
-    # Other members may still be closing theirs.
+    # Wait until the other members have closed theirs.
     group.barrier()
     return pending[1], weight, group.is_paired("server"), group.is_registered("server_o_server")
 
 
 @pytest.mark.parametrize("method", ["sum", "mean"])
 def test_every_member_reduces_and_pushes(method: str) -> None:
-    """By default all are secondary reducers; what is in no step is told as pending."""
+    """By default all members are secondary reducers; gradients in no step count as pending."""
     seen = in_group(_all_push, 3, method)
     scale = 0.1 if method == "sum" else 0.1 / 4
     weight = seen[0][1]
     applied = round((1 - weight) / scale)
     assert weight == pytest.approx(1 - scale * applied, abs=1e-12)
-    # A reducer may be asked while its last batch is on its way.
+    # A reducer may count a batch as pending that is already on its way.
     assert applied % 4 == 0
     assert 60 - 2 * sum(one[0] for one in seen) <= applied <= 60
     assert not any(one[2] or one[3] for one in seen)
@@ -137,12 +137,12 @@ def _refusals(world: World, group: RpcGroup) -> Any:
     seen: dict[str, Any] = {}
     if group.get_cur_name() == "w2":
         client, model = accessor(group), one_weight()
-        seen["none"] = told(client.push, one_weight())
-        seen["shape"] = told(client.push, unit_gradients(nn.Linear(2, 1, bias=False)))
-        seen["extra"] = told(client.push, unit_gradients(nn.Linear(1, 1)))
-        seen["missing"] = told(client.push, nn.Identity())
+        seen["none"] = error_if_any(client.push, one_weight())
+        seen["shape"] = error_if_any(client.push, unit_gradients(nn.Linear(2, 1, bias=False)))
+        seen["extra"] = error_if_any(client.push, unit_gradients(nn.Linear(1, 1)))
+        seen["missing"] = error_if_any(client.push, nn.Identity())
         wrong = unit_gradients(nn.Linear(2, 1, bias=False))
-        told(client.push, wrong)
+        error_if_any(client.push, wrong)
         seen["kept"] = wrong.weight.grad.tolist()
         for _ in range(4):
             client.push(unit_gradients(model))
@@ -153,7 +153,7 @@ def _refusals(world: World, group: RpcGroup) -> Any:
     return seen
 
 
-def test_wrong_pushes_are_told_to_their_client_alone() -> None:
+def test_only_the_client_gets_the_errors_of_its_wrong_pushes() -> None:
     seen = in_group(_refusals, 3)[2]
     assert seen["none"] == (
         "RuntimeError",
@@ -179,24 +179,24 @@ def _arguments(world: World, group: RpcGroup) -> Any:
         {"secondary_reducers": ["w9"]},
         {"secondary_reducers": []},
     ]
-    seen = [told(make, "server", group, **options) for options in wrong]
+    seen = [error_if_any(make, "server", group, **options) for options in wrong]
     first = make("server", group)
-    twice = told(make, "server", group)
+    twice = error_if_any(make, "server", group)
     is_whole = group.is_registered(f"server/{group.get_cur_name()}/_push_service")
     group.barrier()
     first.close()
     second = make("server", group)
     model = one_weight()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    managed = told(second.manage_model, model, optimizer)
+    managed = error_if_any(second.manage_model, model, optimizer)
     second.start()
     second.start()
-    late = told(second.manage_model, model, optimizer)
+    late = error_if_any(second.manage_model, model, optimizer)
     second.stop()
     return seen, twice, is_whole, managed, late, getattr(model, "pp_version", None)
 
 
-def test_arguments_are_checked_before_anything_is_offered() -> None:
+def test_arguments_are_checked_before_services_are_registered() -> None:
     for rank, (wrong, twice, is_whole, managed, late, version) in enumerate(
         in_group(_arguments, 3)
     ):
@@ -217,16 +217,16 @@ def _full(world: World, group: RpcGroup, policy: str) -> Any:
     seen: dict[str, Any] = {}
     if group.get_cur_name() == "w1":
         client, model = accessor(group), one_weight()
-        # Nobody reduces yet, so four find room: as many as make a step.
-        seen["pushes"] = [told(client.push, unit_gradients(model, i))[0] for i in range(5)]
-        seen["told"] = client.dropped
+        # The reducers have not started, so the queue takes four: enough for one step.
+        seen["pushes"] = [error_if_any(client.push, unit_gradients(model, i))[0] for i in range(5)]
+        seen["dropped_here"] = client.dropped
     group.barrier(timeout=30)
     seen |= {"dropped": server.dropped, "pending": server.pending}
     group.barrier(timeout=30)
     server.start()
     if group.get_cur_name() == "w1":
         seen["weight"] = wait_for_version(client, 1).item()
-        seen["pushes"].append(told(client.push, unit_gradients(model))[0])
+        seen["pushes"].append(error_if_any(client.push, unit_gradients(model))[0])
     group.barrier(timeout=30)
     server.stop()
     return seen
@@ -238,7 +238,7 @@ def test_full_queues(policy: str) -> None:
     assert primary["pending"] == 4
     is_dropping = policy == "drop_oldest"
     assert client["pushes"] == [*[""] * 4, "" if is_dropping else queue.Full.__name__, ""]
-    assert primary["dropped"] == client["told"] == (1 if is_dropping else 0)
+    assert primary["dropped"] == client["dropped_here"] == (1 if is_dropping else 0)
     kept = 1 + 2 + 3 + 4 if is_dropping else 0 + 1 + 2 + 3
     assert client["weight"] == pytest.approx(1 - 0.1 * kept, abs=1e-12)
 
@@ -258,11 +258,11 @@ def _failing_step(world: World, group: RpcGroup) -> Any:
             client.push(unit_gradients(model))
         errors = [("", "")]
         while not errors[-1][0]:
-            errors.append(told(client.push, unit_gradients(model)))
+            errors.append(error_if_any(client.push, unit_gradients(model)))
         seen["error"] = errors[-1]
-        seen["next"] = told(client.push, unit_gradients(model))
+        seen["next"] = error_if_any(client.push, unit_gradients(model))
     group.barrier()
-    seen["watch"] = told(server.watch)
+    seen["watch"] = error_if_any(server.watch)
     seen["dropped"] = server.dropped
     if group.get_cur_name() == "w0":
         optimizer.is_failing = False
@@ -273,7 +273,7 @@ def _failing_step(world: World, group: RpcGroup) -> Any:
     if group.get_cur_name() == "w2":
         for _ in range(4):
             client.push(unit_gradients(model))
-        # Those that were acknowledged before the error are kept, and go on now.
+        # Gradients that were acknowledged before the error are kept and applied now.
         steps = (len(errors) - 2 + 4) // 4
         seen["steps"], seen["weight"] = steps, wait_for_version(client, steps).item()
     group.barrier()
@@ -290,7 +290,7 @@ class _Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_step_that_fails_is_told_to_all_and_can_be_gone_on_from() -> None:
+def test_a_failed_step_raises_everywhere_and_training_can_continue() -> None:
     primary, secondary, client = in_group(_failing_step, 3)
     assert primary["watch"] == ("ArithmeticError", "this step fails")
     assert primary["dropped"] == 4
@@ -302,7 +302,7 @@ def test_a_step_that_fails_is_told_to_all_and_can_be_gone_on_from() -> None:
 
 
 class _Refusing(OrderedServerBase):
-    """Refuses the second version once, as if somebody else had been faster."""
+    """Refuses the second version once, as if another process had been faster."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Any]] = []
@@ -342,7 +342,7 @@ def _refused_publish(world: World, group: RpcGroup) -> Any:
 
 
 def test_refused_publish_schedule_and_frozen_parameters() -> None:
-    """A refused version is offered again; the rate is halved by each step of the optimizer."""
+    """A refused version is offered again; each step of the optimizer halves the rate."""
     seen, version, weight, steps = in_group(_refused_publish, 3)[0]
     assert seen == [(1, 0), (2, 1), (2, 1)]
     assert version == 2

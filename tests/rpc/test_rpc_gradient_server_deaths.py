@@ -1,4 +1,4 @@
-"""Gradient servers whose processes are killed: nothing is lost, nothing is applied twice."""
+"""Gradient servers whose processes are killed: gradients are applied once and none is lost."""
 
 import contextlib
 import multiprocessing
@@ -23,7 +23,7 @@ Role = Callable[[PushPullGradServerImpl, RpcGroup, Path], Any]
 
 
 class Counter(nn.Module):
-    """A parameter of which each client moves its own entry."""
+    """A parameter with one entry for each client to count its pushes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Counter(nn.Module):
 
 
 def push_one(client: PushPullGradServer, model: Counter, entry: int) -> None:
-    """Push a gradient that adds one to an entry, by a step of rate 1."""
+    """Push a gradient that adds one to an entry at learning rate 1."""
     model.counts.grad = torch.zeros_like(model.counts)
     model.counts.grad[entry] = -1
     client.push(model)
@@ -59,7 +59,7 @@ def applied(client: PushPullGradServer) -> torch.Tensor:
 
 
 def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options: Any) -> None:
-    """Be one member: make the server, meet the others, play the role."""
+    """Make the server, meet the other members and run the role of this rank."""
     torch.set_num_threads(1)
     url = f"tcp://127.0.0.1:{port}"
     limit = options.pop("rpc_timeout", 20)
@@ -73,13 +73,13 @@ def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options:
         group.barrier(timeout=WAIT_S)
         role(server, group, folder)
         server.stop()
-        # Longer than a call may take: the others may be slow to come.
+        # Longer than a call may take, because the others may arrive late.
         world.stop(WAIT_S)
 
 
 @contextlib.contextmanager
 def members(roles: list[Role], folder: Path, **options: Any) -> Iterator[list[BaseProcess]]:
-    """Run a world of own processes, of which none is left in the end."""
+    """Run a world in processes that are killed at the end."""
     port = free_port()
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
@@ -108,10 +108,10 @@ def serve(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None
 
 
 def push_before_and_after(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
-    """Push until a reducer has gone, however late this process is told, and 100 times more."""
+    """Push until a reducer is gone, and 100 times more."""
     client, model = group.get_paired("server").to_here(), Counter()
     pushes = after = 0
-    # With the 50 of the other client whole steps, so that all are applied.
+    # Together with the other client's 50 pushes a multiple of 4, so that all are applied.
     while after < 100 or pushes % 4 != 2:
         after += (folder / "is_gone").exists()
         push_one(client, model, 0)
@@ -124,7 +124,7 @@ def push_before_and_after(server: PushPullGradServerImpl, group: RpcGroup, folde
 
 
 def push_50_and_wait(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
-    """Push before the kill alone: what the dead reducer had must be sent again all the same."""
+    """Push before the kill only: gradients held by the dead reducer must be sent again."""
     client, model = group.get_paired("server").to_here(), Counter()
     for _ in range(50):
         push_one(client, model, 1)
@@ -135,7 +135,7 @@ def push_50_and_wait(server: PushPullGradServerImpl, group: RpcGroup, folder: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("secondaries", [["w1"], ["w1", "w2"]])
 def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) -> None:
-    """The other secondary takes over; with no other one the primary's process does."""
+    """The other secondary takes over, or the primary's process if there is none."""
     roles = [serve, serve, serve, push_before_and_after, push_50_and_wait]
     with members(roles, tmp_path, secondary_reducers=secondaries) as processes:
         until(lambda: lines(tmp_path / "acknowledged_too") == 50)
@@ -147,24 +147,24 @@ def test_a_dead_secondary_loses_nothing(secondaries: list[str], tmp_path: Path) 
     assert counts.tolist() == [pushes, 50.0, 0, 0, 0, 0, 0, 0]
 
 
-def be_shut_out(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
-    """Be frozen, and learn afterwards that it is considered dead."""
+def wait_for_exclusion(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
+    """Wait for the error by which a process that was frozen learns that it was excluded."""
 
-    def is_told() -> bool:
+    def has_failed() -> bool:
         try:
             server.watch()
         except RpcError as error:
             return "has excluded 'w1'" in str(error)
         return False
 
-    until(is_told)
+    until(has_failed)
     until((folder / "end").exists)
 
 
 @pytest.mark.slow
-def test_a_frozen_secondary_is_shut_out(tmp_path: Path) -> None:
-    """It wakes up with pushes that others have applied by then, and cannot apply them again."""
-    roles = [serve, be_shut_out, serve, push_before_and_after, push_50_and_wait]
+def test_a_frozen_secondary_is_excluded(tmp_path: Path) -> None:
+    """Its pushes have been applied by others when it wakes up; it cannot apply them again."""
+    roles = [serve, wait_for_exclusion, serve, push_before_and_after, push_50_and_wait]
     options = {"secondary_reducers": ["w1", "w2"], "rpc_timeout": 5}
     with members(roles, tmp_path, **options) as processes:
         until(lambda: lines(tmp_path / "acknowledged_too") == 50)
@@ -187,7 +187,7 @@ def push_for_ever(server: PushPullGradServerImpl, group: RpcGroup, folder: Path)
 
 
 def push_until_dead(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
-    """Push beside a client that is killed, then enough for its last one to be in a step."""
+    """Push while another client is killed, then enough to complete the step of its last push."""
     client, model = group.get_paired("server").to_here(), Counter()
     pushes = 0
     while not (folder / "is_dead").exists():
@@ -211,7 +211,7 @@ def test_a_dead_client_loses_nothing_that_was_acknowledged(tmp_path: Path) -> No
         assert ends_well([processes[0], processes[1], processes[3]])
         counts, pushes = torch.load(tmp_path / "applied")
     acknowledged = lines(tmp_path / "acknowledged")
-    # Killed between the reducer's answer and its own note, it had one more.
+    # It may have been killed between the reducer's answer and its own note.
     assert counts[0] in (acknowledged, acknowledged + 1)
     assert pushes - 4 < counts[1] <= pushes
 
@@ -228,32 +228,32 @@ def push_until_error(server: PushPullGradServerImpl, group: RpcGroup, folder: Pa
         (folder / f"error_{group.get_cur_name()}").write_text(
             f"{time.monotonic() - started:.3f} {error}"
         )
-    is_told = False
+    is_accepted = False
     with contextlib.suppress(RpcError):
         client.push(model)
-        is_told = True
-    assert not is_told
+        is_accepted = True
+    assert not is_accepted
     note(folder / f"done_{group.get_cur_name()}")
     os._exit(0)
 
 
 def watch_until_error(server: PushPullGradServerImpl, group: RpcGroup, folder: Path) -> None:
-    def is_told() -> bool:
+    def has_failed() -> bool:
         try:
             server.watch()
         except RpcError:
             return True
         return False
 
-    until(is_told)
+    until(has_failed)
     until(lambda: (folder / "done_w2").exists() and (folder / "done_w3").exists())
     os._exit(0)
 
 
 @pytest.mark.parametrize("primary", [1, *slow(0)])
 @pytest.mark.slow
-def test_a_dead_primary_is_told_to_every_client(primary: int, tmp_path: Path) -> None:
-    """Rank 0 also keeps the tables of all groups; both deaths are told."""
+def test_every_client_raises_if_the_primary_dies(primary: int, tmp_path: Path) -> None:
+    """Also if the primary is rank 0, which keeps the tables of all groups."""
     roles: list[Role] = [watch_until_error] * 2 + [push_until_error] * 2
     options = {"primary_reducer": f"w{primary}", "secondary_reducers": [f"w{1 - primary}"]}
     with members(roles, tmp_path, **options) as processes:

@@ -67,9 +67,9 @@ def _train_in_step(
         for number in (2 * rank - 2, 2 * rank - 1) if rank else ():
             model.zero_grad()
             loss_of(model, number, update).backward()
-            # Pulls as well, but there is nothing newer before all have pushed.
+            # A push also pulls, but newer versions come only after all have pushed.
             client.push(model)
-        # Nobody goes on before the step that all have pushed for.
+        # Wait for the step that all have pushed for.
         while (client.o_server.pull("model") or (None, 0))[1] <= update:
             server.watch()
         assert client.pull(model)
@@ -119,7 +119,7 @@ def test_running_sum_equals_stacking(
     moves=st.lists(st.sampled_from(["offer", "force", "take"]), max_size=40),
     policy=st.sampled_from(["block", "drop_oldest", "error"]),
 )
-def test_queue_loses_nothing_untold(moves: list[str], policy: Any) -> None:
+def test_queue_counts_every_dropped_item(moves: list[str], policy: Any) -> None:
     limits = ReduceSettings("sum", torch.device("cpu"), 2, 3, policy)
     queue = Level[Push]("queue", limits, threading.Condition())
     offered, answers, taken = 0, [], []

@@ -1,4 +1,4 @@
-"""What travels and what is loaded when clients of a gradient server push and pull."""
+"""Traffic and loading when clients of a gradient server push and pull."""
 
 import pickle
 from typing import Any
@@ -73,7 +73,7 @@ def _traffic(world: World, group: RpcGroup, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["own", "apart", "plain"])
 def test_a_pull_of_known_weights_loads_them_and_moves_nothing(kind: str) -> None:
-    """`own`: states and reducer in one process; `apart`: in two; `plain`: whole states."""
+    """`own`: states and reducer in one process; `apart`: in two; `plain`: whole states only."""
     primary, _, client = in_group(_traffic, 3, kind)
     assert client["early"] is False
     assert client["again"] is client["push"] is True

@@ -1,4 +1,4 @@
-"""Groups of named processes: calls, values, services, meetings, errors."""
+"""Groups of named processes: calls, values, services, barriers, errors."""
 
 import os
 import pickle
@@ -10,13 +10,13 @@ import pytest
 import torch
 from marks import slow
 from torch.distributed.rpc import get_worker_info
-from worlds import in_group, in_world, remote_traceback, told
+from worlds import in_group, in_world, raised_by, remote_traceback
 
 from stepwrap.rpc import RpcException, RpcGroup, RpcReference, World, get_cur_name
 
 
 class OwnError(Exception):
-    """An error of the user's, with more than a text."""
+    """A user's error with more than a text."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(code, text)
@@ -24,29 +24,25 @@ class OwnError(Exception):
 
 
 class PrefixedError(Exception):
-    """Adds to its text, so that it cannot be created again from its own args."""
+    """Changes its text, so that its own args do not recreate it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"no {name}")
 
 
 class KeywordError(Exception):
-    """Has an ``__init__`` that takes no positional arguments."""
-
     def __init__(self, *, code: int) -> None:
         super().__init__(f"code {code}")
         self.code = code
 
 
 class FrozenError(Exception):
-    """Refuses every attribute."""
-
     def __setattr__(self, name: str, value: Any) -> None:
         raise TypeError("immutable")
 
 
 class OnlyHere:
-    """Can be unpickled in the process that has pickled it."""
+    """Can only be unpickled in the process that pickled it."""
 
     def __reduce__(self) -> Any:
         return _only_in, (os.getpid(),)
@@ -167,7 +163,7 @@ def test_remote_errors_keep_their_type_and_bring_their_traceback(
                 call(kind)
     with pytest.raises(RpcException, match="SystemExit raised by 'w1'"):
         group.rpc_sync("w1", fail, args=("exit",))
-    # One that comes through two processes keeps its type and its first report.
+    # An error that passes through two processes keeps its type and its first traceback.
     with pytest.raises(OwnError) as own:
         group.rpc_sync("w1", group.rpc_sync, args=("w0", fail), kwargs={"args": ("own",)})
     assert "raised by 'w0'" in remote_traceback(own.value)
@@ -178,21 +174,23 @@ def test_remote_errors_keep_their_type_and_bring_their_traceback(
 def test_bad_and_late_calls(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
-    assert told(group.rpc_sync, "w9", abs)[1].startswith("RPC target is not a member of group.")
-    assert told(group.rpc_sync, "ww1", abs)[1].endswith("; did you mean 'w1'?")
-    assert told(group.rpc_sync, 9, abs)[0] == "RuntimeError"
-    kind, text = told(group.rpc_sync, "w0", abs, args=(threading.Lock(),))
+    assert raised_by(group.rpc_sync, "w9", abs)[1].startswith(
+        "RPC target is not a member of group."
+    )
+    assert raised_by(group.rpc_sync, "ww1", abs)[1].endswith("; did you mean 'w1'?")
+    assert raised_by(group.rpc_sync, 9, abs)[0] == "RuntimeError"
+    kind, text = raised_by(group.rpc_sync, "w0", abs, args=(threading.Lock(),))
     assert kind == "TypeError"
     assert "cannot be sent to another process" in text
     with pytest.raises(TypeError) as refused:
         group.rpc_sync("w0", threading.Lock)
     assert "raised by 'w0'" in remote_traceback(refused.value)
     late = "'w1' has not answered sleep() within 0.1 s"
-    assert told(group.rpc_sync, "w1", time.sleep, 0.1, (0.4,)) == ("RpcError", late)
-    assert told(group.rpc_async("w1", time.sleep, 0.1, (0.4,)).wait) == ("RpcError", late)
+    assert raised_by(group.rpc_sync, "w1", time.sleep, 0.1, (0.4,)) == ("RpcError", late)
+    assert raised_by(group.rpc_async("w1", time.sleep, 0.1, (0.4,)).wait) == ("RpcError", late)
     slow = group.remote("w1", time.sleep, args=(0.4,))
     text = "'w1' has not answered to_here() within 0.1 s"
-    assert told(slow.to_here, 0.1) == ("RpcError", text)
+    assert raised_by(slow.to_here, 0.1) == ("RpcError", text)
     assert slow.to_here(0) is None
 
 
@@ -204,7 +202,7 @@ def _values(world: World, group: RpcGroup) -> Any:
         assert group.get_paired("v").local_value() is value
         assert group.get_paired("v").to_here() is value
         text = "Value [v] already paired to Group [all]"
-        assert told(group.pair, "v", 2) == ("KeyError", repr(text))
+        assert raised_by(group.pair, "v", 2) == ("KeyError", repr(text))
     group.barrier()
     assert group.is_paired("v")
     assert not group.is_paired("w")
@@ -213,12 +211,15 @@ def _values(world: World, group: RpcGroup) -> Any:
     assert reference.to_here()[0] == 1
     assert group.get_paired(("any", 2)).to_here()() == "called"
     if world.rank != 1:
-        assert told(group.pair, "v", 1)[0] == "KeyError"
-        assert told(group.unpair, "v") == ("KeyError", repr("Value [v] not paired to Group [all]"))
-        assert told(reference.local_value)[0] == "RuntimeError"
+        assert raised_by(group.pair, "v", 1)[0] == "KeyError"
+        assert raised_by(group.unpair, "v") == (
+            "KeyError",
+            repr("Value [v] not paired to Group [all]"),
+        )
+        assert raised_by(reference.local_value)[0] == "RuntimeError"
     missing = ("KeyError", repr("Value [w] not found on Group [all]"))
-    assert told(group.get_paired, "w") == missing
-    # A reference can be sent on.
+    assert raised_by(group.get_paired, "w") == missing
+    # A reference can be passed to a third process.
     assert group.rpc_sync("w2", lambda one: one.to_here()[0], args=(reference,)) == 1
     group.barrier()
     if world.rank == 1:
@@ -238,12 +239,12 @@ def _meet(world: World, group: RpcGroup) -> Any:
         time.sleep(0.6)
         group.barrier()
         return None
-    answer = told(group.barrier, timeout=0.2)
+    answer = raised_by(group.barrier, timeout=0.2)
     group.barrier()
     return answer
 
 
-def test_a_barrier_names_who_is_late_and_works_again() -> None:
+def test_a_barrier_names_late_members_and_works_again() -> None:
     answers = in_group(_meet)
     late = ("RpcError", "barrier of group 'all': 'w2' has not arrived within 0.2 s")
     assert late in answers[:2]
@@ -269,7 +270,7 @@ def _use_handle(pair: RpcGroup) -> tuple[list[int], str, str, str]:
     values = [pair.get_paired(name).to_here() for name in pair.get_group_members()]
     assert not pair.is_member()
     name = pair.rpc_sync("w1", get_cur_name)
-    return values, name, told(pair.pair, "k", 1)[0], told(pair.barrier)[0]
+    return values, name, raised_by(pair.pair, "k", 1)[0], raised_by(pair.barrier)[0]
 
 
 @in_world(3)
@@ -283,44 +284,44 @@ def test_groups_are_made_sent_destroyed_and_made_again(world: World, group: RpcG
     assert group.is_member(2)
     assert not group.is_member("w3")
     assert world.groups == {"all": group}
-    # It arrives as the group that lives there.
+    # It arrives as the group of the receiving process.
     assert group.rpc_sync("w1", lambda one: one.barrier.__self__.destroyed, args=(group,)) is False
     if world.rank < 2:
         pair = world.create_rpc_group("two", ["w1", "w0"])
         pair.pair(world.name, world.rank)
         pair.barrier()
-        assert told(world.create_rpc_group, "two", ["w0", "w1"]) == (
+        assert raised_by(world.create_rpc_group, "two", ["w0", "w1"]) == (
             "RuntimeError",
             "Group two already exists!",
         )
-        # In a process that is no member it is a handle, good for lookups and calls.
+        # A process outside the group gets a handle for lookups and calls.
         used = group.rpc_sync("w2", _use_handle, args=(pair,))
         assert used == ([0, 1], "w1", "RuntimeError", "RuntimeError")
         pair.barrier()
         pair.destroy()
         pair.destroy()
-        assert told(pair.barrier)[1] == f"group 'two' has been destroyed in 'w{world.rank}'"
+        assert raised_by(pair.barrier)[1] == f"group 'two' has been destroyed in 'w{world.rank}'"
         pair = world.create_rpc_group("two", ["w0", "w1"])
         assert not pair.is_paired("w0")
         assert not pair.is_paired("w1")
         pair.barrier()
     else:
-        answer = told(world.create_rpc_group, "two", ["w0", "w1"])
+        answer = raised_by(world.create_rpc_group, "two", ["w0", "w1"])
         assert answer == ("RuntimeError", "Creator Process [w2] not in Group [two]")
-        kind, text = told(world.create_rpc_group, "x", ["w2", "w11"])
+        kind, text = raised_by(world.create_rpc_group, "x", ["w2", "w11"])
         assert kind == "ValueError"
         assert "'w11' is not a member of the world: 'w0', 'w1', 'w2'; did you mean 'w1'?" in text
 
 
 def _disagree(world: World, group: RpcGroup) -> tuple[str, str] | None:
     if world.rank == 0:
-        return told(world.create_rpc_group, "g", ["w0", "w1"])
+        return raised_by(world.create_rpc_group, "g", ["w0", "w1"])
     if world.rank == 1:
-        return told(world.create_rpc_group, "g", ["w0", "w1", "w2"])
-    return told(world.create_rpc_group, "alone", ["w0", "w2"], 0.2)
+        return raised_by(world.create_rpc_group, "g", ["w0", "w1", "w2"])
+    return raised_by(world.create_rpc_group, "alone", ["w0", "w2"], 0.2)
 
 
-def test_members_that_disagree_or_do_not_come() -> None:
+def test_members_that_disagree_or_are_missing() -> None:
     first, second, third = in_group(_disagree)
     assert first[0] == second[0] == "ValueError"
     for text in (first[1], second[1]):

@@ -16,7 +16,7 @@ import pytest
 ADDRESSES = ["10.213.87.1", "10.213.87.2"]
 PORT = 29400
 
-# What both programs do: make a world, write down what they see, and whatever else is put in.
+# Both programs create a world, run the code put in for WORK and write down their results.
 PROGRAM = """
 import json, os, subprocess, time
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from stepwrap.rpc import PushPullModelServerImpl, RpcError, World, get_cur_name
 
-def told(fn, *args, **kwargs):
+def result_or_error(fn, *args, **kwargs):
     try:
         return fn(*args, **kwargs)
     except RpcError as error:
@@ -70,16 +70,16 @@ group.barrier()
 time.sleep(0.3)
 if rank == 0:
     subprocess.run(["ip", "link", "set", os.environ["TP_SOCKET_IFNAME"], "down"], check=True)
-seen["in flight"] = told(sleeping.wait)
-seen["new"] = told(group.rpc_sync, 1 - rank, abs, 1, (1,))
-seen["barrier"] = told(group.barrier, timeout=1)
+seen["in flight"] = result_or_error(sleeping.wait)
+seen["new"] = result_or_error(group.rpc_sync, 1 - rank, abs, 1, (1,))
+seen["barrier"] = result_or_error(group.barrier, timeout=1)
 Path(f"seen_{rank}").write_text(json.dumps(seen))
 os._exit(0)
 """
 
 
 class Hosts:
-    """Two network namespaces; interface and address of each are its own."""
+    """Two network namespaces, each with its own interface and address."""
 
     def __init__(self) -> None:
         self.names = [f"stepwrap{os.getpid()}{end}" for end in "ab"]
@@ -94,7 +94,7 @@ class Hosts:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
             for link in (interface, "lo"):
                 ip("-n", name, "link", "set", link, "up")
-        # The kernel may take a second; until then the interface has no address for torch.
+        # The kernel may need a second until the interface has an address.
         deadline = time.monotonic() + 10
         while not all(map(self._is_up, range(2))) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -112,7 +112,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
     def run(self, commands: list[list[str]], folder: Path) -> list[dict[str, object]]:
-        """Run a command on each host, in a folder; return what the programs have seen."""
+        """Run a command on each host, in a folder; return the results of the programs."""
         processes = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, sys.executable, *command],
@@ -146,7 +146,7 @@ def ip(*words: str) -> str:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     if shutil.which("ip") is None:
-        pytest.skip("no network namespaces here: there is no command ip")
+        pytest.skip("network namespaces need the command ip")
     hosts = Hosts()
     try:
         hosts.make()

@@ -1,4 +1,4 @@
-"""Barriers and groups when threads, names and times cross."""
+"""Barriers and groups used by several threads, under reused names, and late."""
 
 import threading
 import time
@@ -7,13 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 from ranks import on_ranks, run_ranks
-from worlds import in_group, told
+from worlds import error_of, in_group
 
 from stepwrap.rpc import RpcGroup, World
-
-
-def text_of(fn: Any, *args: Any, **kwargs: Any) -> str:
-    return ": ".join(told(fn, *args, **kwargs))
 
 
 def _two_threads(world: World, group: RpcGroup) -> list[str]:
@@ -21,8 +17,8 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
         time.sleep(2.5)
         return []
     pair = [
-        threading.Thread(target=lambda: answers.append(text_of(group.barrier, timeout=1.5))),
-        threading.Thread(target=lambda: answers.append(text_of(group.barrier, timeout=0.3))),
+        threading.Thread(target=lambda: answers.append(error_of(group.barrier, timeout=1.5))),
+        threading.Thread(target=lambda: answers.append(error_of(group.barrier, timeout=0.3))),
     ]
     answers: list[str] = []
     for one in pair:
@@ -46,7 +42,7 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
     answer: list[str] = []
     old = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        waiting = threading.Thread(target=lambda: answer.append(text_of(old.barrier)))
+        waiting = threading.Thread(target=lambda: answer.append(error_of(old.barrier)))
         waiting.start()
         time.sleep(0.3)
     old.destroy()
@@ -54,14 +50,14 @@ def _old_and_new(world: World, group: RpcGroup) -> Any:
         waiting.join()
     new = world.create_rpc_group("pair", ["w0", "w1"])
     if world.rank == 1:
-        answer.append(text_of(new.barrier, timeout=0.3))
+        answer.append(error_of(new.barrier, timeout=0.3))
     else:
         time.sleep(0.6)
     new.barrier()
     return answer
 
 
-def test_a_barrier_of_a_destroyed_group_meets_nobody_of_the_next() -> None:
+def test_a_barrier_of_a_destroyed_group_does_not_match_its_successors() -> None:
     answer = in_group(_old_and_new, 2)[1]
     assert answer[0].startswith("RuntimeError: group 'pair' has been destroyed in 'w1'")
     assert answer[1] == "RpcError: barrier of group 'pair': 'w0' has not arrived within 0.3 s"
@@ -72,12 +68,12 @@ def _one_is_late(world: World, group: RpcGroup) -> str:
         time.sleep(1.2)
         group.barrier()
         return ""
-    answer = text_of(group.barrier, timeout=0.3 + 0.3 * world.rank)
+    answer = error_of(group.barrier, timeout=0.3 + 0.3 * world.rank)
     group.barrier()
     return answer
 
 
-def test_who_has_come_and_gone_again_is_not_missing() -> None:
+def test_a_member_that_timed_out_is_not_reported_as_missing() -> None:
     answers = in_group(_one_is_late)
     assert answers[:2] == [
         "RpcError: barrier of group 'all': 'w2' has not arrived within 0.3 s",
@@ -90,26 +86,26 @@ def test_destroying_after_the_end_of_the_world() -> None:
     with World(f"w{dist.get_rank()}") as world:
         group = world.create_rpc_group("all", world.get_members())
     group.destroy()
-    answer = text_of(group.barrier)
+    answer = error_of(group.barrier)
     assert answer.startswith("RuntimeError: this process must be in a world with RPC")
 
 
-def _one_dies(told: Path) -> str:
+def _one_dies(reported: Path) -> str:
     world = World(f"w{dist.get_rank()}", rpc_timeout=20)
     group = world.create_rpc_group("all", world.get_members())
     group.barrier()
     if world.rank == 2:
         world.stop(graceful=False)
         return ""
-    # This one comes late, which nobody has to wait for.
-    while world.rank == 1 and not told.exists():
+    # Rank 1 comes late; rank 0 must not wait for it.
+    while world.rank == 1 and not reported.exists():
         time.sleep(0.01)
-    answer = text_of(group.barrier)
-    told.touch()
+    answer = error_of(group.barrier)
+    reported.touch()
     world.stop()
     return answer
 
 
-def test_nobody_waits_at_a_barrier_for_the_living_once_one_is_dead(tmp_path: Path) -> None:
-    first, second, _ = run_ranks(_one_dies, 3, tmp_path / "told")
+def test_a_barrier_fails_at_once_if_a_member_is_dead(tmp_path: Path) -> None:
+    first, second, _ = run_ranks(_one_dies, 3, tmp_path / "reported")
     assert first == second == "RpcError: barrier of group 'all': 'w2' has ended"

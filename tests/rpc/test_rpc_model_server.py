@@ -1,4 +1,4 @@
-"""The model server: versions of a model, pushed by one and pulled by others."""
+"""The model server: model versions that are pushed by one process and pulled by others."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from stepwrap.rpc import (
 
 
 class Net(nn.Module):
-    """Parameters, buffers and a number of all kinds of values, all filled with one value."""
+    """A model whose parameters, buffers and plain numbers all have the same value."""
 
     def __init__(self, value: float = 0.0) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 @in_world(3)
-def test_what_is_pushed_is_pulled(world: World, group: RpcGroup) -> None:
+def test_pull_loads_the_pushed_values(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)
     model = Net(rank)
@@ -62,7 +62,7 @@ def test_what_is_pushed_is_pulled(world: World, group: RpcGroup) -> None:
     assert model.linear.weight.grad.eq(1).all()
     assert set(vars(model)) - before == {"pp_version"}
     pulled = model.value(), model.pp_version
-    # What is no newer is not loaded.
+    # Only a newer version is loaded.
     model.fill(5)
     assert server.pull(model)
     assert (pulled, model.value(), model.pp_version) == ((10.0, 2), 5.0, 2)
@@ -76,17 +76,17 @@ def _refuse(world: World, group: RpcGroup) -> Any:
         assert server.push(model)
         assert server.push(model)
     group.barrier()
-    told = None
+    not_pulled = None
     if rank == 2:
         model.linear.weight.grad = torch.ones(2, 3)
         assert not server.push(model, pull_on_fail=False)
-        told = model.value(), model.pp_version
+        not_pulled = model.value(), model.pp_version
         assert not server.push(model)
         assert model.linear.weight.grad.eq(1).all()
         assert (model.value(), model.pp_version) == (1.0, 2)
         model.fill(7)
         assert server.push(model)
-        # A version set by hand is the user's word.
+        # A version that the user sets is kept.
         model.pp_version = 100
         assert not server.push(model, pull_on_fail=False)
         assert server.pull(model)
@@ -94,17 +94,17 @@ def _refuse(world: World, group: RpcGroup) -> Any:
         assert not server.push(model)
     group.barrier()
     server.pull(model)
-    return told, model.value(), model.pp_version
+    return not_pulled, model.value(), model.pp_version
 
 
-def test_a_refused_push_loads_the_newest_if_asked_to() -> None:
+def test_a_refused_push_loads_the_newest_version_unless_disabled() -> None:
     first, second, third = in_group(_refuse, 3)
     assert first == second == (None, 7.0, 3)
     assert third == ((2.0, 0), 7.0, 3)
 
 
 class Refusing(OrderedServerBase):
-    """Takes nothing and has nothing."""
+    """Refuses every push and is empty."""
 
     def push(self, key: Any, value: Any, version: Any, prev_version: Any) -> bool:
         return False
@@ -167,13 +167,13 @@ def _restart(world: World, group: RpcGroup, versions: int, pushes_before_clients
     return accepted, model.value(), model.pp_version
 
 
-def test_a_server_that_starts_anew_takes_the_next_push_whole() -> None:
+def test_a_restarted_server_accepts_the_next_push() -> None:
     results = in_group(_restart, 3, 3, False)
     assert results == [(False, 1.0, 4), (True, 1.0, 4), (False, 1.0, 4)]
 
 
 @pytest.mark.parametrize("versions", [1, 3])
-def test_a_server_that_starts_anew_is_followed_whatever_its_versions(versions: int) -> None:
+def test_clients_follow_a_restarted_server_with_any_version(versions: int) -> None:
     assert in_group(_restart, 3, versions, True) == [(False, 8.0, 1)] * 3
 
 
@@ -207,9 +207,7 @@ def test_any_ordered_server_keeps_models() -> None:
 
 
 @in_world(3)
-def test_another_model_is_told_by_its_names_and_stays_as_it_was(
-    world: World, group: RpcGroup
-) -> None:
+def test_another_model_is_an_error_that_leaves_it_unchanged(world: World, group: RpcGroup) -> None:
     rank = world.rank
     server = model_client(group)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Loading into models with their own ways: what is pulled is what `load_state_dict` would load."""
+"""Pulling into models that customize loading gives the same as `load_state_dict`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from stepwrap.rpc import PushPullModelServer
 
 
 class Shifting(nn.Linear):
-    """Loads its weight one higher."""
+    """Adds one to its weight when loading."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] + 1
@@ -43,7 +43,7 @@ def tied() -> nn.Module:
 
 
 def patched() -> nn.Module:
-    """Its instance has a way of its own."""
+    """Return a module whose instance has a custom `_load_from_state_dict`."""
     linear: Any = nn.Linear(3, 3, bias=False)
     linear.load_state_dict = lambda state: linear.weight.data.fill_(8)
     return linear

@@ -35,19 +35,18 @@ def values(model: nn.Module) -> dict[str, Any]:
 
 
 def train(model: nn.Module) -> None:
-    """Change parameters and buffers."""
     model(torch.randn(8, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_only_models_are_accepted() -> None:
     server = PushPullModelServer("model", Local())
     for call in (server.push, server.pull):
         with pytest.raises(TypeError, match="must be a torch.nn.Module, got OrderedDict"):
             call(net().state_dict())  # type: ignore[arg-type]
 
 
-def test_buffers_and_what_is_no_tensor_travel() -> None:
+def test_buffers_and_extra_state_are_sent() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -86,7 +85,7 @@ def test_types_are_kept_and_loaded_into_the_models_own(dtype: torch.dtype) -> No
 @pytest.mark.parametrize(
     "wrap", [DataParallel, lambda model: torch.compile(model, backend="eager"), SingleDevice]
 )
-def test_names_are_those_of_the_model_inside(wrap: Callable[[Any], nn.Module]) -> None:
+def test_names_are_without_the_wrappers_prefix(wrap: Callable[[Any], nn.Module]) -> None:
     server = PushPullModelServer("model", Local())
     model, other = supervised(), supervised()
     wrapped = wrap(model)
@@ -101,7 +100,7 @@ def test_names_are_those_of_the_model_inside(wrap: Callable[[Any], nn.Module]) -
     assert wrapped.pp_version == model.pp_version == 2
 
 
-def test_a_child_named_module_is_no_wrapper() -> None:
+def test_a_child_named_module_is_not_taken_for_a_wrapper() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +136,7 @@ def _trained(world: World, group: RpcGroup, kind: str) -> Any:
         "sharded": StepFullyShardedDataParallel,
     }[kind]
     wrapped = wrap(model)
-    # A sharded state is whole again only where all ranks take part.
+    # Gathering a sharded state needs all ranks.
     accepted = (kind == "sharded" or rank == 1) and server.push(wrapped)
     group.barrier()
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The model server: only what changed travels, counted where calls are packed and unpacked."""
+"""The model server sends only changed tensors; counted as bytes of packed calls."""
 
 import gc
 import weakref
@@ -19,13 +19,13 @@ LITTLE = 2000
 
 
 class Traffic:
-    """Counts the bytes of messages that this process sends and receives."""
+    """Count the bytes of messages that this process sends and receives."""
 
     def __init__(self) -> None:
         self.sent = self.received = 0
 
     def take(self) -> tuple[int, int]:
-        """Return what was sent and received since the last call."""
+        """Return the bytes sent and received since the last call."""
         seen = self.sent, self.received
         self.sent = self.received = 0
         return seen
@@ -56,7 +56,7 @@ def counted() -> Iterator[Traffic]:
 
 
 class Tuned(nn.Module):
-    """A backbone of one megabyte, which stays, and a head."""
+    """A frozen backbone of one megabyte and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def _frozen(world: World, group: RpcGroup) -> list[tuple[int, int]]:
         count(server.push(model))
         count(server.pull(other))
         count(server.pull(other))
-        # Several versions behind, and changed here, too.
+        # The client is several versions behind and has changed its own model.
         for _ in range(3):
             model.tune()
             assert server.push(model)
@@ -131,7 +131,7 @@ def _trained(world: World, group: RpcGroup) -> list[tuple[int, int]]:
         assert is_equal(model, other)
         other.tune()
         assert server.push(other)
-        # Refused, and changed here: what has no copy here is pulled as well.
+        # After a refused push, tensors that were changed here are pulled as well.
         model.backbone.weight.data.fill_(3)
         assert not server.push(model)
         assert is_equal(model, other)
@@ -144,8 +144,8 @@ def _trained(world: World, group: RpcGroup) -> list[tuple[int, int]]:
     return counts
 
 
-def test_what_changes_at_each_push_is_compared_again_now_and_then() -> None:
-    """A model that is trained no more soon stops travelling."""
+def test_tensors_that_always_change_are_compared_from_time_to_time() -> None:
+    """A model that is not trained any more is soon not sent any more."""
     _, counts, _ = in_group(_trained, 3)
     sizes = [sent + received for sent, received in counts]
     assert max(sizes[16:]) < LITTLE
@@ -172,7 +172,7 @@ def _refused(world: World, group: RpcGroup) -> list[tuple[int, int]]:
     return counts
 
 
-def test_what_a_refused_push_has_sent_is_loaded_again() -> None:
+def test_tensors_sent_by_a_refused_push_are_loaded_again() -> None:
     _, counts, _ = in_group(_refused, 3)
     for sent, received in counts:
         assert sent + received < 2 * LITTLE
@@ -187,15 +187,15 @@ def test_states_pushed_past_the_model_server_are_pulled(world: World, group: Rpc
         assert server.push(model)
         assert server.pull(other)
         model.tune()
-        # Behind the accessor's back, as whole states.
+        # Push whole states past the accessor.
         assert whole.push("model", model.state_dict(), 2, 1)
         assert server.pull(other)
         assert other.pp_version == 2
         assert is_equal(model, other)
-        # What has no names of tensors is refused.
+        # The state must map names to tensors.
         with pytest.raises(TypeError, match="a state must be a mapping"):
             whole.push("model", 5, 3, 2)
-        # Other names: all of it travels, and what is gone is gone.
+        # Other names: the whole state is sent, without the removed tensors.
         del model.head, other.head
         assert whole.push("model", model.state_dict(), 3, 2)
         assert server.pull(other)
@@ -225,11 +225,11 @@ def _special(world: World, group: RpcGroup) -> bool:
         traffic.take()
         model.head.bias.data.neg_()
         assert server.push(model)
-        # NaN has not changed; the sign of zero has.
+        # NaN compares as unchanged; the sign of zero has changed.
         assert traffic.take()[0] < LITTLE
         assert server.pull(other)
         assert other.head.bias.signbit().all()
-        # Copies are kept only as long as the model lives.
+        # Copies are freed with the model.
         reference = weakref.ref(model)
         del model
         gc.collect()

@@ -72,7 +72,7 @@ def test_an_older_version_that_is_kept_cannot_come_again() -> None:
     assert server._pull_service("key", 1) == ("a", 1)
 
 
-def test_what_a_server_needs() -> None:
+def test_wrong_arguments_of_a_server() -> None:
     with pytest.raises(AssertionError, match="belongs to"):
         ordered_server(is_member=False)
     for depth in (0, -1, 1.5):
@@ -96,7 +96,7 @@ def _share(world: World, group: RpcGroup) -> Any:
     server = group.get_paired("server").to_here()
     value = {"weight": torch.arange(3.0) + rank, "list": [rank]}
     accepted = server.push("key", value, 1, None)
-    # What has been pushed is the server's own, and so is what was pulled.
+    # Pushed and pulled values are copies.
     value["weight"].fill_(-1)
     group.barrier()
     pulled, version = server.pull("key")
@@ -111,7 +111,7 @@ def _share(world: World, group: RpcGroup) -> Any:
     return accepted, first, (again[0]["weight"].tolist(), again[0]["list"], again[1])
 
 
-def test_values_are_shared_and_are_nobodys_to_change() -> None:
+def test_changes_of_pushed_and_pulled_values_are_not_shared() -> None:
     results = in_group(_share, 3)
     accepted, firsts, agains = zip(*results, strict=True)
     assert sorted(accepted) == [False, False, True]
@@ -151,7 +151,7 @@ def test_a_name_is_taken_until_the_server_is_closed(world: World, group: RpcGrou
     if rank == 2:
         OrderedServerSimpleImpl("server", group)
     group.barrier()
-    # The accessor of before finds the new server, which starts with nothing.
+    # The old accessor finds the new server, which is empty.
     accessor.push(rank, "of the second", 1, None)
     assert (accessor.pull("key"), accessor.pull(rank)) == (None, ("of the second", 1))
 
@@ -198,8 +198,6 @@ def test_no_push_is_lost_between_threads_and_processes() -> None:
 
 
 class Counted:
-    """A value that knows how many of its kind live in this process."""
-
     living: "weakref.WeakSet[Counted]" = weakref.WeakSet()
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The ordered server against models of it: one after the other, and from several processes."""
+"""The ordered server compared with reference models, from one process and from several."""
 
 import time
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ def test_alone_it_is_a_list_of_versions(script: list[tuple[str, int, int]], dept
 
 
 class Event(NamedTuple):
-    """What a process did, when, and what came of it; times are those of the machine."""
+    """A call of a process, its result, and its start and end on the machine's clock."""
 
     what: str
     key: str
@@ -48,8 +48,8 @@ class Event(NamedTuple):
     ended: float
 
 
-# "push" follows the newest version that the process knows, "stale" the one before that; "look"
-# pulls the newest, "back" the version that the process knew before the last one.
+# "push" follows the newest version that the process knows, "stale" the one before it; "look"
+# pulls the newest version, "back" the one that the process knew before the last one.
 steps = st.tuples(st.sampled_from(["push", "push", "stale", "look", "back"]), st.sampled_from(KEYS))
 scripts = st.lists(st.lists(steps, max_size=25), min_size=3, max_size=3)
 
@@ -96,7 +96,7 @@ def test_from_several_processes_it_is_one_chain(
 
 
 class Judge:
-    """Looks for one order of all calls on a key that explains every result.
+    """Find one order of all calls on a key that explains every result.
 
     A call took effect between its start and its end, so a version is the newest from some moment
     of its push to some moment of the next one's.
@@ -137,7 +137,7 @@ class Judge:
         assert place > oldest or place < newest - self.depth
 
     def _chain(self) -> list[Event]:
-        """Return the accepted pushes as links; nothing may be left over."""
+        """Return the accepted pushes as a chain that must include all of them."""
         known = {one.version for one in self.taken}
         follows = {one.previous: one for one in self.taken if one.previous in known}
         roots = [one for one in self.taken if one.previous not in known]
@@ -150,7 +150,7 @@ class Judge:
         return chain
 
     def _bounds(self, one: Event) -> tuple[int, int]:
-        """Return which places may have been the newest during a call, -1 for none at all."""
+        """Return which places may have been the newest during a call; -1 if none."""
         before = [self.places[push.version] for push in self.taken if push.ended < one.started]
         during = [self.places[push.version] for push in self.taken if push.started < one.ended]
         return max(before, default=-1), max(during, default=-1)

@@ -1,4 +1,4 @@
-"""The page on processes that call each other: its code runs, and its names are there."""
+"""The page on RPC: its code runs, and its names exist."""
 
 import inspect
 import re
@@ -22,7 +22,6 @@ PAGE = (ROOT / "docs/rpc.md").read_text()
 
 
 def codes(title: str) -> list[str]:
-    """Return the Python code of a section."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
 
@@ -53,13 +52,15 @@ def test_a_world_by_its_address(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_outlive_each_other(tmp_path: Path) -> None:
     (code,) = codes("Errors")
-    told = run_script(code.replace("tcp://127.0.0.1:29400", f"file://{tmp_path}/store"), tmp_path)
+    printed = run_script(
+        code.replace("tcp://127.0.0.1:29400", f"file://{tmp_path}/store"), tmp_path
+    )
     names = [f"worker{rank}" for rank in range(3)]
-    assert all(f"{name} is one of {names}" in told for name in names)
+    assert all(f"{name} is one of {names}" in printed for name in names)
 
 
 class Policy:
-    """What the page's group offers as a service."""
+    """The service of the page's group."""
 
     def act(self, observation: torch.Tensor) -> torch.Tensor:
         return observation + 1
@@ -92,7 +93,7 @@ def test_the_calls_of_a_group() -> None:
 
 
 def by_line(code: str, names: dict[str, Any]) -> list[str]:
-    """Run code line by line; return what those that have a value show."""
+    """Run code line by line; return the `repr` of each expression."""
     values = []
     for line in code.splitlines():
         statement = line.partition("#")[0].strip()
@@ -159,8 +160,8 @@ def test_the_gradient_server() -> None:
 released = threading.Event()
 
 
-def told(fn: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the RpcError that comes, as the page writes it."""
+def error_shown(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the RpcError that a call raises, as the page writes it."""
     with pytest.raises(RpcError) as caught:
         fn(*args, **kwargs)
     text = re.sub(r"within \S+ s", "within N s", f"RpcError: {caught.value}")
@@ -187,13 +188,13 @@ def _mistakes(place: str) -> list[str]:
         released.clear()
         world.stop(graceful=False)
         return []
-    texts = [told(pair.barrier, timeout=0.5)]
-    texts.append(told(group.registered_sync, "act", args=(1,), timeout=0.3))
+    texts = [error_shown(pair.barrier, timeout=0.5)]
+    texts.append(error_shown(group.registered_sync, "act", args=(1,), timeout=0.3))
     in_flight = group.registered_async("act", args=(3,))
     group.rpc_async("actor1", release)
-    texts.append(told(pair.barrier, timeout=60))
+    texts.append(error_shown(pair.barrier, timeout=60))
     group.rpc_async("actor0", release)
-    texts += [told(in_flight.wait), told(group.registered_sync, "act", args=(0,))]
+    texts += [error_shown(in_flight.wait), error_shown(group.registered_sync, "act", args=(0,))]
     world.stop()
     return texts
 
@@ -262,6 +263,6 @@ print(had > 0, threads())
 def test_the_group_of_a_world_ends_with_its_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What torch remembers of a sharded model would keep them."""
+    """References that torch keeps to a sharded model would keep them alive."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     assert run_script(SHARDED, tmp_path) == "True 0\n"

@@ -1,4 +1,4 @@
-"""What travels: tensors of all layouts, errors of all kinds, references; and what cannot."""
+"""Calls with tensors of all layouts, all kinds of errors, references, and unsendable objects."""
 
 import gc
 import pickle
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from test_rpc_calls import own_group, told
+from test_rpc_calls import own_group, raised_by
 from worlds import in_world, remote_traceback
 
 from stepwrap.parallel import RemoteError, ThreadPool
@@ -26,7 +26,7 @@ def _num_kept() -> int:
 
 
 def kept_in_the_end(group: RpcGroup, owner: str) -> int:
-    """Return how many values `owner` keeps when all is told."""
+    """Return how many values `owner` still keeps after at most 10 seconds."""
     deadline = time.monotonic() + 10
     gc.collect()
     while group.rpc_sync(owner, _num_kept) and time.monotonic() < deadline:
@@ -40,7 +40,7 @@ def ragged() -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore")
 @in_world(2)
-def test_tensors_that_torch_does_not_move_travel_too(world: World, group: RpcGroup) -> None:
+def test_tensors_of_layouts_that_torch_cannot_send(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     assert [len(one) for one in group.rpc_sync("w1", ragged).unbind()] == [2, 3]
@@ -50,7 +50,7 @@ def test_tensors_that_torch_does_not_move_travel_too(world: World, group: RpcGro
     back = group.rpc_sync("w1", lambda x: x, args=({"a": csr},))["a"]
     assert back.layout == torch.sparse_csr
     assert torch.equal(back.to_dense(), torch.eye(3))
-    kind, text = told(group.rpc_sync, "w1", len, args=((csr, threading.Lock()),))
+    kind, text = raised_by(group.rpc_sync, "w1", len, args=((csr, threading.Lock()),))
     assert kind == "TypeError"
     assert "cannot be sent to another process" in text
 
@@ -80,7 +80,9 @@ def test_a_call_that_does_not_begin_ends_the_wait_for_its_value(
         assert str(raised.value).count("raised by") == 1
         del raised
         late = group.remote("w1", time.sleep, 0.1, (0.5,))
-        assert told(late.to_here, 10)[1].startswith("'w1' has not answered sleep() within 0.1 s")
+        assert raised_by(late.to_here, 10)[1].startswith(
+            "'w1' has not answered sleep() within 0.1 s"
+        )
         del late
         assert kept_in_the_end(group, "w1") == 0
 
@@ -92,16 +94,18 @@ def test_no_value_outlives_its_references(world: World, group: RpcGroup) -> None
             group.remote("w1", abs, args=(1,))
         assert kept_in_the_end(group, "w1") == 0
         kept = group.remote("w1", abs, args=(1,))
-        told(group.rpc_sync, "w2", len, args=((kept, threading.Lock()),))
-        told(group.rpc_sync, "w9", len, args=(kept,))
-        assert told(group.remote, "w2", len, args=((kept, threading.Lock()),))[0] == "TypeError"
+        raised_by(group.rpc_sync, "w2", len, args=((kept, threading.Lock()),))
+        raised_by(group.rpc_sync, "w9", len, args=(kept,))
+        assert (
+            raised_by(group.remote, "w2", len, args=((kept, threading.Lock()),))[0] == "TypeError"
+        )
         with pytest.raises(TypeError):
             group.rpc_sync("w2", len, args=(kept,))
         data = pickle.dumps(kept)
         del kept
         assert pickle.loads(data).to_here() == 1
         assert kept_in_the_end(group, "w1") == 0
-        assert "has deleted the value" in told(pickle.loads(data).to_here)[1]
+        assert "has deleted the value" in raised_by(pickle.loads(data).to_here)[1]
         with pytest.raises(ZeroDivisionError):
             group.remote("w1", lambda: 1 / 0).to_here()
         assert kept_in_the_end(group, "w1") == 0
@@ -135,7 +139,7 @@ def fail(error: Exception) -> None:
 
 
 @in_world(2)
-def test_errors_of_all_makes_bring_their_traceback(world: World, group: RpcGroup) -> None:
+def test_errors_of_all_kinds_bring_their_traceback(world: World, group: RpcGroup) -> None:
     if world.rank != 0:
         return
     for error in (ByFunction("a"), OwnArguments(3), NoText(), UnicodeError("u"), OSError(2, "x")):
@@ -163,7 +167,7 @@ def test_errors_bring_references_and_large_values(world: World, group: RpcGroup)
         for _ in range(10):
             with pytest.raises(LookupError) as raised:
                 group.rpc_sync("w1", fail_with_a_reference)
-            # What the callee does with its own copy, it has done by now.
+            # Make sure that the callee has freed its own copy.
             group.rpc_sync("w1", gc.collect)
             assert raised.value.args[0].to_here() == 41
         with pytest.raises(LookupError) as raised:
@@ -210,10 +214,10 @@ def test_errors_of_pools_in_the_callee(world: World, group: RpcGroup) -> None:
 def test_odd_timeouts(world: World, group: RpcGroup) -> None:
     if world.rank == 0:
         for timeout in (1e-9, 0.0004):
-            text = told(group.rpc_sync, "w1", time.sleep, timeout, (0.3,))[1]
+            text = raised_by(group.rpc_sync, "w1", time.sleep, timeout, (0.3,))[1]
             assert text == "'w1' has not answered sleep() within 0.001 s"
         for wrong in (-2, float("nan"), float("inf"), None, "3", True):
-            kind, text = told(group.rpc_sync, "w1", abs, wrong, (1,))
+            kind, text = raised_by(group.rpc_sync, "w1", abs, wrong, (1,))
             assert kind == ("ValueError" if type(wrong) in (int, float) else "TypeError")
             assert text.startswith("timeout must be")
         assert group.rpc_sync("w1", abs, 1e300, (1,)) == 1
@@ -225,11 +229,11 @@ def test_calls_after_the_end() -> None:
         group = world.create_rpc_group("all", world.get_members())
     for call in (group.rpc_sync, group.rpc_async):
         text = "abs() cannot be called on 'w1': the world has been stopped"
-        assert told(call, "w1", abs, args=(1,)) == ("RpcError", text)
+        assert raised_by(call, "w1", abs, args=(1,)) == ("RpcError", text)
 
 
 @pytest.mark.parametrize("what", ["Request", "Response"])
-def test_a_tensor_without_a_device_to_go_to_is_told_so(what: str) -> None:
+def test_a_missing_device_map_is_named(what: str) -> None:
     error = RuntimeError(
         "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to "
         "CPU before sending them over RPC, or call `set_device_map` on "

@@ -1,4 +1,4 @@
-"""Functions and classes of the script that runs, and of another one."""
+"""Functions and classes that are defined in the running script or in another one."""
 
 import os
 import subprocess
@@ -82,7 +82,7 @@ with World("w1", 1, 2, init_dist=False, dist_init_method=f"file://{sys.argv[1]}"
 
 
 def run(*commands: list[str]) -> None:
-    """Run processes at once and see that all end well."""
+    """Run processes at once and check that all succeed."""
     given = os.environ | {"OMP_NUM_THREADS": "1"}
     running = [
         subprocess.Popen([sys.executable, *one], stderr=subprocess.PIPE, text=True, env=given)

@@ -1,4 +1,4 @@
-"""Services under keys: found, called, moved, answered later."""
+"""Services under keys: lookups, calls, moves, delayed answers."""
 
 import operator
 import time
@@ -6,13 +6,13 @@ import time
 import pytest
 from torch.distributed.rpc import functions
 from torch.futures import Future
-from worlds import in_group, remote_traceback, told
+from worlds import in_group, raised_by, remote_traceback
 
 from stepwrap.rpc import RpcGroup, World
 
 
 class OwnError(Exception):
-    """An error of the user's."""
+    """A user's error."""
 
 
 def fail() -> None:
@@ -56,7 +56,7 @@ def _services(world: World, group: RpcGroup) -> None:
         group.register("later", answer_later)
         group.register("soon", answer_soon)
         text = "Service [add] already registered in Group [all]"
-        assert told(group.register, "add", add) == ("KeyError", repr(text))
+        assert raised_by(group.register, "add", add) == ("KeyError", repr(text))
     group.barrier()
     assert group.is_registered("add")
     assert group.registered_sync("add", (1,), {"b": 2}) == 3
@@ -66,20 +66,20 @@ def _services(world: World, group: RpcGroup) -> None:
     assert group.registered_remote("soon", (6,)).to_here() == 6
     missing = ("KeyError", repr("Service [none] not found on Group [all]"))
     for call in (group.registered_sync, group.registered_async, group.registered_remote):
-        assert told(call, "none") == missing
+        assert raised_by(call, "none") == missing
         near = "Service [latr] not found on Group [all]; did you mean 'later'?"
-        assert told(call, "latr") == ("KeyError", repr(near))
+        assert raised_by(call, "latr") == ("KeyError", repr(near))
     value = repr("Value [add] not found on Group [all]; it is the key of a service")
-    assert told(group.get_paired, "add") == ("KeyError", value)
-    assert "did you mean" not in told(group.registered_sync, ("later", 1))[1]
+    assert raised_by(group.get_paired, "add") == ("KeyError", value)
+    assert "did you mean" not in raised_by(group.registered_sync, ("later", 1))[1]
     with pytest.raises(OwnError) as own:
         group.registered_sync("fail")
     assert "raised by 'w0'" in remote_traceback(own.value)
     if world.rank != 0:
         text = "Service [add] not registered in Group [all]"
-        assert told(group.deregister, "add") == ("KeyError", repr(text))
+        assert raised_by(group.deregister, "add") == ("KeyError", repr(text))
     group.barrier()
-    # More waiting calls than there are threads; none of them holds one.
+    # There are more waiting calls than threads; a waiting call must not hold a thread.
     calls = [group.registered_async("later", (number,)) for number in range(20)]
     references = [group.registered_remote("later", (number,)) for number in range(3)]
     if world.rank == 0:
@@ -90,11 +90,11 @@ def _services(world: World, group: RpcGroup) -> None:
     assert [call.wait() for call in calls] == list(range(20))
     assert [reference.to_here() for reference in references] == [0, 1, 2]
     group.barrier()
-    # The service moves; callers that knew the old place find the new one.
+    # The service moves to another process; callers that knew the old one find it.
     if world.rank == 0:
         group.deregister("add")
     group.barrier()
-    assert told(group.registered_sync, "add", (1,))[0] == "KeyError"
+    assert raised_by(group.registered_sync, "add", (1,))[0] == "KeyError"
     group.barrier()
     if world.rank == 1:
         group.register("add", operator.sub)

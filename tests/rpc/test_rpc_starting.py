@@ -1,4 +1,4 @@
-"""Worlds by every launcher, members that are killed, and what is left of their processes."""
+"""Worlds under every launcher; members that are killed; processes left behind."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from marks import slow
 from ports import free_port
-from worlds import run_and_expect
+from worlds import error_of, run_and_expect
 
 from stepwrap.collectives import get_rank
-from stepwrap.rpc import RpcError, World, get_cur_name
+from stepwrap.rpc import World, get_cur_name
 from stepwrap.runner import launch
 
 PROGRAM = """
@@ -51,7 +50,7 @@ def is_alive(pid: int) -> bool:
 
 
 def call_around(world: World) -> tuple[str, float]:
-    """Call the next member and reduce over all; return what came."""
+    """Call the next member and reduce over all; return both results."""
     group = world.create_rpc_group("all", world.get_members())
     name = group.rpc_sync((world.rank + 1) % world.world_size, get_cur_name)
     value = torch.tensor(float(world.rank))
@@ -108,19 +107,12 @@ def test_by_torch_multiprocessing(tmp_path: Path) -> None:
     assert not any(is_alive(int(pid)) for *_, pid in results)
 
 
-def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the text of the RpcError that comes."""
-    with pytest.raises(RpcError) as caught:
-        fn(*args, **kwargs)
-    return str(caught.value)
-
-
 def kill_here() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _lose(world: World, dead: str) -> dict[str, str]:
-    """Have a member killed; return what comes of calls and meetings."""
+    """Kill a member; return the errors of calls and barriers."""
     group = world.create_rpc_group("all", world.get_members())
     sleeping = group.rpc_async(dead, time.sleep, args=(60,), timeout=0)
     group.barrier()
@@ -128,7 +120,7 @@ def _lose(world: World, dead: str) -> dict[str, str]:
         time.sleep(60)
     if world.name == "w1":
         group.rpc_async(dead, kill_here)
-    # Far more than it takes: a text about time would say that nobody noticed the death.
+    # Long enough that an error about a timeout means that the death went unnoticed.
     limit = 40
     return {
         "in flight": error_of(sleeping.wait),
@@ -141,36 +133,36 @@ def _lose(world: World, dead: str) -> dict[str, str]:
 
 def _outlive(rank: int, port: int, dead: str, folder: Path) -> None:
     world = World(f"w{rank}", rank, 3, dist_init_method=f"tcp://127.0.0.1:{port}")
-    told = _lose(world, dead)
+    errors = _lose(world, dead)
     if dead == "w0":
-        told["stop"] = error_of(world.stop, timeout=40)
+        errors["stop"] = error_of(world.stop, timeout=40)
     else:
         living = world.create_rpc_group("living", ["w0", "w1"])
         assert living.rpc_sync(1 - rank, get_cur_name) == f"w{1 - rank}"
         world.stop()
     assert not world.started
-    (folder / f"w{rank}").write_text(json.dumps(told))
+    (folder / f"w{rank}").write_text(json.dumps(errors))
 
 
 def run_and_lose(dead: str, folder: Path) -> list[dict[str, str]]:
-    """Run three members of which one is killed; return what the others were told."""
+    """Run three members and kill one; return the errors of the others."""
     names = [f"w{rank}" for rank in range(3)]
     codes = [-signal.SIGKILL if name == dead else 0 for name in names]
     run_and_expect(codes, _outlive, free_port(), dead, folder)
     return [json.loads((folder / name).read_text()) for name in names if name != dead]
 
 
-def test_a_killed_member_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    for told in run_and_lose("w2", tmp_path):
-        assert told.pop("barrier") == "barrier of group 'all': 'w2' has ended"
-        assert told.pop("group") == "group 'new': 'w2' has ended"
-        for text in told.values():
-            assert text.startswith("'w2' is gone or cannot be reached, so ")
+def test_errors_name_a_killed_member_and_the_others_keep_working(tmp_path: Path) -> None:
+    for errors in run_and_lose("w2", tmp_path):
+        assert errors.pop("barrier") == "RpcError: barrier of group 'all': 'w2' has ended"
+        assert errors.pop("group") == "RpcError: group 'new': 'w2' has ended"
+        for text in errors.values():
+            assert text.startswith("RpcError: 'w2' is gone or cannot be reached, so ")
 
 
 @pytest.mark.slow
-def test_without_rank_zero_nobody_meets_and_nobody_waits(tmp_path: Path) -> None:
-    for told in run_and_lose("w0", tmp_path):
-        assert set(told) == {"in flight", "sync", "async", "barrier", "group", "stop"}
-        for text in told.values():
-            assert text.startswith("'w0' is gone or cannot be reached, so ")
+def test_without_rank_zero_every_call_fails_at_once(tmp_path: Path) -> None:
+    for errors in run_and_lose("w0", tmp_path):
+        assert set(errors) == {"in flight", "sync", "async", "barrier", "group", "stop"}
+        for text in errors.values():
+            assert text.startswith("RpcError: 'w0' is gone or cannot be reached, so ")

@@ -1,4 +1,4 @@
-"""Worlds: beginning, ending, and what must be told."""
+"""Worlds: start, end and errors."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 from ranks import run_ranks
-from worlds import rank_without_group, told
+from worlds import raised_by, rank_without_group
 
 from stepwrap.rpc import (
     RpcError,
@@ -38,14 +38,14 @@ def _meet(url: str, **options: Any) -> dict[str, Any]:
             "me": (get_cur_rank(), get_cur_name(), world.name == f"w{rank}"),
             "is_current": get_world() is world and isinstance(world, World),
             "manager": world.lut_manager,
-            "second": told(World, "other", rank, 3, dist_init_method=url),
-            "pickled": told(pickle.dumps, world),
+            "second": raised_by(World, "other", rank, 3, dist_init_method=url),
+            "pickled": raised_by(pickle.dumps, world),
         }
         if dist.is_initialized():
             value = torch.tensor(float(rank))
             dist.all_reduce(value)
             seen["sum"] = value.item()
-        group = told(world.create_rpc_group, "g", ["w0"]) if options else None
+        group = raised_by(world.create_rpc_group, "g", ["w0"]) if options else None
         seen["group"] = group
     seen["after"] = (is_world_initialized(), dist.is_initialized(), world.started)
     world.stop()
@@ -86,7 +86,7 @@ def _without_collectives(url: str) -> tuple[str, str]:
         assert not dist.is_initialized()
         group = world.create_rpc_group("g", world.get_members())
         assert group.rpc_sync(f"w{(rank + 1) % 3}", get_cur_rank) == (rank + 1) % 3
-        answer = told(world.create_collective_group, [0, 1])
+        answer = raised_by(world.create_collective_group, [0, 1])
         group.barrier()
     return answer
 
@@ -130,7 +130,7 @@ def _what_is_left(port: int) -> list[tuple[int, int, int]]:
             group = world.create_rpc_group("g", world.get_members())
             assert group.remote("w1", abs, args=(-1,)).to_here() == 1
             if rank == 0:
-                assert "'w1'" in told(group.barrier, timeout=0.05)[1]
+                assert "'w1'" in raised_by(group.barrier, timeout=0.05)[1]
                 group.pair("seen", True)
             while not group.is_paired("seen"):
                 time.sleep(0.01)
@@ -144,7 +144,7 @@ def _what_is_left(port: int) -> list[tuple[int, int, int]]:
 
 
 def _listeners() -> int:
-    """How many sockets of this process listen."""
+    """Return how many sockets of this process listen."""
     own = {os.readlink(f"/proc/self/fd/{fd}") for fd in _open_files()}
     rows = Path("/proc/self/net/tcp").read_text() + Path("/proc/self/net/tcp6").read_text()
     fields = [row.split() for row in rows.splitlines()]
@@ -158,7 +158,7 @@ def _open_files() -> list[str]:
 def test_one_world_after_another_leaves_nothing() -> None:
     for left in run_ranks(_what_is_left, 2, free_port()):
         handles, threads, listeners = zip(*left, strict=True)
-        # The first world starts what torch keeps for the life of the process.
+        # With the first world torch starts threads that it keeps until the process ends.
         assert handles[3] == handles[1]
         assert threads[3] == threads[1]
         assert listeners == (0, 0, 0, 0)
@@ -175,11 +175,11 @@ def _begin(
 ) -> tuple[str, str]:
     rank = rank_without_group()
     place = f"tcp://127.0.0.1:{port}"
-    if names[rank] == "nobody":
+    if names[rank] == "absent":
         return "", ""
     timeout_s = begin_s[rank] if isinstance(begin_s, list) else begin_s
     options = {"dist_init_method": place, "dist_timeout": timeout_s, "init_rpc": init_rpc}
-    answer = told(World, names[rank], ranks[rank], sizes[rank], **options)
+    answer = raised_by(World, names[rank], ranks[rank], sizes[rank], **options)
     assert get_world() is None
     assert not dist.is_initialized()
     return answer
@@ -199,9 +199,9 @@ def test_other_world_sizes() -> None:
 
 @pytest.mark.slow
 def test_missing_members_are_named() -> None:
-    # Long enough for the third process to come on a busy machine; rank 0 gives up first, which
-    # has to tell who has come by then.
-    names, ranks = ["a", "nobody", "c"], [0, 1, 2]
+    # Long enough for the third process to start on a busy machine. Rank 0 gives up first and
+    # lists the ranks that have joined.
+    names, ranks = ["a", "absent", "c"], [0, 1, 2]
     answers = run_ranks(_begin, 3, names, [3, 3, 3], free_port(), ranks, begin_s=[4.0, 60.0, 60.0])
     for kind, text in (answers[0], answers[2]):
         assert kind == "RpcError"
@@ -210,7 +210,7 @@ def test_missing_members_are_named() -> None:
 
 def test_rank_zero_is_missing() -> None:
     port = free_port()
-    answers = run_ranks(_begin, 2, ["nobody", "b"], [2, 2], port, [0, 1], begin_s=1.0)
+    answers = run_ranks(_begin, 2, ["absent", "b"], [2, 2], port, [0, 1], begin_s=1.0)
     text = f"rank 0 has not opened the world at 127.0.0.1:{port} within 1 s"
     assert answers[1] == ("RpcError", f"{text}: Connection refused")
 
@@ -251,7 +251,7 @@ def _late(port: int) -> float:
     world = World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}")
     group = world.create_rpc_group("g", world.get_members())
     if rank == 0:
-        # This one has nothing to do: it leaves at once, and goes on answering.
+        # Rank 0 stops at once, but keeps answering calls.
         world.stop()
         return time.monotonic()
     time.sleep(0.5)
@@ -261,7 +261,7 @@ def _late(port: int) -> float:
     return called
 
 
-def test_stop_waits_for_those_who_still_call() -> None:
+def test_stop_waits_until_all_members_stop() -> None:
     stopped, called = run_ranks(_late, 2, free_port())
     assert stopped >= called
 
@@ -270,7 +270,7 @@ def _waits_in_vain(port: int, over: Path) -> tuple[str, str] | None:
     rank = rank_without_group()
     world = World(f"w{rank}", rank, 2, dist_init_method=f"tcp://127.0.0.1:{port}")
     if rank == 0:
-        answer = told(world.stop, 0.3)
+        answer = raised_by(world.stop, 0.3)
         assert get_world() is None
         over.touch()
         return answer
@@ -280,7 +280,7 @@ def _waits_in_vain(port: int, over: Path) -> tuple[str, str] | None:
     return None
 
 
-def test_stop_names_those_who_do_not_come(tmp_path: Path) -> None:
+def test_stop_names_missing_members(tmp_path: Path) -> None:
     answer = run_ranks(_waits_in_vain, 2, free_port(), tmp_path / "over")[0]
     assert answer == ("RpcError", "World.stop(): 'w1' has not arrived within 0.3 s")
 
@@ -297,12 +297,12 @@ def _leaves_by_an_error(port: int) -> tuple[str, str]:
         except KeyError:
             return "", ""
     group.barrier()
-    answer = told(group.barrier, timeout=30)
+    answer = raised_by(group.barrier, timeout=30)
     world.stop()
     return answer
 
 
-def test_an_error_in_one_member_is_told_to_the_others_at_once() -> None:
+def test_an_error_in_one_member_ends_barriers_of_the_others() -> None:
     answer = run_ranks(_leaves_by_an_error, 2, free_port())[0]
     assert answer == ("RpcError", "barrier of group 'g': 'w1' has ended")
 
@@ -311,7 +311,7 @@ def _other_rank(port: int) -> tuple[str, str]:
     rank = rank_without_group()
     place = f"tcp://127.0.0.1:{port}"
     World(f"w{rank}", rank, 2, dist_init_method=place).stop()
-    return told(World, "w", 0, 1, dist_init_method=place) if rank else ("", "")
+    return raised_by(World, "w", 0, 1, dist_init_method=place) if rank else ("", "")
 
 
 def test_a_process_keeps_its_rank() -> None:
@@ -325,7 +325,7 @@ def _start_and_stop() -> None:
         world.create_rpc_group("g", world.get_members()).barrier()
 
 
-def test_members_with_other_pasts_part_as_well() -> None:
+def test_members_of_different_earlier_worlds_can_stop() -> None:
     for size in (2, 3, 2, 3, 4):
-        # torch would wait for a key that the others have numbered otherwise.
+        # torch would wait for a key that the other members have numbered differently.
         run_ranks(_start_and_stop, size, timeout_s=25)

@@ -1,4 +1,4 @@
-"""Where a world listens on a machine whose name belongs to an address of the outside."""
+"""The address at which a world listens if the machine's name belongs to a public address."""
 
 import json
 import os
@@ -49,7 +49,7 @@ wait $first
 
 
 def why_not() -> str:
-    """Return why this machine cannot have another name for a test; empty where it can."""
+    """Return why a test cannot rename this machine, or an empty string if it can."""
     tools = [tool for tool in ("unshare", "ip", "hostname", "mount") if shutil.which(tool) is None]
     if tools:
         return f"needs {', '.join(tools)}"
@@ -63,7 +63,7 @@ def why_not() -> str:
     return "" if tried.returncode == 0 else f"needs namespaces: {tried.stderr.strip()}"
 
 
-# The environment is that of a launcher that names the host, and has all ranks on it.
+# The environment of a launcher that names the host and starts all ranks on it.
 HERE = {"MASTER_ADDR": "otherhost", "MASTER_PORT": "29417", "WORLD_SIZE": "2"}
 
 

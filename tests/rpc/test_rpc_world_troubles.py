@@ -1,4 +1,4 @@
-"""Worlds in trouble: members that die or differ, settings that cannot be, ends that do not come."""
+"""Worlds that fail: members that die or differ, invalid settings, worlds that cannot end."""
 
 import contextlib
 import os
@@ -16,24 +16,24 @@ from ports import free_port
 from ranks import run_ranks
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
-from worlds import rank_without_group, run_and_expect, told
+from worlds import error_of, raised_by, rank_without_group, run_and_expect
 
 from stepwrap.rpc import RpcError, World, get_world
 
 
 def local_place() -> str:
-    """Return an address that nobody listens at."""
+    """Return an unused address."""
     return f"tcp://127.0.0.1:{free_port()}"
 
 
 def _differ(url: str, setting: str, values: list[Any]) -> tuple[str, str]:
     rank = rank_without_group()
     options = {"dist_init_method": url, "dist_timeout": 20, setting: values[rank]}
-    return told(World, f"w{rank}", rank, 2, **options)
+    return raised_by(World, f"w{rank}", rank, 2, **options)
 
 
 @pytest.mark.parametrize("setting", ["init_rpc", "init_dist"])
-def test_other_settings(setting: str) -> None:
+def test_settings_that_differ(setting: str) -> None:
     answers = run_ranks(_differ, 2, local_place(), setting, [True, False])
     text = f"{setting} must be the same everywhere: it is True in rank 0 ('w0'), False in rank 1"
     assert answers == [("ValueError", f"{text} ('w1')")] * 2
@@ -41,12 +41,12 @@ def test_other_settings(setting: str) -> None:
 
 def _name(url: str, names: list[Any]) -> tuple[str, str]:
     rank = rank_without_group()
-    return told(World, names[rank], rank, 2, dist_init_method=url, dist_timeout=20)
+    return raised_by(World, names[rank], rank, 2, dist_init_method=url, dist_timeout=20)
 
 
 @pytest.mark.parametrize("name", ["a b", "", "x" * 128, 5, None, "a.b"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_names_that_cannot_be(name: Any, rank: int) -> None:
+def test_invalid_names(name: Any, rank: int) -> None:
     names = ["other", "other"]
     names[rank] = name
     for kind, text in run_ranks(_name, 2, local_place(), names):
@@ -63,12 +63,12 @@ def _die_after_meeting(rank: int, url: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         World._meet = meet  # type: ignore[method-assign]
-    # The timeout begins when all have been started.
+    # The timeout starts once all processes are running.
     (folder / f"here_{rank}").touch()
     while len(list(folder.glob("here_*"))) < 3:
         time.sleep(0.01)
     options = {"dist_init_method": url, "dist_timeout": 4, "init_dist": folder.name == "dist"}
-    (folder / str(rank)).write_text(": ".join(told(World, f"w{rank}", rank, 3, **options)))
+    (folder / str(rank)).write_text(error_of(World, f"w{rank}", rank, 3, **options))
 
 
 @pytest.mark.parametrize("step", ["calls", *slow("collectives")])
@@ -142,7 +142,7 @@ def _come_early(rank: int, url: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_killed_world_has_left_in_a_file_is_not_joined(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_world_is_not_joined(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     run_and_expect([-signal.SIGKILL], _die_alone, url, tmp_path)
     run_and_expect([0, 0], _come_early, url, tmp_path)
@@ -164,12 +164,12 @@ def _still_serves(url: str, folder: Path) -> None:
     group.barrier()
     world.stop(1)
     stopped[rank].touch()
-    # The next one begins once that function has returned.
+    # The next world starts after that function has returned.
     World(f"w{rank}", rank, 2, dist_init_method=url).stop()
 
 
 def test_stop_does_not_wait_for_a_function_that_is_served(tmp_path: Path) -> None:
-    """The function is served until both have stopped."""
+    """The function runs until both have stopped."""
     run_ranks(_still_serves, 2, local_place(), tmp_path)
 
 
@@ -238,7 +238,7 @@ def _stop_in_handler(url: str) -> tuple[str, str]:
     World._meet = meet  # type: ignore[method-assign]
     before = signal.signal(signal.SIGUSR2, stop)
     try:
-        return told(World, "w0", 0, 2, dist_init_method=url, dist_timeout=20)
+        return raised_by(World, "w0", 0, 2, dist_init_method=url, dist_timeout=20)
     finally:
         signal.signal(signal.SIGUSR2, before)
         World._meet = place  # type: ignore[method-assign]
@@ -267,16 +267,16 @@ def _die_without_calls(rank: int, url: str, folder: Path) -> None:
     if rank == 0:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    (folder / "told").write_text(": ".join(told(world.stop, 20)))
+    (folder / "error").write_text(error_of(world.stop, 20))
 
 
 @pytest.mark.slow
-def test_rank_zero_is_named_where_it_dies_before_the_end(tmp_path: Path) -> None:
+def test_stop_names_rank_zero_if_it_has_died(tmp_path: Path) -> None:
     url = local_place()
     run_and_expect([-signal.SIGKILL, 0], _die_without_calls, url, tmp_path)
     where = url.removeprefix("tcp://")
     start = f"RpcError: World.stop(): rank 0, which keeps the store of the world at {where}, is"
-    assert (tmp_path / "told").read_text().startswith(start)
+    assert (tmp_path / "error").read_text().startswith(start)
 
 
 @pytest.mark.parametrize(
@@ -289,14 +289,14 @@ def test_rank_zero_is_named_where_it_dies_before_the_end(tmp_path: Path) -> None
         ((0, 1), {"dist_init_method": "tcp://127.0.0.1:99999"}, "dist_init_method must be"),
     ],
 )
-def test_settings_that_cannot_be(args: Any, options: Any, text: str) -> None:
+def test_invalid_settings(args: Any, options: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         World("a", *args, **options)
     assert get_world() is None
 
 
 @pytest.mark.parametrize("setting", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
-def test_environments_that_cannot_be(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_environments(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (place | {setting: "abc"}).items():
         monkeypatch.setenv(name, value)
@@ -304,7 +304,7 @@ def test_environments_that_cannot_be(setting: str, monkeypatch: pytest.MonkeyPat
         World("a")
 
 
-def test_a_host_that_there_is_not() -> None:
+def test_an_unknown_host() -> None:
     place = "tcp://no-such-host.invalid:9000"
     with pytest.raises(RpcError, match="rank 0 cannot listen at no-such-host.invalid:9000: "):
         World("a", 0, 1, dist_init_method=place)

@@ -1,4 +1,4 @@
-"""A world for the length of a test, and what is raised in it."""
+"""A world for the duration of a test, and the errors raised in it."""
 
 import functools
 import multiprocessing
@@ -23,13 +23,13 @@ Body = Callable[..., Any]
 
 
 def remote_traceback(error: BaseException) -> str:
-    """Return the traceback with which an error came from another process."""
+    """Return the traceback that an error brought from another process."""
     assert isinstance(error.__cause__, RemoteTraceback)
     return str(error.__cause__)
 
 
-def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """Return type and text of what is raised."""
+def raised_by(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """Return the type and text of the error that a call raises."""
     try:
         fn(*args, **kwargs)
     except Exception as error:
@@ -37,10 +37,15 @@ def told(fn: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     raise AssertionError("nothing was raised")
 
 
-def rank_without_group() -> int:
-    """Return this process's rank and end its group, so that the world has to find its members.
+def error_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the error that a call raises as "Type: text"."""
+    return ": ".join(raised_by(fn, *args, **kwargs))
 
-    A process keeps its rank from world to world: torch's RPC allows no other.
+
+def rank_without_group() -> int:
+    """Return this process's rank and destroy its group, so that the world must find its members.
+
+    torch's RPC requires that a process keeps its rank in all worlds.
     """
     rank = dist.get_rank()
     dist.barrier()
@@ -49,7 +54,7 @@ def rank_without_group() -> int:
 
 
 def in_group(body: Body, size: int = 3, *args: Any, **options: Any) -> list[Any]:
-    """Run `body(world, group, *args)` on every rank, in a group of all, and meet at the end."""
+    """Run `body(world, group, *args)` on every rank in a group of all; end with a barrier."""
     return run_ranks(_in_group, size, body, options, *args)
 
 
@@ -62,7 +67,7 @@ def _in_group(body: Body, options: dict[str, Any], *args: Any) -> Any:
 
 
 def model_client(group: RpcGroup, **options: Any) -> PushPullModelServer:
-    """Start a model server on w0, and return its client; all members must call this."""
+    """Start a model server on w0 and return its client; all members must call this."""
     if group.get_cur_name() == "w0":
         PushPullModelServerImpl("server", group, **options)
     group.barrier()
@@ -84,7 +89,7 @@ class Local(OrderedServerBase):
 
 
 def ordered_server(depth: Any = 1, *, is_member: bool = True, **options: Any) -> Any:
-    """Return a server in a group that has no more than the documented methods."""
+    """Return a server in a group that has only the documented methods."""
     group: Any = SimpleNamespace(
         pair=lambda key, value, /: None,
         register=lambda key, service, /: None,
@@ -94,7 +99,7 @@ def ordered_server(depth: Any = 1, *, is_member: bool = True, **options: Any) ->
 
 
 def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
-    """Run the body of a test on every rank of `in_group`."""
+    """Run the body of a test on every rank by `in_group`."""
 
     def decorate(test: Body) -> Callable[[], None]:
         @functools.wraps(test)
@@ -104,7 +109,7 @@ def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
             else:
                 in_group(run, size)
 
-        # Else pytest would take the world and the group for fixtures.
+        # Otherwise pytest takes the world and the group for fixtures.
         del run.__wrapped__  # type: ignore[attr-defined]
         return run
 
@@ -112,7 +117,7 @@ def in_world(size: int) -> Callable[[Body], Callable[[], None]]:
 
 
 def run_and_expect(codes: list[int], fn: Any, *args: Any) -> None:
-    """Run `fn(rank, *args)` in one process for each exit code that is expected."""
+    """Run `fn(rank, *args)` in one process per expected exit code."""
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=fn, args=(rank, *args)) for rank in range(len(codes))]
     for process in processes:

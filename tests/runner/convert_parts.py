@@ -1,4 +1,4 @@
-"""Parts that converted configs name, of plain torch."""
+"""Parts in plain torch that converted configs name."""
 
 from typing import Any
 
@@ -10,8 +10,6 @@ from stepwrap.wrappers import BaseModel
 
 
 class Ones(Dataset[Any]):
-    """Inputs and targets that are all one."""
-
     def __init__(self, size: int) -> None:
         self._size = size
 
@@ -23,7 +21,7 @@ class Ones(Dataset[Any]):
 
 
 class Line(BaseModel):
-    """A line whose initial slope is set in mmengine's way."""
+    """A linear model whose initial slope is set by mmengine's `init_cfg`."""
 
     def __init__(self, head: dict[str, Any], init_cfg: dict[str, float] | None = None) -> None:
         super().__init__()
@@ -42,7 +40,7 @@ class Line(BaseModel):
 
 
 class Loaded(nn.Linear):
-    """A net of another library: weights from a file, and a method that resets them."""
+    """A net as of another library: pretrained weights, and a method that resets them."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -53,7 +51,7 @@ class Loaded(nn.Linear):
 
 
 class Close:
-    """A metric as those of mmengine: how many outputs lie close to the targets."""
+    """A metric in mmengine's style: the share of outputs close to their targets."""
 
     def __init__(self, within: float) -> None:
         self._within = within

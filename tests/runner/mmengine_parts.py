@@ -1,4 +1,4 @@
-"""A model, data, a metric and runs, as somebody who uses mmengine has them."""
+"""A model, data, a metric and runs as a user of mmengine writes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Backbone(nn.Module):
 
 @MODELS.register_module(force=True)
 class Classifier(BaseModel):
-    """Takes what mmengine's default collate function gives: lists, not stacked."""
+    """A model that takes unstacked lists, as mmengine's default collate function returns."""
 
     def __init__(
         self, backbone: Any, classes: int, data_preprocessor: Any = None, init_cfg: Any = None
@@ -65,7 +65,7 @@ class Classifier(BaseModel):
 
 @MODELS.register_module(force=True)
 class Duel(BaseModel):
-    """Two children with an optimizer each, stepped in turn; draws nothing at random."""
+    """Two children with an optimizer each that are trained in turn, without random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Duel(BaseModel):
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
 class MultiOptimWrapperConstructor:
-    """One optimizer for each child that the config names, as mmengine's users write it."""
+    """Build one optimizer for each child that the config names, as mmengine's users do."""
 
     def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
         self._settings = optim_wrapper_cfg
@@ -110,7 +110,7 @@ class MultiOptimWrapperConstructor:
 
 @PARAM_SCHEDULERS.register_module(force=True)
 class OwnSteps(MultiStepLR):
-    """A schedule of the user's own."""
+    """A user's custom schedule."""
 
 
 @DATASETS.register_module(force=True)
@@ -143,7 +143,7 @@ class Accuracy(BaseMetric):
 
 
 def note_rates(optimizer: Optimizer) -> list[list[float]]:
-    """Return a list that gets the rates of each update."""
+    """Return a list to which the rates of each update are appended."""
     rates: list[list[float]] = []
     optimizer.register_step_post_hook(
         lambda one, *_: rates.append([group["lr"] for group in one.param_groups])
@@ -152,8 +152,8 @@ def note_rates(optimizer: Optimizer) -> list[list[float]]:
 
 
 @contextmanager
-def as_mmengine_leaves_it() -> Iterator[None]:
-    """Let mmengine warn and set variables; both are as before afterwards."""
+def restore_after_mmengine() -> Iterator[None]:
+    """Ignore mmengine's warnings, and restore the variables and thread count that it changes."""
     kept, threads = dict(os.environ), torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -166,8 +166,8 @@ def as_mmengine_leaves_it() -> Iterator[None]:
 
 
 def train_theirs(path: Path) -> tuple[Any, list[list[float]]]:
-    """Train by mmengine's own runner; returns it and the rates of its updates."""
-    with as_mmengine_leaves_it():
+    """Train by mmengine's runner; return it and the rates of its updates."""
+    with restore_after_mmengine():
         config = Config.fromfile(str(path))
         config.work_dir = str(path.parent / "theirs")
         config.experiment_name = f"{path.parent.name}_{path.stem}"

@@ -23,7 +23,7 @@ PLAN = {
     "net.blocks.*.down": "rowwise",
     "net.head": "colwise_replicate_output",
 }
-# The same, with norms that each see a part of the sequence.
+# The same with norms that are split along the sequence.
 SEQUENCE_PLAN = {
     "net.embed": {"type": "rowwise", "output": "shard(1)"},
     "net.blocks.*.attn.qkv": {"type": "colwise", "input": "shard(1)"},
@@ -37,12 +37,12 @@ SEQUENCE_PLAN = {
 
 
 class Attention(nn.Module):
-    """Splits into heads before it splits into query, key and value."""
+    """Attention that splits into heads before it splits into query, key and value."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_size = width // heads
-        # A key's bias has no gradient but noise, which Adam would scale up.
+        # The gradient of a key's bias is rounding noise, which Adam would amplify.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a small network, each with a norm before and a way around."""
+    """Attention and a small network, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Scores `(batch, words, time)` of the next words for words `(batch, time)`."""
+    """Compute scores `(batch, words, time)` of the next words for words `(batch, time)`."""
 
     def __init__(self, dtype: str = "float64", dropout: float = 0.0) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
 
 
 class Sentences(Dataset[Any]):
-    """Random words and the words that follow them."""
+    """Random words and their next words."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -125,7 +125,7 @@ def settings(data_size: int = 1, **sections: Any) -> dict[str, Any]:
 
 
 def trained(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Train by `config` on every rank; returns the whole weights by their names."""
+    """Train by `config` on every rank; return the whole weights by name."""
     runner = Runner.from_config(config)
     runner.train()
     return whole_weights(runner.state.model.module)

@@ -1,4 +1,4 @@
-"""Fixtures that run commands in separate processes, none of which outlives its test."""
+"""Fixtures that run commands in separate processes and end them with the test."""
 
 import sys
 from collections.abc import Callable, Iterator

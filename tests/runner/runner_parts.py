@@ -1,4 +1,4 @@
-"""A small run as a user would write it, and the command in separate processes."""
+"""A small run as a user writes it, and the command in separate processes."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ def points_config(folder: Path, *words: str) -> Config:
 
 
 def run_command(folder: Path, *words: str) -> int:
-    """Run `stepwrap ...` in a folder, on ranks that something else has started."""
+    """Run `stepwrap ...` in a folder on ranks that were started otherwise."""
     os.chdir(folder)
-    # A module of this name of another test's folder may have been imported here.
+    # A module of this name from another test's folder may have been imported here.
     sys.modules.pop("points", None)
     os.environ |= {"RANK": str(get_rank()), "WORLD_SIZE": str(get_world_size())}
     return main(list(words))
@@ -138,9 +138,9 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # A separate process group, as a shell makes one: Ctrl-C reaches every process in it.
+            # A separate process group, so that Ctrl-C reaches every process in it like in a shell.
             start_new_session=True,
-            # A test runner in the background would pass on that SIGINT is ignored.
+            # A test runner in the background ignores SIGINT, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
         )
 
@@ -153,7 +153,7 @@ class Command:
         """Wait until there are `count` checkpoints."""
 
         def saved() -> int:
-            # The folder comes and goes while a starting run tests whether it can write there.
+            # A starting run creates and removes the folder to test whether it can write there.
             with contextlib.suppress(FileNotFoundError):
                 return len(list(folder.glob("checkpoints/step_*")))
             return 0
@@ -161,7 +161,6 @@ class Command:
         self.wait_until(lambda: saved() >= count, f"no {count} checkpoints")
 
     def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Wait for a condition while the process runs."""
         limit = time.monotonic() + TIMEOUT_S
         while not condition():
             if self.process.poll() is not None or time.monotonic() > limit:
@@ -200,7 +199,6 @@ class Command:
         return left
 
     def close(self) -> None:
-        """Kill all processes that are left."""
         for process in self.left_over():
             os.kill(process, signal.SIGKILL)
         with self.process:
@@ -208,7 +206,7 @@ class Command:
 
 
 class SignalHook(Hook):
-    """Sends SIGTERM to its own process after an update."""
+    """Send SIGTERM to this process after an update."""
 
     def __init__(self, at_step: int) -> None:
         self.at_step = at_step
@@ -219,12 +217,10 @@ class SignalHook(Hook):
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the log records of a run."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def final_weights(run_dir: Path) -> dict[str, Tensor]:
-    """Return the weights in the latest checkpoint."""
     path = find_checkpoint(run_dir)
     assert path is not None
     weights: dict[str, Tensor] = torch.load(path / "model.pt", weights_only=True)

@@ -1,4 +1,4 @@
-"""`adapter`: LoRA and others by peft; checkpoints that hold only the adapter."""
+"""`adapter`: LoRA and other methods of peft; checkpoints that hold only the adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytest.importorskip("peft")
 Capture = pytest.CaptureFixture[str]
 LORA = {"r": 2, "lora_alpha": 6, "target_modules": ["qkv", "blocks.1.up", "embed"],
         "modules_to_save": ["head"]}  # fmt: skip
-# Names and patterns of the model that mean the same.
+# The same modules by the model's names and patterns.
 SECTION = {**LORA, "target_modules": ["net.blocks.*.attn.qkv", "net.blocks.1.u?", "net.embed"],
            "modules_to_save": ["net.head"]}  # fmt: skip
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def by_hand(section: dict[str, Any], dtype: str = "float64", amp: bool = False) 
     trained = [one for one in net.parameters() if one.requires_grad]
     optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
     if dtype == "float32":
-        # AdamW scales up the rounding errors of small gradients.
+        # AdamW amplifies the rounding errors of small gradients.
         optimizer = torch.optim.SGD(trained, lr=0.1)
     for batch in Sentences().words.split(BATCH) * 2:
         optimizer.zero_grad()
@@ -115,7 +115,7 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-# Raised inside torch's compiler, which hides it in runs.
+# Raised inside torch's compiler, which hides it outside tests.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("form", "adapter"),
@@ -152,7 +152,7 @@ def test_like_plain_peft_and_after_a_resume(form: str, adapter: str) -> None:
                 kept = next(whole[one] for one in layers if one in whole)
                 if not (adapter == "biases" and last == "bias"):
                     assert torch.equal(kept, value)
-    # The checkpoint has what is trained, under the names of the model and of peft.
+    # The checkpoint has the trained weights under the names of the model and of peft.
     saved = load_checkpoint(latest("runs/False")).read_model()
     count = sum(one.numel() for one in net.parameters() if one.requires_grad)
     assert sum(one.numel() for one in saved.values() if isinstance(one, Tensor)) == count
@@ -201,7 +201,7 @@ def test_merged_exported_and_continued(capsys: Capture) -> None:
 
 
 class Normed(nn.Sequential):
-    """Has running statistics, which training changes also in frozen layers."""
+    """A net whose running statistics change in training even in frozen layers."""
 
     def __init__(self) -> None:
         layers = nn.Embedding(12, 8), nn.Flatten(), nn.BatchNorm1d(48), nn.Linear(48, 72)
@@ -219,7 +219,7 @@ def test_averages_and_running_statistics(ranks: int) -> None:
     own, average = checkpoint.read_model(), checkpoint.read_model(evaluated=True)
     assert own.keys() == average.keys()
     assert not torch.equal(own["net.3.lora_B.weight"], average["net.3.lora_B.weight"])
-    # The base are the initial weights, which the seed determines.
+    # The base weights are the initial ones, which the seed determines.
     torch.manual_seed(3)
     net = Normed()
     low, high = average["net.3.lora_A.weight"], average["net.3.lora_B.weight"]
@@ -257,7 +257,7 @@ def test_a_model_of_transformers_needs_no_target_modules(ranks: int) -> None:
 
 
 class Words(Sentences):
-    """Samples as the models of transformers take them."""
+    """Samples in the format of transformers' models."""
 
     def __getitem__(self, index: int) -> Any:
         return {"input_ids": self.words[index], "labels": self.words[index]}
@@ -340,7 +340,7 @@ def test_another_adapter_or_base_is_refused() -> None:
     with pytest.raises(CheckpointError, match="the base weights differ") as error:
         load_model("runs/tuned")
     assert "Its load_from was base.pt, whose weights have changed since" in str(error.value)
-    # The original of a module that is trained as a whole has no effect.
+    # The original weights of a module in `modules_to_save` are not used.
     other = {name: one * (name != "net.head.weight") for name, one in base("float64").items()}
     torch.save(other, "base.pt")
     load_model("runs/tuned")

@@ -1,4 +1,4 @@
-"""Mistakes that only building finds: all at once, and nothing left of them."""
+"""Mistakes that are found only by building are reported together and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def test_parts_that_cannot_be_built_are_reported_together(nets: Path, capsys: Ca
         assert err.count(f"{section}: cannot be built: ") == 1, err
 
 
-def test_what_does_not_fit_the_model_is_reported_together(nets: Path, capsys: Capture) -> None:
+def test_settings_that_do_not_fit_the_model_are_reported_together(
+    nets: Path, capsys: Capture
+) -> None:
     blocks = ("wrapper.shard=[Blok]", "activation_checkpointing=[Blok]", "freeze=[layer]")
     err = mistakes(capsys, "check", "wrapper={type: fsdp}", *blocks)
     for text in blocks:
@@ -116,7 +118,7 @@ def test_mistakes_of_all_sections_are_reported_together(nets: Path, capsys: Capt
         read_sections(load_config("points.yaml", wrong))
     err = str(caught.value)
     assert len(err.splitlines()) == 7
-    # The command tells those first that it finds without importing anything.
+    # The command first reports only mistakes that it finds without imports.
     first = [line for line in err.splitlines() if ": seed: " in line or ".keep_best: " in line]
     assert mistakes(capsys, "check", *wrong).splitlines() == first
     for message in (
@@ -131,8 +133,8 @@ def test_mistakes_of_all_sections_are_reported_together(nets: Path, capsys: Capt
         assert message in err, err
 
 
-def test_what_depends_on_a_wrong_section_is_not_reported() -> None:
-    """A mesh that cannot be read says nothing about what needs one."""
+def test_sections_that_depend_on_an_invalid_one_are_not_reported() -> None:
+    """With an invalid mesh, sections that need a mesh are not checked."""
     config = config_from_dict(
         {
             "model": {"type": "torch.nn.Identity"},
@@ -208,7 +210,7 @@ def test_what_depends_on_a_wrong_section_is_not_reported() -> None:
         ),
     ],
 )
-def test_check_refuses_what_could_not_start(
+def test_check_refuses_runs_that_could_not_start(
     nets: Path, capsys: Capture, words: list[str], message: str
 ) -> None:
     assert message in mistakes(capsys, "check", "launch.nproc=2", *words)
@@ -219,7 +221,7 @@ def test_loss_weights_in_a_config(nets: Path, capsys: Capture) -> None:
         assert main(["check", "points.yaml", f"optim_wrapper.loss_weight={weight}"]) == 0, weight
     words = ["train.max_epochs=1", "optim_wrapper.loss_weight=samples"]
     assert main(["train", "points.yaml", *words]) == 0
-    # The setting of all optimizers, not that of one called loss_weight.
+    # `loss_weight` is a setting of all optimizers, not the name of one.
     words = [*GAN, "optim_wrapper={loss_weight: {key: 1}}"]
     assert main(["check", "points.yaml", *words]) == 0
 
@@ -240,7 +242,7 @@ def test_check_names_wrapper_and_model(nets: Path, capsys: Capture) -> None:
         assert f"wrapper: {name}" in out
 
 
-def test_no_checkpoint_of_another_run_is_reported(nets: Path, capsys: Capture) -> None:
+def test_checkpoints_of_other_runs_are_not_reported(nets: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", "train.max_epochs=1"]) == 0
     capsys.readouterr()
     bad = "data.train.dataset.bad=9"
@@ -252,7 +254,7 @@ def test_no_checkpoint_of_another_run_is_reported(nets: Path, capsys: Capture) -
         assert "the last checkpoint" not in capsys.readouterr().err
 
 
-def test_resume_under_another_wrapper_says_how(nets: Path, capsys: Capture) -> None:
+def test_resume_under_another_wrapper_names_the_override(nets: Path, capsys: Capture) -> None:
     with (nets / "points.yaml").open("a") as file:
         file.write("wrapper: {type: fsdp, shard: [Linear]}\n")
     err = mistakes(capsys, "train", "--resume", "wrapper.type=ddp")

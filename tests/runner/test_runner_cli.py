@@ -1,4 +1,4 @@
-"""The words, outputs and exit codes of the command line."""
+"""Arguments, outputs and exit codes of the command line."""
 
 import inspect
 import json
@@ -82,7 +82,7 @@ def test_mistakes_are_reported_by_one_rank_and_with_their_trace(
 ) -> None:
     assert main([*words, "--debug"]) == 2
     assert "Traceback" in capsys.readouterr().err
-    # As torchrun sets it.
+    # Set like torchrun.
     monkeypatch.setenv("RANK", "1")
     assert main(words) == 2
     assert capsys.readouterr().err == ""
@@ -212,7 +212,7 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
 
 
 def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture) -> None:
-    """A high learning rate: the loss of the last epoch is the highest."""
+    """With a high learning rate the loss of the last epoch is the highest."""
     words = ("hooks.checkpoint.keep_best=loss", "optimizer.lr=5", "train.max_epochs=3")
     assert main(["train", "points.yaml", *words]) == 0
     out = capsys.readouterr().out
@@ -257,12 +257,12 @@ DIVERGES = (
 
 @pytest.mark.parametrize("nproc", [1, *slow(2)])
 def test_a_run_whose_weights_become_nan_ends_with_an_error(run: Path, nproc: int) -> None:
-    """Also where nothing is saved, and on every rank."""
+    """Also if nothing is saved, and on every rank."""
     words = ("train", "points.yaml", *DIVERGES, "hooks.checkpoint=false")
     assert run_ranks(run_command, nproc, run, *words) == [1] * nproc
 
 
-def test_the_first_bad_step_is_named_and_a_setting_goes_on(run: Path, capsys: Capture) -> None:
+def test_the_first_bad_step_is_named_and_can_be_tolerated(run: Path, capsys: Capture) -> None:
     words = ["train", "points.yaml", *DIVERGES]
     assert main(words) == 1
     err = capsys.readouterr().err
@@ -396,7 +396,7 @@ def test_list_shows_all_of_a_hook(
     assert "[...]" not in out
 
 
-def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
+def test_version_prints_the_packages_version(capsys: Capture) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"stepwrap {metadata.version('stepwrap')}\n"
 
@@ -427,8 +427,8 @@ import click
 @click.argument("name")
 def greet(name):
     "Say hello."
-    if name == "nobody":
-        error = click.ClickException("there is nobody")
+    if name == "unknown":
+        error = click.ClickException("unknown name")
         error.exit_code = 5
         raise error
     print("hello", name)
@@ -440,7 +440,7 @@ def plain():
 
 
 def test_other_packages_add_commands(tmp_path: Path) -> None:
-    """One that cannot be imported is reported in one line, and the others work."""
+    """A command that cannot be imported is reported in one line; the others work."""
     facts = tmp_path / "theirs-1.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
@@ -466,7 +466,7 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
     code, (line,) = stepwrap("plain")
     assert code == 2
     assert "is not a click.Command" in line
-    assert stepwrap("greet", "nobody") == (5, ["stepwrap greet: there is nobody"])
+    assert stepwrap("greet", "unknown") == (5, ["stepwrap greet: unknown name"])
 
 
 @pytest.mark.parametrize(

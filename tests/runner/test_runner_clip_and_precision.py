@@ -1,4 +1,4 @@
-"""Clipping, half precision and averaged weights through configs, against plain PyTorch."""
+"""Clipping, half precision and averaged weights in configs, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @dataclass
 class Hand:
-    """The same training by plain PyTorch, on whole batches.
+    """The same training in plain PyTorch on whole batches.
 
     Attributes:
-        clip: as `clip_grad` of a config.
+        clip: like `clip_grad` of a config.
         cast: dtype of autocast.
         scale: arguments of a `GradScaler`.
-        decay: of an average of the weights, updated after every step.
-        losses: of all data under the average, after each epoch.
+        decay: decay of the average of the weights, updated after every step.
+        losses: loss of all data with the average, after each epoch.
     """
 
     clip: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ def named(net: nn.Module) -> dict[str, Tensor]:
 
 
 def loss_of(weights: dict[str, Tensor]) -> float:
-    """Return the loss of all data under these weights."""
+    """Return the loss of all data with these weights."""
     own = {name.removeprefix("net."): value for name, value in weights.items()}
     words = Sentences().words
     with torch.no_grad():
@@ -96,7 +96,7 @@ def loss_of(weights: dict[str, Tensor]) -> float:
 
 
 class Watch(Hook):
-    """Notes the loss scale after every batch, and the losses of evaluations."""
+    """Record the loss scale after every batch, and the losses of evaluations."""
 
     built: Watch
 
@@ -117,7 +117,7 @@ Outcome = tuple[dict[str, Tensor], list[float], list[float]]
 
 
 def run(place: str, dtype: str, sections: dict[str, Any]) -> Outcome:
-    """Train by a config; returns whole weights, scales and losses of evaluations."""
+    """Train by a config; return whole weights, scales and losses of evaluations."""
     data_size, where = PLACES[place]
     extra = sections.pop("hooks", {})
     config = settings(data_size, optimizer=SGD, **where, **sections)
@@ -146,13 +146,13 @@ def test_clipping(place: str, clip: dict[str, Any]) -> None:
         assert apart(weights, expected) <= 1e-12
 
 
-# The first update overflows and is left out, then the scale doubles after every third.
+# The first update overflows and is skipped; then the scale doubles after every third update.
 SCALE = {"init_scale": 2.0**40, "backoff_factor": 2.0**-30, "growth_interval": 3}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_float16_with_a_scaled_loss(place: str) -> None:
-    """Halves of a batch, or of a layer, round otherwise: within 2e-4 of weights of about 0.3."""
+    """Half batches and split layers round differently: within 2e-4, for weights of about 0.3."""
     amp = {"type": "AmpOptimWrapper", "dtype": "float16", "loss_scale": SCALE}
     hand = Hand(cast=torch.float16, scale=SCALE)
     expected = hand.train("float32")
@@ -164,7 +164,7 @@ def test_float16_with_a_scaled_loss(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["fsdp", *slow("ddp", "tensor")])
 def test_bfloat16(place: str) -> None:
-    """As float16, with 8 times its rounding: within 2e-3."""
+    """bfloat16 rounds 8 times as coarsely as float16: within 2e-3."""
     amp = {"type": "AmpOptimWrapper", "dtype": "bfloat16"}
     expected = Hand(cast=torch.bfloat16).train("float32")
     for weights, scales, _ in run_ranks(run, 2, place, "float32", {"optim_wrapper": amp}):

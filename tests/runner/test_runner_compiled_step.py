@@ -1,4 +1,4 @@
-"""`compile: step` in a config: the same run, and the same again after a resume."""
+"""`compile: step` in a config gives the same run, also after a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def weights_of(run_dir: Path, *changes: str) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_a_resumed_run_goes_on_with_the_same_numbers(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_same_numbers(tmp_path: Path) -> None:
     step = "compile={step: true, min_steps: 0}"
     usual = weights_of(tmp_path / "usual", "train.max_epochs=2")
     compiled = weights_of(tmp_path / "whole", step, "train.max_epochs=2")

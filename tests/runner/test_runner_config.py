@@ -1,4 +1,4 @@
-"""What a config says about loaders, schedulers and metrics, from its text to the parts."""
+"""Loaders, schedulers and metrics from a config's text to the built parts."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_plateau_lowers_the_rate(run: Path) -> None:
     runner = Runner.from_config(write(run, extra))
     runner.train()
     optimizer = runner.state.optim_wrapper.optimizer
-    # No accuracy is below zero, as the threshold asks, so each of four validations halves it.
+    # No accuracy reaches the threshold below zero, so each of four validations halves the rate.
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**4)
 
 
@@ -160,7 +160,7 @@ def test_samples_that_are_not_rows_are_reported(
         ("hooks: {checkpoint: {keep_last: 0}}", "run.yaml:3: hooks.checkpoint.keep_last: cannot"),
     ],
 )
-def test_what_cannot_be_built_is_reported_with_its_line(
+def test_parts_that_cannot_be_built_are_reported_with_their_lines(
     extra: str, message: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(run, extra)

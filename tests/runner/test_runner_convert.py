@@ -1,4 +1,4 @@
-"""Configs of mmengine, translated: what each setting becomes, and what has no counterpart."""
+"""Converting mmengine's configs: translated settings, and settings without a counterpart."""
 
 from __future__ import annotations
 
@@ -156,12 +156,12 @@ def test_a_whole_config_by_the_command(here: Path, capsys: pytest.CaptureFixture
     assert main(["check", "ours.yaml", "device=cpu"]) == 0
 
 
-def test_what_it_translates_runs(here: Path) -> None:
+def test_translated_configs_run(here: Path) -> None:
     config, _ = convert(WHOLE)
     config = {**config, "device": "cpu", "deterministic": False, "run_dir": str(here / "run")}
     runner = Runner.from_config(config)
     line: Any = runner.state.model.module
-    # Told by the model's own init_weights.
+    # Set by the model's own init_weights.
     assert line.head.weight.item() == 0.5
     assert runner.train().step == 6 * 4 // 2
     assert runner.state.metrics == {"close/share": 1.0, "close/of": 16.0}
@@ -174,7 +174,7 @@ def test_what_it_translates_runs(here: Path) -> None:
 def test_models_of_ours_initialise_themselves_if_they_have_init_cfg(
     here: Path, init_cfg: Any, weight: float
 ) -> None:
-    """By mmengine's rules then: what has a method for it does it after the model's settings."""
+    """By mmengine's rules, modules with `init_weights` call it after the model's settings."""
     model = {
         "type": "SupervisedModel",
         "net": {"type": "convert_parts.Loaded"},
@@ -251,7 +251,7 @@ LISTED = """\
 33: tta_model: has no counterpart: average the predictions"""
 
 
-def test_what_has_no_counterpart_is_listed_by_name_and_line(
+def test_settings_without_a_counterpart_are_listed_by_name_and_line(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "mm.py").write_text(FOREIGN)
@@ -308,7 +308,7 @@ def saved(**settings: Any) -> dict[str, Any]:
     return {"hooks.checkpoint": {**settings, "every_secs": None}}
 
 
-# Below the model: lines of mmengine, settings of ours by their keys, and what is listed.
+# Lines of mmengine's config, our settings by key, and the reported misses.
 ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     # Model wrappers.
     ('model_wrapper_cfg = dict(type="MMDistributedDataParallel", detect_anomalous_params=True)',
@@ -329,14 +329,14 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
                   "auto_wrap_policy": {"type": SIZE_POLICY, "min_num_params": 1000}}}, None),
     ("model_wrapper_cfg = dict(unused=True)", {"wrapper": {"type": "ddp"}},
      "2: model_wrapper_cfg.unused: is not an option of ddp"),
-    # Loops; mmengine's defaults are written down.
+    # Loops; mmengine's defaults are written explicitly.
     ("train_cfg = dict(max_iters=30)",
      {"train.type": "IterTrainLoop", "train.max_steps": 30}, None),
     ("train_cfg = dict(max_epochs=3)",
      {"train": {"type": "EpochTrainLoop", "max_epochs": 3, "log_every_steps": 10},
       "hooks": {"checkpoint": {"every_epochs": 1, "every_secs": None, "keep_last": None}}}, None),
     ("train_cfg = dict(by_epoch=False)", {}, "2: train_cfg.max_iters: must be a number of batches"),
-    # When checkpoints are saved; to mmengine a loop of batches is one epoch.
+    # Checkpoint intervals; for mmengine a loop of batches is one epoch.
     (f"train_cfg = dict(max_epochs=3)\n{saving('interval=2, max_keep_ckpts=4')}",
      saved(every_epochs=2, keep_last=4), None),
     (f"train_cfg = dict(max_epochs=3)\n{saving('interval=-1')}",
@@ -346,7 +346,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
      saved(every_epochs=None, every_steps=2, keep_last=None), None),
     (saving("interval=None"), {},
      "2: default_hooks.checkpoint.interval: cannot be converted ('>' not supported"),
-    # Which metric is meant.
+    # The metric of the best checkpoint.
     (TWO_METRICS.format("share"), watched("close/share"), None),
     (TWO_METRICS.format("a/share"), watched("a/share"), None),
     (TWO_METRICS.format("share/x"), watched(None), "3: default_hooks.checkpoint.save_best: "),
@@ -356,7 +356,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     ('val_evaluator = dict(type="convert_parts.Close")\n'
      'custom_hooks = [dict(type="EarlyStoppingHook", monitor="share", rule="up")]', {},
      "3: custom_hooks.0.rule: must be greater or less, got 'up'"),
-    # Averages of the weights by batches.
+    # Averages of the weights, updated per batch.
     (AVERAGES.format(1, 3),
      {"hooks.ema.decay": pytest.approx(0.9), "hooks.ema.every_steps": 3}, None),
     (AVERAGES.format(4, 2),
@@ -377,7 +377,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
                       "optimizer": "judge"}]}, None),
     ('optim_wrapper = dict(constructor="Odd", a=dict(optimizer=dict(type="SGD", lr=0.1)))', {},
      "2: optim_wrapper.constructor: here each optimizer gets the parameters of the child"),
-    # Schedules: epochs of ten batches become batches.
+    # Schedules: epochs of ten batches are converted to batches.
     ('param_scheduler = [dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True),'
      ' dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)]',
      {"schedulers.0.total_iters": 19, "schedulers.0.by": "step",
@@ -385,7 +385,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
                        "by": "step"}}, None),
     (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {},
      "3: param_scheduler.by_epoch: epochs are passes over the data here"),
-    # A loader that only mmengine builds is built by it.
+    # Loaders that only mmengine can build.
     ('randomness = dict(seed=5)\ntrain_dataloader = dict(batch_size=2,'
      ' dataset=dict(type="convert_parts.Ones", size=4), sampler=dict(type="ClassBalanced"))',
      {"data.train.type": "mmengine.runner.Runner.build_dataloader", "data.train.seed": 5,
@@ -393,10 +393,10 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
       "data.train.dataloader.sampler": {"type": "ClassBalanced"}}, None),
     ('train_dataloader = dict(batch_size=3, sampler=dict(type="InfiniteSampler"))', {},
      "2: train_dataloader.sampler.type: the last batch of each pass"),
-    # A scope goes with what is built inside.
+    # A scope also applies to nested parts.
     ('default_scope = "mmpretrain"',
      {"model.head": {"_raw_": True, "_scope_": "mmpretrain", "type": "Linear"}}, None),
-    # Sections of the wrong kind.
+    # Sections of the wrong type.
     ("custom_hooks = [3]", {}, "2: custom_hooks.0: must be a dict"),
     ("custom_hooks = 3", {}, "2: custom_hooks: must be a dict"),
     ("default_hooks = dict(logger=3)", {}, "2: default_hooks.logger: must be a dict"),
@@ -411,7 +411,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
 
 
 @pytest.mark.parametrize(("lines", "expected", "listed"), ROWS)
-def test_what_settings_become(lines: str, expected: dict[str, Any], listed: str | None) -> None:
+def test_translated_settings(lines: str, expected: dict[str, Any], listed: str | None) -> None:
     config, misses = convert(f"{MODEL}{lines}\n", epoch_length=10)
     found = config_from_dict(config)
     assert {key: found.select(key) for key in expected} == expected
@@ -420,7 +420,7 @@ def test_what_settings_become(lines: str, expected: dict[str, Any], listed: str 
     else:
         assert any(miss.startswith(f"mm.py:{listed}") for miss in misses), misses
     if "wrapper" in expected:
-        # As the ranks will build it.
+        # Built for the number of ranks.
         run = {"data": {"val": LOADER}, "launch": {"nproc": 2}}
         assert rehearse(read_sections({**config, **run}))["model"].module is not None
 

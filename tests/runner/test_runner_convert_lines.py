@@ -1,4 +1,4 @@
-"""Configs of mmengine as files: the line of each setting, and files that cannot be read."""
+"""Files of mmengine's configs: the line of each setting, and files that cannot be read."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# The first one waits for imports.
+# The first example waits for imports.
 @settings(deadline=None)
 @given(st.dictionaries(KEYS.map("section_{}".format), TREES, min_size=1, max_size=3))
 @pytest.mark.slow
-def test_every_line_is_that_of_its_key(tmp_path_factory: Any, values: dict[str, Any]) -> None:
+def test_every_key_has_its_own_line(tmp_path_factory: Any, values: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("lines") / "mm.py"
     path.write_text("".join(f"{key} = {pformat(one, width=1)}\n" for key, one in values.items()))
     settings, found = read_source(path)
@@ -112,8 +112,8 @@ def test_installed_bases_have_lines_too(here: Path, monkeypatch: pytest.MonkeyPa
         ("work_dir = 'work/{{ fileBasename }}'\n", "{{"),
     ],
 )
-def test_what_needs_mmengine(text: str, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As if it were not installed.
+def test_configs_that_need_mmengine(text: str, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Simulate that mmengine is not installed.
     monkeypatch.setitem(sys.modules, "mmengine", None)
     Path("base.py").write_text(BASE)
     Path("mm.py").write_text(text)

@@ -1,4 +1,4 @@
-"""Converted configs against mmengine itself: the same weights, rates and metrics."""
+"""Converted configs give the same weights, rates and metrics as mmengine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weights import apart
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Its OpenCV may find no libGL.
+    # Its import fails if OpenCV does not find libGL.
     reason = "mmengine, the extra of that name, cannot be imported"
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
 
@@ -102,7 +102,7 @@ def write(
 
 @pytest.fixture(autouse=True)
 def tidy() -> Iterator[None]:
-    """Undo what mmengine's runner does to logging."""
+    """Restore the log level that mmengine's runner changes."""
     level = logging.root.level
     yield
     logging.root.setLevel(level)
@@ -124,7 +124,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def assert_rates(ours: list[list[float]], theirs: list[list[float]]) -> None:
-    """Compare the rates of each update; mmengine has a group for each parameter."""
+    """Compare the rates of each update; mmengine has one group per parameter."""
     for one, other in zip(ours, theirs, strict=True):
         assert sorted(set(one)) == pytest.approx(sorted(set(other)), rel=1e-12)
 
@@ -185,7 +185,7 @@ param_scheduler = dict(
 
 
 def weights_by_us(config: dict[str, Any], folder: Path) -> dict[str, Tensor]:
-    """Return the weights under the user's names, also where children are wrapped."""
+    """Return the weights under the user's names, also if children are wrapped."""
     sys.path.insert(0, str(Path(__file__).parent))
     model: Any = train_ours({**config, "hooks": {"checkpoint": False}}, folder)[0].state.model
     return {name.replace(".module.", "."): one for name, one in weights(model.module).items()}
@@ -283,7 +283,7 @@ def test_their_optimizer_wrapper_runs_and_resumes_from_the_command(
     wrapper = "optim_wrapper={type: mmengine.optim.OptimWrapper, clip_grad: {max_norm: 0.5}, "
     words = [f"{wrapper}accumulative_counts: 2}}", "device=cpu", "run_dir=ours"]
     assert main(["check", "ours.yaml", *words]) == 0
-    # Two batches of the four epochs, and the rest from the checkpoint.
+    # Train two of the four epochs, and the rest from the checkpoint.
     assert main(["train", "ours.yaml", *words, "train.max_epochs=2"]) == 0
     assert main(["train", "ours.yaml", *words, "--resume"]) == 0
     runner = Runner.from_config(load_config("ours.yaml", words))
@@ -403,7 +403,7 @@ param_scheduler = dict(type=LinearLR, end=5)
 """
 
 
-def test_classes_of_ones_own_are_not_taken_for_those_of_the_same_name(
+def test_custom_classes_are_not_confused_with_ours_of_the_same_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_names.py").write_text(OWN)
@@ -420,7 +420,7 @@ def test_classes_of_ones_own_are_not_taken_for_those_of_the_same_name(
 def test_weights_of_a_checkpoint_of_mmengine(tmp_path: Path) -> None:
     (tmp_path / "mm.py").write_text(CONFIG)
     theirs, _ = train_theirs(tmp_path / "mm.py")
-    # As the page on moving here says.
+    # As shown on the page on migration.
     saved = torch.load(tmp_path / "theirs/epoch_1.pth", weights_only=False)
     torch.save(saved["state_dict"], tmp_path / "weights.pth")
     weights = f'dict(type="Pretrained", checkpoint="{tmp_path / "weights.pth"}")'

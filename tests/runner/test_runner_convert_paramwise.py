@@ -1,4 +1,4 @@
-"""Options by parameter of converted configs: mmengine's numbers for any settings."""
+"""Options by parameter in converted configs give mmengine's numbers for any settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Its OpenCV may find no libGL.
+    # Its import fails if OpenCV does not find libGL.
     reason = "mmengine, the extra of that name, cannot be imported"
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
     from mmengine.optim import build_optim_wrapper
@@ -25,7 +25,7 @@ from stepwrap.wrappers import SynchronizedBatchNorm2d, param_groups
 
 
 class ScaleNorm(nn.Module):
-    """A norm layer by its name alone."""
+    """A layer that counts as a norm only because of its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ScaleNorm(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers of all kinds that the options tell apart, here or in mmengine."""
+    """Layers of all types that options distinguish, here or in mmengine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ OPTIONS += ["dwconv_decay_mult"]
 
 @st.composite
 def keys(draw: st.DrawFn) -> str:
-    """Return a part of a parameter's name, as mmengine sees it."""
+    """Return a part of a parameter's name in mmengine."""
     name = draw(st.sampled_from([*NAMES, ".token", ".bias"]))
     begin = draw(st.integers(0, len(name) - 1))
     return name[begin : draw(st.integers(begin + 1, len(name)))]
@@ -92,7 +92,7 @@ PARAMWISE = st.fixed_dictionaries(
 
 
 def options(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return rate and decay by the parameters' names."""
+    """Return learning rate and weight decay by parameter name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
 
@@ -106,7 +106,7 @@ def options(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, tuple[f
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @pytest.mark.slow
-def test_rates_and_decays_are_those_of_mmengine(tmp_path: Path, paramwise: dict[str, Any]) -> None:
+def test_rates_and_decays_equal_mmengines(tmp_path: Path, paramwise: dict[str, Any]) -> None:
     model, optimizer = Net(), {"type": "SGD", "lr": 0.3, "weight_decay": 0.7}
     given_to_both = {"optimizer": optimizer, "paramwise_cfg": paramwise}
     (tmp_path / "mm.py").write_text(f"optim_wrapper = {given_to_both!r}\n")

@@ -1,4 +1,4 @@
-"""Nothing is dropped in silence: each setting of mmengine that changes has an effect."""
+"""No setting of mmengine is dropped silently: each change has an effect or is reported."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ WHOLE: dict[str, Any] = {
     "custom_imports": {"imports": ["convert_parts"], "allow_failed_imports": False},
     "compile": {"enable": True, "target": "forward", "backend": "inductor"},
 }  # fmt: skip
-# What mmengine's rank or ours decides, and what has no effect on what a run computes or keeps.
+# Settings that the launcher decides, or that change no result and no file of a run.
 WITHOUT_EFFECT = {
     "custom_hooks.0.priority",
     "custom_hooks.1.strict",
@@ -122,7 +122,7 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def others(value: Any) -> list[Any]:
-    """Return values of the same kind, at least one of which must have an effect."""
+    """Return other values of the same type; at least one must have an effect."""
     if value is None:
         return ["other", 3, {"type": "Other"}]
     if isinstance(value, bool):
@@ -131,7 +131,7 @@ def others(value: Any) -> list[Any]:
         return [value + 1, value * 3 + 7]
     if isinstance(value, str):
         return [f"{value}Other"]
-    # Nothing that nobody knows may vanish inside of it.
+    # An unknown key or item must not be ignored.
     return [{**value, "unknown": 5}] if isinstance(value, dict) else [[*value, 5]]
 
 
@@ -146,7 +146,7 @@ def test_every_setting_has_an_effect_or_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # Its own look at each file takes longer.
+    # Without mmengine, because its parser takes longer for each file.
     monkeypatch.setitem(sys.modules, "mmengine", None)
     before = converted(WHOLE)
     silent = set()

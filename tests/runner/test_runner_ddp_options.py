@@ -1,4 +1,4 @@
-"""Every option of the distributed wrappers and optimizers, from a config, on two ranks."""
+"""Every option of the distributed wrappers and optimizers from a config on two ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Points(TensorDataset):
 
 
 class Net(nn.Sequential):
-    """The same weights wherever it is built; `spare` is a layer that is not used."""
+    """A net with fixed initial weights; `spare` adds an unused layer."""
 
     def __init__(self, spare: bool = False) -> None:
         torch.manual_seed(0)
@@ -121,14 +121,14 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def global_batches(samples: int = SAMPLES) -> list[list[Tensor]]:
-    """Return the batches of both ranks together, in the natural order."""
+    """Return the combined batches of both ranks in their order."""
     inputs, target = Points(samples).tensors
     size = 2 * BATCH
     return [[inputs[at : at + size], target[at : at + size]] for at in range(0, samples, size)]
 
 
 def alone(samples: int = SAMPLES) -> Tensor:
-    """Return what plain PyTorch makes of both ranks' batches; what one rank has alone, has half."""
+    """Train in plain PyTorch on both ranks' batches; a single rank's batch has half the weight."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
     for _ in range(EPOCHS):
@@ -179,7 +179,7 @@ def test_compressing_hooks(name: str, bound: float, tmp_path: Path) -> None:
 
 
 def by_torch(hook: str) -> Tensor:
-    """Return the result of torch's pieces put together by hand."""
+    """Train with torch's own parts; return the weights."""
     net = Net()
     wrapped = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
@@ -223,8 +223,8 @@ def test_zero_redundancy(inner: Any, tmp_path: Path) -> None:
     assert farthest(run_ranks(train, 2, config, tmp_path), alone()) <= 1e-12
 
 
-def test_buffers_of_the_first(tmp_path: Path) -> None:
-    """Whether every forward begins with the first rank's running statistics."""
+def test_broadcast_buffers(tmp_path: Path) -> None:
+    """Each forward starts with the first rank's running statistics if buffers are broadcast."""
     results = {}
     for on in (True, False):
         config = settings({"type": "ddp", "broadcast_buffers": on})
@@ -234,7 +234,7 @@ def test_buffers_of_the_first(tmp_path: Path) -> None:
     mean_of_last = Points().tensors[0][-5::2].mean(0)
     for result, from_first in ((own, True), (apart, False)):
         first = results[from_first][0]["buffers"][0]
-        # One step of its own away from where the first one was before its last step.
+        # Undo the first rank's last step, then apply the last rank's own step.
         last_of_first = Points().tensors[0][-6::2].mean(0)
         common = (first - 0.1 * last_of_first) / 0.9
         expected = 0.9 * common + 0.1 * mean_of_last
@@ -242,7 +242,7 @@ def test_buffers_of_the_first(tmp_path: Path) -> None:
 
 
 def test_uneven_inputs(tmp_path: Path) -> None:
-    """The last sample is the first rank's alone, and comes once."""
+    """Only the first rank has the last sample, and reads it once."""
     config = settings({"type": "ddp", "uneven_inputs": True})
     config["data"]["train"]["dataset"]["samples"] = SAMPLES + 1
     results = run_ranks(train, 2, config, tmp_path)
@@ -251,7 +251,7 @@ def test_uneven_inputs(tmp_path: Path) -> None:
 
 
 class Pair(BaseModel):
-    """Two parts with an optimizer each; the first learns what the second makes of the input."""
+    """Two parts with an optimizer each; the second learns the outputs of the first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs under the distributed wrappers, stopped and gone on with, and loaded elsewhere."""
+"""Runs under the distributed wrappers that are stopped, resumed, and loaded elsewhere."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,6 @@ from stepwrap.runner import Runner
 
 @HOOKS.register_module()
 class StopAt(Hook):
-    """Requests a stop after a given update."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -55,7 +53,7 @@ UNEVEN: dict[str, Any] = {
     "schedulers": {"type": "ExponentialLR", "gamma": 0.9, "by": "step"},
     "data": {
         "train": {
-            # The first of three ranks has one batch more than the others.
+            # The first of three ranks has one more batch.
             "dataset": {"type": f"{HERE}.Points", "samples": SAMPLES + 4},
             "batch_size": 3,
             "shuffle": True,
@@ -78,7 +76,7 @@ NORMED = {
 WEIGHTED = {"optim_wrapper": {"type": "OptimWrapper", "loss_weight": "samples"}}
 
 
-# Batches of one shape, compiled from the fourth update of the run on.
+# Batches of one shape; the step is compiled from the fourth update on.
 COMPILED: dict[str, Any] = {
     "compile": {"step": True, "min_steps": 0},
     "data": {"train": {"dataset": {"type": f"{HERE}.Points", "samples": 72}, "batch_size": 3}},
@@ -123,7 +121,7 @@ COMPILED: dict[str, Any] = {
 def test_resume(
     wrapper: dict[str, Any], changes: dict[str, Any], stop: int, ranks: int, tmp_path: Path
 ) -> None:
-    """To the bit; two ranks alone would hide the order of a sum, since a + b = b + a."""
+    """A resume is exact; two ranks would hide the order of a sum, because a + b = b + a."""
     config = settings(wrapper, **changes)
     config["train"]["log_every_steps"] = 2
     whole = run_ranks(train, ranks, config, tmp_path / "whole", timeout_s=280.0)
@@ -141,8 +139,8 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(record["step"], record["loss"]) for record in records(folder)]
 
 
-def test_separate_goes_on_in_one_process(tmp_path: Path) -> None:
-    """The same names, whatever the wrapper: twice the batch is what two ranks saw."""
+def test_a_run_under_separate_resumes_in_one_process(tmp_path: Path) -> None:
+    """Names do not depend on the wrapper; one process uses twice the batch size."""
     config = settings({"type": "separate"}, **SEPARATE)
     expected = run_ranks(train, 2, config, tmp_path / "whole")[0][0]
     run_ranks(train, 2, config, tmp_path / "run", 4)

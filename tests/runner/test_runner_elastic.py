@@ -1,4 +1,4 @@
-"""Loss weights through configs: resumes on other numbers of ranks, uneven data, validations."""
+"""Loss weights in configs: resumes on other numbers of ranks, uneven data, validations."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from stepwrap.runner import Runner
 from stepwrap.runner.parts import build_parts
 from stepwrap.runner.sections import read_sections
 
-# Of 25 samples in updates of 12 the last one is alone.
+# 25 samples in updates of 12 leave one sample for the last update.
 SAMPLES, SIZE = 25, 12
 WEIGHTED = {"type": "OptimWrapper", "accumulative_counts": 2, "loss_weight": "samples"}
 
@@ -45,8 +45,8 @@ def test_uneven_inputs_accumulate_with_weights(tmp_path: Path) -> None:
         assert step == EPOCHS * 3
 
 
-def test_a_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
-    """As `stepwrap train --nproc 2`, then `--nproc 3 --resume`."""
+def test_a_run_resumes_on_more_ranks(tmp_path: Path) -> None:
+    """Like `stepwrap train --nproc 2` and then `--nproc 3 --resume`."""
     config = _settings({"type": "ddp"})
     assert [step for _, step in run_ranks(train, 2, config, tmp_path, 1)] == [1, 1]
     for weights, step in run_ranks(train, 3, config, tmp_path):
@@ -55,7 +55,7 @@ def test_a_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
 
 
 class Masked(TensorDataset):
-    """The first half of the targets is ignored."""
+    """Data in which the first half of the targets is ignored."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -65,7 +65,7 @@ class Masked(TensorDataset):
         super().__init__(inputs, target)
 
 
-def test_a_validation_alone_weighs_as_that_of_the_training(tmp_path: Path) -> None:
+def test_a_separate_validation_uses_the_same_weights(tmp_path: Path) -> None:
     config = _settings({"type": "single"}, run_dir=str(tmp_path), launch={})
     config["optim_wrapper"] = {**WEIGHTED, "loss_weight": "tokens"}
     config["metrics"] = {"loss": {"type": "MeanLoss"}}

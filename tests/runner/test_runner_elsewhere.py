@@ -1,4 +1,4 @@
-"""A run folder that is used later: from another folder, with fewer modules, after an error."""
+"""Using a run folder later: from another folder, with fewer modules, after an error."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from stepwrap.runner.command.cli import main
 from stepwrap.wrappers import OptimWrapper, SupervisedModel
 
 TRAIN = ("train", "points.yaml", "hooks.progress=false", "train.max_epochs=1")
-# How a config names what is in points.py, whose folder is the working directory.
+# A config can import points.py from the working directory, or use dotted names.
 IMPORTED, DOTTED = "imports=[points]", "imports=[]"
 
 
@@ -25,8 +25,8 @@ def files_in(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture
-def leave(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Train in one folder, forget its modules and be in another; returns the run's folder."""
+def train_and_leave(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Train in one folder, remove its modules, change to another; return the run's folder."""
     before = list(sys.path)
     assert main([*TRAIN, IMPORTED]) == 0
     monkeypatch.setattr(sys, "path", before)
@@ -76,28 +76,30 @@ def test_a_run_folder_remembers_where_its_modules_are(
     assert list(Path().iterdir()) == []
 
 
-def test_a_run_folder_may_be_moved(leave: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    moved = leave.rename(leave.with_name("old"))
+def test_a_run_folder_may_be_moved(
+    train_and_leave: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = train_and_leave.rename(train_and_leave.with_name("old"))
     assert main(["validate", str(moved / "config.yaml")]) == 0
     assert f"checkpoint: {moved}/checkpoints/" in capsys.readouterr().out
     assert main(["validate", str(moved / "config.yaml"), "--run-dir", "other"]) == 1
 
 
-def test_modules_of_the_working_directory_come_first(leave: Path) -> None:
+def test_modules_of_the_working_directory_come_first(train_and_leave: Path) -> None:
     Path("points.py").write_text("Net = None\n")
     with pytest.raises(ConfigError, match=r"points\.Net"):
-        load_model(leave)
-    assert str(leave.parents[1]) not in sys.path
+        load_model(train_and_leave)
+    assert str(train_and_leave.parents[1]) not in sys.path
 
 
-def test_a_folder_without_the_modules_is_not_used(leave: Path) -> None:
-    (leave.parents[1] / "points.py").rename(leave.parents[1] / "others.py")
+def test_a_folder_without_the_modules_is_not_used(train_and_leave: Path) -> None:
+    (train_and_leave.parents[1] / "points.py").rename(train_and_leave.parents[1] / "others.py")
     where = (
         rf"points was not found in {Path.cwd()}; run this from the folder that contains points\.py"
     )
     with pytest.raises(ConfigError, match=where):
-        load_model(leave)
-    assert str(leave.parents[1]) not in sys.path
+        load_model(train_and_leave)
+    assert str(train_and_leave.parents[1]) not in sys.path
 
 
 def test_the_model_needs_neither_data_nor_metrics(
@@ -123,7 +125,7 @@ def test_the_model_needs_neither_data_nor_metrics(
     assert "metrics" not in text
 
 
-def test_a_runner_of_objects_tells_how_to_load_its_model(tmp_path: Path) -> None:
+def test_a_runner_of_objects_shows_how_to_load_its_model(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return SupervisedModel(nn.Linear(2, 2), nn.CrossEntropyLoss())
 

@@ -1,4 +1,4 @@
-"""`stepwrap export` and `export_model`: files that other programs load, and what is refused."""
+"""`stepwrap export` and `export_model`: exported files, and models that are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_files_are_loaded_without_stepwrap(kind: str, tmp_path: Path) -> None:
         warnings.simplefilter("error")
         export = export_model(model, tmp_path / f"model.{kind}", _batch())
     assert export.difference < 1e-5
-    # The target is not an input: the outputs do not depend on it.
+    # The target is not an input, because the outputs do not depend on it.
     assert export.inputs == ({} if kind == "safetensors" else {"input0": ("batch", 2)})
     x = torch.rand(7, 2)
     torch.save({"x": x, "expected": model.net(x).detach()}, tmp_path / "case.pt")
@@ -74,8 +74,6 @@ def test_the_preprocessor_is_part_of_the_program(tmp_path: Path) -> None:
 
 
 class Named(BaseModel):
-    """Takes named inputs and returns several outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(2, 3)
@@ -128,7 +126,7 @@ def test_models_that_cannot_be_exported(
 
 
 class Drawing(nn.Module):
-    """Draws in evaluation too, so that two calls never agree."""
+    """A model that draws random numbers in evaluation, so that two calls differ."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.rand_like(x)

@@ -1,4 +1,4 @@
-"""How far a training step travels through our files, default hooks on."""
+"""Calls, files and frames of ours in a training step with the default hooks."""
 
 import sys
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ STEPS = 40
 
 
 class Net(nn.Linear):
-    """Tells the tracer when the user's code is reached."""
+    """A user's layer whose forward marks a step for the tracer."""
 
     def forward(self, points: Tensor) -> Tensor:
         return super().forward(points)
@@ -46,7 +46,7 @@ def frames_of_ours(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class Tracer:
-    """Counts calls into our files between two calls of the user's forward."""
+    """Record calls into our files between two calls of the user's forward."""
 
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
@@ -74,7 +74,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Tracer:
             loader,
             max_epochs=1,
             val_loop=ValLoop(build_loader(points, batch_size=64, train=False)),
-            # Its forward is not one of a training step.
+            # Its forward would be counted as a step.
             sanity_val=False,
         ),
         optim_wrapper=OptimWrapper(optimizer),
@@ -92,7 +92,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Tracer:
 
 
 def usual_step(trace: Tracer) -> list[str]:
-    """The median step by the number of calls: no log record, no look at the clock."""
+    """Return the step with the median number of calls, which neither logs nor reads the clock."""
     steps = sorted(trace.steps[: STEPS - 1], key=len)
     return steps[len(steps) // 2]
 

@@ -1,4 +1,4 @@
-"""Parameters that are frozen until a step, against plain PyTorch and after a resume."""
+"""Parameters frozen until a step, compared with plain PyTorch and after a resume."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def until(name: str) -> float:
 
 
 def by_hand(optimizer: str) -> list[dict[str, Tensor]]:
-    """Return the weights after each step of plain PyTorch, with requires_grad set on the way."""
+    """Return the weights after each step of plain PyTorch that switches `requires_grad`."""
     torch.manual_seed(0)
     net = Transformer(dtype="float64")
     stepping = getattr(torch.optim, optimizer)(net.parameters(), **OPTIMIZERS[optimizer])
@@ -110,7 +110,7 @@ def test_like_plain_pytorch_and_after_a_resume(form: str, optimizer: str, at: in
     for whole, resumed in run_ranks(trained_and_resumed, ranks, config, checkpoint, timeout_s=120):
         assert apart(whole, expected[-1]) <= 1e-12
         assert apart(resumed, whole) == 0
-    # Frozen parameters have not moved at all, and have no state of the optimizer.
+    # Frozen parameters are unchanged and have no optimizer state.
     torch.manual_seed(0)
     first = {f"net.{k}": v for k, v in Transformer(dtype="float64").named_parameters()}
     saved = torch.load(f"{checkpoint}/model.pt", weights_only=True)

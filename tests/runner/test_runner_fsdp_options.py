@@ -1,4 +1,4 @@
-"""Every option of the fully sharded wrapper from a config, on two ranks, against plain PyTorch."""
+"""Every option of the fully sharded wrapper from a config, compared with plain PyTorch."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def trained_by_all() -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-# A linear layer that is sharded by itself returns a view of its result for sequences.
+# A separately sharded linear layer returns a view for sequences.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_options_that_change_no_number() -> None:
     expected = by_hand(EXACT[0])
@@ -61,7 +61,7 @@ def test_options_that_change_no_number() -> None:
             assert apart(weights, expected) <= 2e-6, config["wrapper"]
 
 
-def test_an_initialiser_of_ones_own() -> None:
+def test_a_custom_initialiser() -> None:
     still = {"type": "SGD", "lr": 0.0}
     options = {"param_init_fn": "test_runner_fsdp_options.ones"}
     config = config_of(options, init_device="meta", optimizer=still)

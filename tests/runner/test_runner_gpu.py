@@ -26,7 +26,7 @@ def test_trains_in_every_precision(run: Path, dtype: str) -> None:
 
 
 def test_a_resumed_run_is_bit_identical(run: Path) -> None:
-    """In processes of their own: cuBLAS reads its setting once."""
+    """Runs in separate processes, because cuBLAS reads its setting only once."""
 
     def train(*words: str) -> None:
         command = [sys.executable, "-m", "stepwrap.runner", "train", "points.yaml", *WORDS]

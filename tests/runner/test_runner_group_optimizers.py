@@ -1,4 +1,4 @@
-"""Optimizers that work over ranks, or that need whole tensors, through configs."""
+"""Optimizers that communicate between ranks or need whole tensors, in configs."""
 
 from __future__ import annotations
 

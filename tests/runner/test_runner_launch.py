@@ -1,4 +1,4 @@
-"""Processes started, joined and ended."""
+"""Starting, joining and ending processes."""
 
 import contextlib
 import io
@@ -56,7 +56,7 @@ def test_launch_raises_the_first_error_and_is_quiet(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-# As in a notebook or at a prompt, the main program has no file.
+# A main program without a file, like a notebook or a prompt.
 CELLS = """
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ def test_a_program_without_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def save_slowly(out: Path) -> None:
-    """What the checkpoint hook of rank 0 does when another rank has failed."""
+    """Act like rank 0's checkpoint hook after another rank has failed."""
     if get_rank() == 1:
         raise ValueError("no luck")
     folder = Path(os.environ["STEPWRAP_LAUNCH_DIR"])
@@ -127,7 +127,7 @@ def test_a_rank_that_saves_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def leave(in_what: str) -> None:
-    """Have rank 1 leave with exit code 0 while rank 0 waits for it, or does not notice."""
+    """Exit rank 1 with code 0 while rank 0 waits for it or works."""
     synchronize()
     if get_rank() == 1:
         os._exit(0)
@@ -145,7 +145,7 @@ def test_a_rank_that_leaves_before_its_work_is_done_is_an_error(
     monkeypatch.setattr(_guard, "_GRACE_S", 1.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     message = r"the process exited with code 0 before its work was done \(rank 1\)"
-    # Kept until this process ends, for the sockets of multiprocessing.
+    # Create multiprocessing's folder for sockets now, because it is kept until this process ends.
     get_temp_dir()
     before = list(tmp_path.iterdir())
     with pytest.raises(LaunchError, match=message):
@@ -242,7 +242,7 @@ def test_semaphores_of_failed_ranks_cause_no_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("args", ["text", {"key": 1}, 3])
-def test_arguments_that_are_no_tuple_are_refused(args: Any) -> None:
+def test_arguments_that_are_not_a_tuple_are_refused(args: Any) -> None:
     message = re.escape(f"args must be a tuple or list, got {args!r}; write ({args!r},)")
     for nproc in (1, 2):
         with pytest.raises(TypeError, match=message):
@@ -261,7 +261,6 @@ def test_ranks_that_succeed_do_not_hide_the_one_that_fails() -> None:
 
 
 def sockets(process: int) -> set[str]:
-    """Return the numbers of a process's sockets."""
     targets = [
         str(entry.readlink())
         for entry in Path(f"/proc/{process}/fd").iterdir()
@@ -271,7 +270,7 @@ def sockets(process: int) -> set[str]:
 
 
 def listening(before: set[str]) -> list[str]:
-    """Return where this rank and its launcher listen."""
+    """Return the addresses at which this rank and its launcher listen."""
     mine = (sockets(os.getpid()) | sockets(os.getppid())) - before
     rows = [
         line.split()
@@ -293,7 +292,7 @@ reads_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @reads_proc
 @pytest.mark.slow
 def test_nothing_listens_beyond_this_machine() -> None:
-    # The launcher is the process of all tests, of which an earlier one may have left a store.
+    # The launcher is the pytest process, in which an earlier test may have left a store.
     before = sockets(os.getpid())
     for addresses, mode in launch(both, (before,), nproc=2).values():
         assert mode == 0o700
@@ -307,7 +306,7 @@ def both(before: set[str]) -> tuple[list[str], int]:
 @reads_proc
 def test_the_ranks_of_one_host_meet_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
-    # As srun says it, which names the first host.
+    # Set like srun, which names the first host.
     for name, value in {**variables, "MASTER_ADDR": "192.0.2.1"}.items():
         monkeypatch.setenv(name, value)
     addresses = launch(listening, (sockets(os.getpid()) | sockets(os.getppid()),))[0]
@@ -326,7 +325,7 @@ def test_the_environment_of_a_launcher_is_joined(monkeypatch: pytest.MonkeyPatch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert started_outside()
-    # Not two: nproc counts for nothing where a launcher has decided.
+    # A launcher has decided on one process, so nproc is ignored.
     assert launch(dist.is_initialized, nproc=2) == {0: True}
     assert not dist.is_initialized()
 
@@ -341,7 +340,7 @@ def test_the_environment_of_a_launcher_is_joined(monkeypatch: pytest.MonkeyPatch
         ({"RANK": "", "WORLD_SIZE": ""}, False),
     ],
 )
-def test_who_has_started_this_process(
+def test_launchers_are_recognised(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], outside: bool
 ) -> None:
     for name, value in variables.items():
@@ -357,7 +356,7 @@ def test_a_group_that_exists_is_left_alone() -> None:
     assert not dist.is_initialized()
 
 
-# The plainest first: what the others import hides its mistake.
+# The plainest must be first, because imports of the others hide its failure.
 KINDS = [
     "StepDistributedDataParallel",
     "SeparateDistributedDataParallel",
@@ -395,7 +394,7 @@ for kind in {kinds}:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system counts no threads")
 @pytest.mark.slow
 def test_no_thread_of_a_group_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that exits with one aborts now and then."""
+    """A process that exits with such a thread sometimes aborts."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     lines = run_script(JOINING.replace("{kinds}", str(KINDS)), tmp_path).splitlines()
@@ -414,7 +413,7 @@ def torchrun(
     )
 
 
-# Rank 1 reads it last in the first epoch, after three updates that are saved.
+# Sample 47 is rank 1's last one in the first epoch; a checkpoint of an earlier update exists.
 LAST = (
     "data.train.shuffle=false",
     "data.train.dataset.bad=47",
@@ -446,10 +445,10 @@ def train_to_the_end(folder: Path) -> None:
     [("--resume", 2, 3), ("--fresh", 2, 3), ("--resume", 3, 3), ("--resume", 4, 2)],
 )
 @pytest.mark.slow
-def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
+def test_a_run_restarted_by_torchrun_continues_from_its_last_checkpoint(
     start: str, ranks: int, saved: int, tmp_path: Path
 ) -> None:
-    """To the bit, on ranks of which the last one dies."""
+    """The resume is exact; the last rank dies."""
     write_run(tmp_path)
     words = [f"data.train.dataset.bad_rank={ranks - 1}", f"hooks.checkpoint.every_steps={saved}"]
     words += ["data.train.dataset.deadly=true", start]
@@ -461,7 +460,7 @@ def test_what_torchrun_restarts_goes_on_from_the_last_checkpoint(
 
 
 @pytest.mark.slow
-def test_what_torchrun_restarts_takes_no_other_run_for_its_own(tmp_path: Path) -> None:
+def test_a_run_restarted_by_torchrun_does_not_take_over_another_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "run/checkpoints/step_00000003").mkdir(parents=True)
     done = torchrun(tmp_path, restarts=1)
@@ -480,10 +479,10 @@ def test_ranks_overwrite_no_results(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def end_alike(folder: Path) -> tuple[int, int]:
-    """Run the command twice, on ranks that something else has started."""
+    """Run the command twice on ranks that were started otherwise."""
     os.chdir(folder)
     sys.modules.pop("points", None)
-    # The group that tells the ranks apart must go: the command makes its own.
+    # Destroy the group, because the command creates one; the environment sets the ranks.
     os.environ |= {"RANK": str(get_rank()), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     ports = broadcast([free_port(), free_port()])
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ def _sharded(folder: Path, weights: State, save: Callable[[State, Path], Any], s
 
 
 def write(kind: str, weights: State) -> Path:
-    """Write weights in a form that `load_from` reads; return the path."""
+    """Write weights in a format that `load_from` reads; return the path."""
     path = Path("there")
     if kind == "state dict":
         torch.save(weights, path.with_suffix(".pt"))

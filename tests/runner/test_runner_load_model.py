@@ -1,4 +1,4 @@
-"""What a paused or resumed run says, and the model that it evaluated."""
+"""Messages of a paused or resumed run, and loading the model that it evaluated."""
 
 import signal
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A config that lists a metric of the user's own next to torchmetrics."""
+"""A config with a custom metric next to torchmetrics."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Errors from inside torch tell where in the user's code, and with which batch, they happened."""
+"""Errors from inside torch name the line of the user's code and the batch."""
 
 import re
 import sys
@@ -97,7 +97,7 @@ RAGGED = r"  default_collate was given 3 x \[float32 \(2,\), int\], 1 x \[float3
     ],
     ids=["labels", "widths", "ragged", "ragged in a worker", "metric"],
 )
-def test_an_error_tells_where_and_with_which_batch(
+def test_an_error_names_the_line_and_the_batch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

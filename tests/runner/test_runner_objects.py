@@ -171,7 +171,7 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(tmp_path: Path) -> N
     assert again.train().step == 12
 
 
-def test_a_resume_that_fails_makes_no_run_folder_its_own(tmp_path: Path) -> None:
+def test_a_failed_resume_does_not_take_over_a_run_folder(tmp_path: Path) -> None:
     make_runner(hooks=[CheckpointHook()], run_dir=tmp_path).train()
     other = make_runner(hooks=[CheckpointHook()], run_dir=tmp_path)
     with pytest.raises(CheckpointError):
@@ -205,8 +205,6 @@ def test_scheduler_ema_and_custom_hooks_come_from_the_config(run: Path) -> None:
 
 
 class Rates(Hook):
-    """Notes the rate of each update."""
-
     built: "Rates"
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ def test_rates_are_logged_by_optimizer_and_group(gan: Path) -> None:
 
 def _stopped_and_resumed(folder: str, wrapper: str, counts: int) -> bool:
     for module in ("points", "gans"):
-        # Warm ranks know them from the test before.
+        # Warm ranks have imported them in an earlier test.
         sys.modules.pop(module, None)
     given = (f"wrapper={{type: {wrapper}}}", f"optim_wrapper.accumulative_counts={counts}")
     path = Path(folder)
@@ -302,7 +302,7 @@ def test_settings_of_wrappers_by_name(gan: Path) -> None:
 def test_accumulation_counts_reach_every_member(gan: Path) -> None:
     runner = runner_of(gan, "out", SINGLE, "optim_wrapper.accumulative_counts=5")
     state = runner.train()
-    # 48 batches: nine windows of five, and one of three.
+    # 48 batches are nine windows of five and one of three.
     assert (state.iteration, state.step) == (48, 10)
     assert [one.inner_count for one in state.optim_wrapper.values()] == [48, 48]
     assert [one.max_counts for one in state.optim_wrapper.values()] == [48, 48]
@@ -344,7 +344,7 @@ def _groups_of_a_resumed_run(folder: str) -> list[list[Any]]:
 
 
 @pytest.mark.slow
-def test_groups_go_on_under_another_wrapper(run: Path) -> None:
+def test_groups_resume_under_another_wrapper(run: Path) -> None:
     for whole, parts in run_ranks(_groups_of_a_resumed_run, 2, str(run)):
         assert whole[0] == parts[0]
         assert whole[1] == pytest.approx(parts[1], rel=1e-4)

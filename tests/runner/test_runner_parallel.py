@@ -1,4 +1,4 @@
-"""Meshes, split layers and prepared models through configs, against plain PyTorch."""
+"""Meshes, split layers and prepared models in configs, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepwrap.wrappers import (
     StepFullyShardedDataParallel,
 )
 
-# What the compiler itself imports, and looks at in the inputs of blocks.
+# Warnings of the compiler's own imports and of its checks of block inputs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -28,7 +28,7 @@ TP = {"tensor_parallel": {"plan": PLAN}}
 
 
 def worst(ranks: int, config: dict[str, Any]) -> float:
-    """Return how far any rank ends from plain PyTorch."""
+    """Return the largest difference of any rank from plain PyTorch."""
     expected = by_hand(config)
     everywhere = run_ranks(trained, ranks, config, timeout_s=120)
     return max(apart(weights, expected) for weights in everywhere)
@@ -97,7 +97,7 @@ def test_split_and_built_on_the_meta_device() -> None:
 
 CHECKPOINTED = {"activation_checkpointing": ["Block"]}
 COMPILED = {"compile": {"blocks": ["Block"], "backend": "aot_eager", "fullgraph": False}}
-# Ranks, ranks with data of their own, and sections.
+# The number of ranks, the size of the data axis, and sections.
 FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "single": (1, 1, {"wrapper": {"type": "single"}}),
     "dp": (1, 1, {"wrapper": {"type": "dp", "device_ids": ["cpu", "cpu"]}}),
@@ -110,7 +110,7 @@ FORMS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def prepared(form: str, **sections: Any) -> tuple[int, Any]:
-    """Return the number of ranks and the config of a form, with further sections."""
+    """Return the number of ranks and the config of a form with further sections."""
     ranks, data_size, own = FORMS[form]
     return ranks, with_("AdamW", data_size, **own, **sections)
 

@@ -114,13 +114,13 @@ def test_all_at_once_with_their_lines(tmp_path: Path) -> None:
 def test_reported_when_the_model_is_there(
     sections: dict[str, Any], section: str, message: str
 ) -> None:
-    """As `stepwrap check` finds it, in one process."""
+    """`stepwrap check` finds them in one process."""
     ranks = sections.get("mesh", {}).get("tensor", 1)
     with pytest.raises(BuildError, match=message) as caught:
         build_parts(read_sections(settings(**sections), ranks))
     assert caught.value.section == section
 
 
-def test_one_process_builds_what_several_will_run() -> None:
+def test_one_process_builds_the_parts_of_several() -> None:
     run = read_sections(settings(mesh={"data": 2, "tensor": 2}, **TP), 4)
     assert build_parts(run)["model"].data_group is None

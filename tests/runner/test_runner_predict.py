@@ -1,4 +1,4 @@
-"""`stepwrap predict` and `Runner.predict` write what the evaluated model returns."""
+"""`stepwrap predict` and `Runner.predict` write the outputs of the evaluated model."""
 
 from __future__ import annotations
 
@@ -36,16 +36,14 @@ def _scores(model: nn.Module, size: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
-def test_predictions_are_those_of_the_evaluated_model(
-    nproc: int, run: Path, capsys: Capture
-) -> None:
+def test_predictions_equal_the_evaluated_models(nproc: int, run: Path, capsys: Capture) -> None:
     assert main(["train", "points.yaml", EMA]) == 0
     capsys.readouterr()
     words = ["predict", "runs/points", "--out", "out/predictions.jsonl"]
     assert run_ranks(run_command, nproc, run, *words) == [0] * nproc
     lines = _lines(run / "out/predictions.jsonl")
     assert [line["index"] for line in lines] == list(range(21))
-    # EMAHook: the averages are what the evaluations used.
+    # With EMAHook evaluations use the averages.
     scores = torch.tensor([line["preds"] for line in lines])
     torch.testing.assert_close(scores, torch.tensor(_scores(load_model("runs/points"), 21)))
     records = _lines(run / "runs/points/metrics.jsonl")

@@ -1,4 +1,4 @@
-"""A training that is restarted by the launcher when a rank has died."""
+"""Trainings that the launcher restarts after a rank has died."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ Start = Callable[..., Command]
 IN_ORDER = "data.train.shuffle=false"
 
 
-def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
-    """Compare the run in a folder with one that was not interrupted."""
+def assert_equals_uninterrupted(folder: Path, nproc: int, *settings: str) -> None:
+    """Compare the run in a folder with an uninterrupted one."""
     run_ranks(train_here, nproc, folder, "whole", False, *settings)
     last = [find_checkpoint(folder / name) for name in ("run", "whole")]
     run, whole = (load_checkpoint(path).read("model.pt") for path in last if path)
@@ -35,7 +35,7 @@ def assert_as_without_it(folder: Path, nproc: int, *settings: str) -> None:
     ("nproc", "wrapper"), [(1, "single"), (2, "ddp"), (3, "ddp"), (3, "fsdp"), (2, "fsdp")]
 )
 @pytest.mark.slow
-def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
+def test_a_killed_rank_restarts_all_and_does_not_change_the_weights(
     start: Start, tmp_path: Path, nproc: int, wrapper: str
 ) -> None:
     settings = (IN_ORDER, f"wrapper.type={wrapper}")
@@ -50,7 +50,7 @@ def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
     ranks = "the only rank" if nproc == 1 else f"all {nproc} ranks"
     why = "the process was killed by SIGKILL: is the machine out of memory?"
     lines = err.splitlines()
-    # The rank that is left may say so before it is ended.
+    # A remaining rank may log this before it is ended.
     if lines[0].startswith("no checkpoint of step"):
         assert "sharded over the ranks" in lines.pop(0)
     assert lines == [
@@ -59,7 +59,7 @@ def test_a_killed_rank_restarts_all_and_the_weights_are_those_without_it(
         f"continuing from {saved}, step {done // 3 * 3}",
     ]
     assert command.left_over() == []
-    assert_as_without_it(tmp_path, nproc, *settings)
+    assert_equals_uninterrupted(tmp_path, nproc, *settings)
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_kill_from_outside_restarts_all(start: Start, tmp_path: Path) -> None:
     code, _, err = command.finish()
     assert code == 0, err
     assert "; 0 of 1 restarts left" in err
-    assert_as_without_it(tmp_path, 2)
+    assert_equals_uninterrupted(tmp_path, 2)
 
 
 BAD = (IN_ORDER, "data.train.dataset.bad=41", "data.train.dataset.always=true")
@@ -94,7 +94,7 @@ def test_the_same_error_at_the_same_step_three_times_ends_the_training(
 
 
 @pytest.mark.slow
-def test_the_error_of_the_last_restart_is_that_of_the_command(start: Start, tmp_path: Path) -> None:
+def test_the_command_ends_with_the_error_of_the_last_restart(start: Start, tmp_path: Path) -> None:
     of_rank_1 = ("data.train.dataset.deadly=true", "data.train.dataset.bad_rank=1")
     deadly = (*of_rank_1, "hooks.checkpoint=false")
     code, _, err = start(*TRAIN, *BAD, *deadly, "--nproc=2", "--max-restarts=1").finish()
@@ -112,7 +112,7 @@ def test_a_stopped_training_is_not_restarted(start: Start, tmp_path: Path) -> No
     assert (code, "restart" in err) == (143, False), err
 
 
-def test_a_restart_begins_where_the_failed_attempt_began_unless_that_has_saved(run: Path) -> None:
+def test_a_restart_starts_like_the_failed_attempt_unless_that_has_saved(run: Path) -> None:
     config = load_config("points.yaml")
     for resume, fresh in ((False, True), ("elsewhere", False)):
         job = Job("train", config, read_sections(config), resume=resume)

@@ -1,4 +1,4 @@
-"""Two runs and one folder: the lock, its owner, and its release."""
+"""The lock of a run folder: its owner, and its release."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from stepwrap.wrappers import SupervisedModel
 def test_a_second_run_is_refused_until_the_first_is_gone(
     start: Callable[..., Command], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Workers, which live on for some seconds, do not have the folder.
+    # Workers live some seconds longer, but must not hold the lock.
     slow = ("data.train.dataset.pause_s=0.01", "train.max_epochs=500", "data.train.num_workers=1")
     words = ("train", "points.yaml", "--run-dir", "run")
     first = start(*words, *slow)
@@ -59,7 +59,7 @@ def test_every_rank_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_here(
+def test_the_working_directory_as_run_folder(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ["train", "points.yaml", "--run-dir", ".", "train.max_epochs=1"]

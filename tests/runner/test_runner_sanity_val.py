@@ -1,4 +1,4 @@
-"""The batch of the validation before training changes nothing of a parallel run."""
+"""The validation batch before training does not change a parallel run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _weights_by_rank(place: str, tried: bool) -> dict[str, Tensor]:
     config = settings(shares, seed=1, **PLACES[place])
     config["model"]["net"]["dropout"] = 0.5
     config["train"]["sanity_val"] = tried
-    # Rank 1 of two has a shorter last batch.
+    # The last batch of rank 1 is shorter.
     config["data"]["val"] = {"dataset": {"type": Sentences}, "batch_size": BATCH + 1}
     config["metrics"] = {"loss": {"type": "MeanLoss"}}
     runner = Runner.from_config(config)

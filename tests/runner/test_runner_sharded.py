@@ -1,4 +1,4 @@
-"""Runs with sharded checkpoints, from the command line."""
+"""Runs with sharded checkpoints from the command line."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ TRAIN = ("train", "points.yaml", "hooks.ema={decay: 0.9}")
 def test_a_sharded_run_is_tested_and_continued_elsewhere(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What two processes have saved, one tests, and split layers go on from."""
+    """One process tests a checkpoint of two, and a run with split layers resumes from it."""
     assert run_ranks(run_command, 2, run, *TRAIN, "train.max_epochs=1", *FSDP) == [0, 0]
     (folder,) = (run / "runs").iterdir()
     path = find_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Steps left out by the command line: what is said, from where a run goes on, what comes of it."""
+"""Steps skipped from the command line: messages, the checkpoint to resume from, results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_run_goes_back_to_before_the_step(run: Path, capsys: Capture) -> None:
     every = final_weights(run / "all")
     assert not all(ours[name].equal(every[name]) for name in every)
     assert steps_of(run / "plain") == steps_of(run / "all")
-    # Later resumes, of the config that was written, do not go back again.
+    # Later resumes of the written config do not go back again.
     assert main(["train", "plain/config.yaml", "--resume", "train.max_epochs=5"]) == 0
     assert "continuing from plain/checkpoints/step_00000048" in capsys.readouterr().err
     assert max(record["step"] for record in records(run / "plain")) == 60

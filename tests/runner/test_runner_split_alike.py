@@ -1,4 +1,4 @@
-"""Parameters that all ranks of a tensor group hold whole must get the same gradient on each."""
+"""Parameters replicated in a tensor group must get the same gradient on each rank."""
 
 from __future__ import annotations
 

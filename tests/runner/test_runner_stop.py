@@ -1,4 +1,4 @@
-"""Runs that end before their time: signals, kills, errors; and what --resume makes of them."""
+"""Runs that end early by signals, kills or errors, and their --resume."""
 
 import json
 import os
@@ -23,13 +23,13 @@ TRAIN = ("train", "points.yaml", "--run-dir", "run")
 
 
 def train_here(folder: Path, run: str, resume: bool, *overrides: str) -> None:
-    """Train as the command does, on the ranks that are here."""
+    """Train as the command does, on the current ranks."""
     config = points_config(folder, f"run_dir={folder / run}", *overrides)
     Runner.from_config(config).train(resume=resume)
 
 
 def assert_same_as_whole(folder: Path, *overrides: str) -> None:
-    """Resume a run on two ranks and compare it with one that nothing has stopped."""
+    """Resume a run on two ranks and compare it with an uninterrupted one."""
     run_ranks(train_here, 2, folder, "run", True, *overrides)
     run_ranks(train_here, 2, folder, "whole", False, *overrides)
     assert_identical(final_weights(folder / "run"), final_weights(folder / "whole"))
@@ -65,7 +65,7 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
         ),
     ],
 )
-def test_a_signal_saves_says_where_and_leaves_no_process(
+def test_a_signal_saves_a_checkpoint_and_leaves_no_process(
     start: Start, tmp_path: Path, number: signal.Signals, nproc: int, message: str
 ) -> None:
     command = start(*TRAIN, f"--nproc={nproc}", SLOW, "train.max_epochs=500")
@@ -89,7 +89,7 @@ def test_a_signal_saves_says_where_and_leaves_no_process(
 
 
 OWN_LOADER = "data.train={_delete_: true, type: points.plain_loader"
-# Workers of a fork server ignore signals only once they have started: these start once.
+# Workers of a fork server ignore signals only once they have started, so start them only once.
 FORK_SERVER = "multiprocessing_context: forkserver, persistent_workers: true"
 
 
@@ -110,7 +110,7 @@ FORK_SERVER = "multiprocessing_context: forkserver, persistent_workers: true"
 def test_a_signal_to_every_process_of_a_job_saves(
     start: Start, tmp_path: Path, number: signal.Signals, nproc: int, loader: str
 ) -> None:
-    """As `scancel` sends SIGTERM, and Slurm the warning before the end of a job."""
+    """As sent by `scancel`, or by Slurm before the end of a job."""
     words = (f"--nproc={nproc}", loader, "train.max_epochs=500", "hooks.progress=false")
     command = start(*TRAIN, *words, "hooks.checkpoint.every_steps=1")
     command.wait_for(tmp_path / "run", 2)
@@ -118,8 +118,8 @@ def test_a_signal_to_every_process_of_a_job_saves(
     if nproc > 1:
         ranks += [command.process_of(rank) for rank in range(nproc)]
     helpers = set(command.left_over()) - set(ranks)
-    # The workers of the loaders and their fork servers first. A run without them ends within as
-    # many batches as they have prepared, 4.
+    # First the loaders' workers and fork servers. A run without workers would end within the 4
+    # batches that they have prepared.
     for process in helpers:
         os.kill(process, number)
     saved = len(list((tmp_path / "run").glob("checkpoints/step_*")))
@@ -131,7 +131,7 @@ def test_a_signal_to_every_process_of_a_job_saves(
     assert err == "\nstopping after this step, to save\n"
     assert "stopped by SIGTERM: at step" in out
     assert command.wait_gone() == []
-    # Nor the folders of multiprocessing, nor a checkpoint without random streams.
+    # No folders of multiprocessing and no incomplete checkpoints are left either.
     left = [*tmp_path.glob("pymp-*"), *tmp_path.glob("stepwrap_*"), *tmp_path.rglob("incomplete_*")]
     assert left == []
 
@@ -166,10 +166,10 @@ def test_a_signal_before_training_ends_it_quietly(start: Start, tmp_path: Path) 
 
 @pytest.mark.parametrize("nproc", [1, *slow(2)])
 @pytest.mark.slow
-def test_a_signal_in_the_final_test_tells_what_is_saved(
+def test_a_signal_in_the_final_test_names_the_last_checkpoint(
     start: Start, tmp_path: Path, nproc: int
 ) -> None:
-    # The test would take most of a minute.
+    # Make the test take most of a minute.
     slow_test = ("data.test.dataset.pause_s=1", "data.test.dataset.mark=tested")
     command = start(*TRAIN, f"--nproc={nproc}", "train.max_epochs=1", *slow_test)
     command.wait_until((tmp_path / "tested").exists, "no test")

@@ -31,7 +31,7 @@ def test_layers_shapes_parameters_and_flops_of_a_model() -> None:
     assert rows["net.2"] == ("Linear", (2, 10), 2570)
     assert (found.parameters, found.trainable, found.samples) == (2610, 2570, 2)
     assert found.size_bytes == 4 * 2610
-    # Two operations for each product: the convolution has 9 per output, the layer 256.
+    # Two operations per product: the convolution has 9 products per output, the layer 256.
     assert found.flops == 2 * (2 * 4 * 64 * 9 + 2 * 10 * 256)
 
 
@@ -115,7 +115,7 @@ def test_the_command_fits_a_narrow_terminal(
     assert main(["check", "digits_single"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert lines[-2] in shown
-    # Of a training batch, which has another size.
+    # The totals of a training batch differ.
     assert any(lines[-1].rpartition(", ")[2] in line for line in shown)
 
 

@@ -1,4 +1,4 @@
-"""`stepwrap sweep`: the space, the trials, pruning, failures, stops and resuming."""
+"""`stepwrap sweep`: space, trials, pruning, failures, stops and resuming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ data.train.batch_size: {choices: [4, 8]}
 
 
 def mistakes(text: str, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what the command prints about a space; it must find a mistake."""
+    """Return the command's error about an invalid space."""
     Path("space.yaml").write_text(text)
     assert main(["sweep", "points.yaml", "--space", "space.yaml", *words]) == 2
     return capsys.readouterr().err
@@ -84,12 +84,12 @@ def new_sweep(folder: Path, *, higher_is_better: bool = True) -> Sweep:
     return Sweep(folder, space, **goal, seed=0)
 
 
-def test_a_folder_keeps_one_sweep_and_repeats_what_was_interrupted(tmp_path: Path) -> None:
+def test_a_folder_keeps_one_sweep_and_repeats_interrupted_trials(tmp_path: Path) -> None:
     first = new_sweep(tmp_path)
     trial = first.next_trial()
     values = first.values_of(trial)
     assert values["optimizer.lr"] in (0.1, [1, "a"])
-    # A killed sweep tells nobody.
+    # As after a killed sweep, which records no end of its trial.
     again = new_sweep(tmp_path)
     assert again.trials == []
     again.repeat_interrupted()
@@ -103,7 +103,7 @@ def test_a_folder_keeps_one_sweep_and_repeats_what_was_interrupted(tmp_path: Pat
 
 
 def _judged(folder: Path, trial_id: int, value: float, prune: bool) -> str:
-    """Validate at the steps 10 and 20 of 30, and return why the run should stop."""
+    """Validate at steps 10 and 20 of 30, and return the reason to stop."""
     state = LoopState(nn.Linear(1, 1), phase=Phase.VAL, max_steps=30)
     state.higher_is_better = {"accuracy": True}
     hook = TrialHook(folder, trial_id, "accuracy", prune=prune)
@@ -130,7 +130,7 @@ def test_all_ranks_stop_a_trial_that_is_worse_than_the_median(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_trials_on_two_ranks_go_on_after_failures(
+def test_a_sweep_on_two_ranks_continues_after_failed_trials(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
     broken = "data.train.dataset.bad: {choices: [-1, 5]}\n"

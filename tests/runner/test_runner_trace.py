@@ -1,4 +1,4 @@
-"""`trace_collectives` in a config: who is where, and the same weights when nothing goes wrong."""
+"""`trace_collectives` in a config: errors name ranks and lines; weights do not change."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +37,7 @@ def config_of(folder: Path, run_dir: str, traced: str) -> Config:
 def test_a_rank_in_another_call_is_named_with_its_line(
     start: Callable[..., Command], tmp_path: Path
 ) -> None:
-    """The two calls differ in size, which neither of them can notice by itself."""
+    """The two calls differ in size, which is noticed only with tracing."""
     (tmp_path / "astray.py").write_text(ASTRAY)
     command = start(
         *("train", "points.yaml", "--nproc=2", "--run-dir", "run", "trace_collectives=true"),
@@ -54,7 +54,7 @@ def test_a_rank_in_another_call_is_named_with_its_line(
 
 
 def train_twice(folder: Path) -> list[int]:
-    """Train traced, then not; returns how many calls were recorded before, between and after."""
+    """Train with and without tracing; return the recorded calls before, between and after."""
     counts = [recorded()]
     for name, traced in (("on", "true"), ("off", "false")):
         config = config_of(folder, name, traced)
@@ -75,7 +75,7 @@ def test_tracing_ends_with_the_run_and_changes_no_weights(tmp_path: Path) -> Non
 
 
 def verbs_of_a_runner(folder: Path) -> list[bool]:
-    """Return for the building and each verb whether it was traced."""
+    """Return for each verb whether it was traced."""
     runner = Runner.from_config(config_of(folder, "py", "true"))
     traced = []
     for verb in (runner.train, runner.validate, runner.test):
@@ -87,7 +87,7 @@ def verbs_of_a_runner(folder: Path) -> list[bool]:
     return [*traced, recorded() > before]
 
 
-def test_a_runner_from_a_config_traces_its_own_verbs_alone(tmp_path: Path) -> None:
+def test_a_runner_from_a_config_traces_only_its_own_verbs(tmp_path: Path) -> None:
     write_run(tmp_path)
     assert run_ranks(verbs_of_a_runner, 2, tmp_path) == [[True, True, True, False]] * 2
 
@@ -103,7 +103,7 @@ def train_while_traced(folder: Path) -> bool:
     return recorded() > before
 
 
-def test_false_leaves_on_what_is_on(tmp_path: Path) -> None:
+def test_false_does_not_switch_tracing_off(tmp_path: Path) -> None:
     write_run(tmp_path)
     assert run_ranks(train_while_traced, 2, tmp_path) == [True, True]
 

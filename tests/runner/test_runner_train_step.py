@@ -31,7 +31,7 @@ HERE = "test_runner_train_step"
 
 
 def doubled(wrapper: Any, data: Any, optim_wrapper: Any, factor: float = 2.0) -> dict[str, Any]:
-    """The usual step with a larger loss; what it logs still has its graph."""
+    """The usual step with a scaled loss; the logged loss keeps its graph."""
     with optim_wrapper.optim_context(wrapper):
         losses = wrapper(*data, mode="loss")
     optim_wrapper.update_params(factor * losses["loss"])
@@ -49,7 +49,7 @@ def model() -> SupervisedModel:
 
 
 def bare_step(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
-    """Asks as little of the optimizer wrapper as a step can."""
+    """A step that uses only `update_params` of the optimizer wrapper."""
     loss = wrapper(*data, mode="loss")["loss"]
     optim_wrapper.update_params(loss)
     return {"loss": loss}
@@ -86,7 +86,7 @@ def tripled(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
 
 
 def expected() -> dict[str, Tensor]:
-    """SGD with a rate of three times as much does the same."""
+    """Return the same weights from SGD with three times the rate."""
     return trained(settings(optimizer={"type": "SGD", "lr": 0.3}))
 
 
@@ -135,8 +135,6 @@ def test_mistakes_in_a_config(step: Any, message: str) -> None:
 
 
 class Carrying(SingleDevice):
-    """Counts its steps."""
-
     count = 0
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
@@ -158,7 +156,7 @@ class CarryingDDP(StepDistributedDataParallel):
 
 
 def carried(folder: Path, start: int, restore: bool) -> int:
-    """What a step carries on this rank, from or into a checkpoint."""
+    """Save or restore the state of this rank's step; return its count."""
     kind: Any = CarryingDDP if torch.distributed.is_initialized() else Carrying
     state = LoopState(kind(model()))
     if restore:
@@ -170,7 +168,9 @@ def carried(folder: Path, start: int, restore: bool) -> int:
     return int(state.model.count)
 
 
-def test_each_rank_has_its_own_state_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_rank_gets_its_own_state_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert run_ranks(carried, 2, tmp_path, 5, restore=False) == [5, 6]
     assert run_ranks(carried, 2, tmp_path, 5, restore=True) == [5, 6]
     with caplog.at_level(logging.WARNING):
@@ -179,7 +179,7 @@ def test_each_rank_has_its_own_state_back(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_the_page_is_true(tmp_path: Path) -> None:
-    """Its functions and classes run, its settings are settings."""
+    """Its functions and classes run, and its settings exist."""
     names: dict[str, Any] = {"with_train_step": with_train_step}
     names["StepDistributedDataParallel"] = SingleDevice
     codes = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

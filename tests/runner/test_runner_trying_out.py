@@ -1,4 +1,4 @@
-"""Overfitting, limited batches, and the searches for a learning rate and a batch size."""
+"""Overfitting, limited batches, and searches for a learning rate and a batch size."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_rank_that_runs_out_of_memory_does_not_block_the_others(tmp_path: Path
     assert "batch size 8: fits" in lines
     assert any(line.endswith(": out of memory") for line in lines)
     size = int(lines[-1].rsplit("=", 1)[1])
-    # 24 GiB of address space hold less than 96 samples of 256 MiB.
+    # 24 GiB of address space hold fewer than 96 samples of 256 MiB.
     assert 8 <= size < 96
     assert not (tmp_path / "runs").exists()
 

@@ -1,4 +1,4 @@
-"""How many files a value of a config passes on its way from the text to the object."""
+"""The number of files that a config's value passes from the text to the object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATE = 0.00123
 
 
 class Arrived(torch.optim.SGD):
-    """Ends the run where the value has arrived."""
+    """End the run when the value has arrived."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -54,7 +54,7 @@ def test_a_value_passes_few_files(run: Path, capsys: pytest.CaptureFixture[str])
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, given: object) -> None:
-        """Note the file of a function that takes or returns the value, alone or in something."""
+        """Record the file of a function that takes or returns the value, also inside an object."""
         code = frame.f_code
         name = code.co_filename
         if event not in ("call", "return") or name in files or not name.startswith(OURS):

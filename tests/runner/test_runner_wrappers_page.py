@@ -1,4 +1,4 @@
-"""The page on wrappers: its configs and its code run, and its names are there."""
+"""The page on wrappers: its configs and its code run, and its names exist."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from stepwrap.wrappers import BaseModel, OptimWrapper, SupervisedModel
 PAGE = (Path(__file__).parents[2] / "docs/wrappers.md").read_text()
 HERE = "test_runner_wrappers_page"
 
-# What the compiler itself imports, and looks at in the inputs of blocks.
+# Warnings of the compiler's own imports and of its checks of block inputs.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def blocks(language: str) -> list[Any]:
-    """Return the page's code in a language, each named by its section; the first one is quick."""
+    """Return the page's blocks of a language, named by section; all but the first are slow."""
     found = []
     for section in PAGE.split("\n## ")[1:]:
         title = section.partition("\n")[0].partition(":")[0]
@@ -39,7 +39,7 @@ def blocks(language: str) -> list[Any]:
 
 
 class Gan(BaseModel):
-    """Two children that learn from each other, each by an optimizer of its own."""
+    """Two children that learn from each other, each with a separate optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def read(text: str) -> dict[str, Any]:
 
 
 def trained_by(text: str) -> list[str]:
-    """Train by a config of the page on every rank; return the names of what has not changed."""
+    """Train by a config of the page on every rank; return the names of unchanged weights."""
     sections = read(text)
     hooks = sections.pop("hooks", {})
     config = settings(**sections)
@@ -76,7 +76,7 @@ def trained_by(text: str) -> list[str]:
     if "generator" in sections.get("optimizer", {}):
         config["model"] = {"type": f"{HERE}.Gan"}
     if "compile" in config:
-        # Without the compiler for C++, which takes a minute.
+        # Avoid the C++ compiler, which takes a minute.
         config["compile"]["backend"] = "aot_eager"
     runner = Runner.from_config(config)
     model: Any = runner.state.model.module
@@ -96,7 +96,7 @@ def test_the_configs_run(text: str) -> None:
 
 
 def run_code(code: str, folder: Path) -> list[str]:
-    """Run a snippet of the page with what it speaks of; return the names that it made."""
+    """Run a snippet of the page with the names that it uses; return all names afterwards."""
     words = Sentences().words[:8]
 
     def make_model() -> SupervisedModel:

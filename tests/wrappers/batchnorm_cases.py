@@ -1,4 +1,4 @@
-"""Inputs, layers and references of the tests of synchronised batch normalisation."""
+"""Inputs, layers and references for tests of synchronised batch normalisation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 @dataclass(frozen=True)
 class Case:
-    """Input and cotangent of every step, for the whole batch."""
+    """Inputs and cotangents of the whole batch for every step."""
 
     kind: str
     inputs: list[Tensor]
@@ -50,7 +50,7 @@ class Case:
 
 
 def case(kind: str, dtype: torch.dtype, mean: float = 0.0) -> Case:
-    """Random values of `dtype` with standard deviation 1."""
+    """Return random values of `dtype` with standard deviation 1."""
     generator = torch.Generator().manual_seed(7)
 
     def values() -> list[Tensor]:
@@ -62,7 +62,7 @@ def case(kind: str, dtype: torch.dtype, mean: float = 0.0) -> Case:
 
 
 def with_parameters(layer: Any) -> Any:
-    """The layer with weights and biases that are not those of a new one, exact in fp32."""
+    """Set the layer's weights and biases to random values that are exact in fp32."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -71,7 +71,7 @@ def with_parameters(layer: Any) -> Any:
 
 
 def results(layer: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is compared after the last step, in fp64."""
+    """Return the quantities compared after the last step, in fp64."""
     of_layer = dict(layer.named_buffers())
     of_layer |= {f"d{name}": one.grad for name, one in layer.named_parameters()}
     found = {"y": torch.stack(list(outputs)), "dx": torch.stack(list(inputs)), **of_layer}
@@ -79,7 +79,7 @@ def results(layer: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> 
 
 
 def train(layer: Any, call: Any, given: Case) -> dict[str, Tensor]:
-    """All steps with `call(x)`; gradients of the parameters are summed over them."""
+    """Run all steps with `call(x)`; the parameters' gradients are summed over the steps."""
     outputs, gradients = [], []
     for x, cotangent in zip(given.inputs, given.cotangents, strict=True):
         x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
@@ -92,24 +92,24 @@ def train(layer: Any, call: Any, given: Case) -> dict[str, Tensor]:
 
 
 def reference(given: Case, **options: Any) -> dict[str, Tensor]:
-    """The whole batch through torch's layer in fp64."""
+    """Return the results of torch's layer on the whole batch in fp64."""
     layer = with_parameters(PLAIN[given.kind](CHANNELS, **options).double())
     return train(layer, layer, given.to(torch.float64))
 
 
 def largest_error(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Largest |got - expected| / max(1, max|expected|) over all quantities."""
+    """Return the largest |got - expected| / max(1, max|expected|) over all quantities."""
     assert list(got) == list(expected)
     errors = {
         name: ((got[name] - expected[name]).abs().max() / expected[name].abs().max().clamp(1))
         for name in expected
     }
-    # max() would not see a NaN.
+    # max() can ignore a NaN.
     return max(torch.nan_to_num(one, nan=float("inf")).item() for one in errors.values())
 
 
 def splits(size: int, parts: int) -> dict[str, list[int]]:
-    """Sizes of even, uneven and partly empty chunks."""
+    """Return sizes of even, uneven and partly empty chunks."""
     if parts == 1:
         return {"even": [size]}
     uneven = [1] * (parts - 1)

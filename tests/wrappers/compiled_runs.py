@@ -1,4 +1,4 @@
-"""Training by compiled and by eager steps, and changes between steps."""
+"""Training with compiled and eager steps, and changes between steps."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -72,9 +72,9 @@ def train(
     """Return weights and optimizer state after the steps, their losses, and the wrapper.
 
     Args:
-        data: the batches, instead of those of `make_batch`.
-        make: makes the optimizer wrapper of a model, instead of `optimizer` and `wrap`.
-        options: of `compile_step`.
+        data: the batches (default: `make_batch`).
+        make: creates the optimizer wrapper of a model, instead of `optimizer` and `wrap`.
+        options: options of `compile_step`.
     """
     torch.manual_seed(0)
     random.seed(0)
@@ -110,16 +110,16 @@ def at(changes: dict[int, Change]) -> Any:
 
 
 def steps_compiled(wrapper: Any) -> int:
-    """Return how many steps were run by programs."""
+    """Return the number of steps run by compiled programs."""
     return sum(one._uses for one in wrapper.train_step.programs)
 
 
 def assert_same(tolerance: float, *args: Any, **options: Any) -> Any:
-    """Train both ways; returns the wrapper with the compiled step."""
+    """Train both ways; return the wrapper with the compiled step."""
     usual, usual_losses, _ = train(False, *args, **options)
     compiled, losses, wrapper = train(True, *args, **options)
     assert list(usual) == list(compiled)
-    # A program for a GPU keeps counts of steps there.
+    # A program for a GPU keeps step counts on the GPU.
     close = {"rtol": tolerance, "atol": tolerance, "check_device": False}
     torch.testing.assert_close(compiled, usual, **close)
     assert losses == pytest.approx(usual_losses, rel=tolerance, abs=tolerance, nan_ok=True)
@@ -161,7 +161,7 @@ def not_in_a_group(_: Any, optim: OptimWrapper) -> None:
 
 
 def clamped(model: Any, optim: OptimWrapper) -> None:
-    """After each step, by a method of the instance."""
+    """Clamp the weights after each step by replacing the instance's `step`."""
     optimizer: Any = optim.optimizer
     usual = optimizer.step
 
@@ -259,7 +259,7 @@ CHANGES: list[Change] = [
 
 @contextmanager
 def classes_restored() -> Iterator[None]:
-    """Undo changes of classes and of hooks on all modules and optimizers."""
+    """Undo changes of classes and of global hooks of modules and optimizers."""
     kept = [(one, name, getattr(one, name)) for one, name in _CHANGEABLE]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Copies that are threads, for tests of how copies meet; none of them can hang a test."""
+"""Run copies in threads for tests of their synchronisation; a hang fails the test."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ LIMIT_S = 20
 
 
 def run_threads(works: list[Callable[[], Any]], limit_s: float = LIMIT_S) -> list[Any]:
-    """Run functions at the same time; returns what each returned or raised."""
+    """Run functions at the same time; return each one's result or error."""
     results: list[Any] = [None] * len(works)
 
     def run(index: int) -> None:
@@ -30,7 +30,7 @@ def run_threads(works: list[Callable[[], Any]], limit_s: float = LIMIT_S) -> lis
 
 
 def run_in_thread(call: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    """Return what a call returns, or raise its error; a call that hangs fails the test."""
+    """Return the result of a call or raise its error; a call that hangs fails the test."""
     (result,) = run_threads([call], limit_s)
     if isinstance(result, BaseException):
         raise result
@@ -40,7 +40,7 @@ def run_in_thread(call: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
 def run_copies(
     session: ReplicationSession, forward: Callable[[ReplicationSession, int], Any]
 ) -> list[Any]:
-    """Run ``forward(session, copy_id)`` for every copy, reporting its end to the session."""
+    """Run ``forward(session, copy_id)`` for every copy and report its end to the session."""
 
     def copy(copy_id: int) -> Any:
         try:

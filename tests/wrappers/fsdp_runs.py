@@ -1,4 +1,4 @@
-"""Training runs under the fully sharded wrapper, and the same ones in plain PyTorch."""
+"""Training runs under the fully sharded wrapper and in plain PyTorch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +32,6 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, of which the second has one inside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(Block(), Block(inner=True))
@@ -67,7 +65,7 @@ class Tied(Net):
 
 
 class Small(nn.Sequential):
-    """Parameters of which most ranks have nothing."""
+    """A net with parameters so small that most ranks have empty parts."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(6, 1), nn.Linear(1, 3))
@@ -89,8 +87,6 @@ class Normed(Net):
 
 
 class CallsChild(SupervisedModel):
-    """Has a training step, which calls the child."""
-
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
             loss = self.loss(self.net(data[0]), data[1])
@@ -123,7 +119,7 @@ def own_batches(rank: int, dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 def whole_batches(ranks: int = 2, dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
-    """Return what all ranks see together."""
+    """Return the combined batches of all ranks."""
     return of_all_ranks([own_batches(rank, dtype) for rank in range(ranks)])
 
 
@@ -142,10 +138,10 @@ def train(
     wrapper: type[StepFullyShardedDataParallel] = StepFullyShardedDataParallel,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Train on this rank's batches and return the whole weights. Ranks start from other weights."""
+    """Train on this rank's batches from other initial weights per rank; return whole weights."""
     model = wrapper(supervised(kind, dtype, dist.get_rank()), **options)
     optim = OptimWrapper(OPTIMIZERS[optimizer](model.parameters()), accumulative_counts=accumulate)
-    # The last window is cut by the end of training.
+    # The end of training cuts the last window short.
     optim.initialize_count_status(nn.Module(), 0, STEPS)
     for batch in own_batches(dist.get_rank(), dtype):
         model.train_step(batch, optim)

@@ -1,4 +1,4 @@
-"""A model with two optimizers, as the tests of separate children train it."""
+"""A model with two optimizers for the tests of separate children."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ WIDTH = 5
 
 
 class Gan(BaseModel):
-    """A generator and a discriminator in turn; one layer is frozen, one has no parameters."""
+    """Train a generator and a discriminator in turn; one layer is frozen, one has no parameters."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, freeze: bool = True) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def optimizers(model: Gan, accumulate: int = 1) -> OptimWrapperDict:
 def gan_batches(
     count: int, rank: int, size: int = 4, dtype: torch.dtype = torch.float64
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return what rank `rank` sees: real samples and noise."""
+    """Return the batches of rank `rank`: real samples and noise."""
     generator = torch.Generator().manual_seed(7 + rank)
     return [
         (

@@ -1,4 +1,4 @@
-"""Tests whose body runs on every rank, and what ranks tell each other in such a test."""
+"""Tests whose body runs on every rank, and checks that exchange values between ranks."""
 
 from __future__ import annotations
 

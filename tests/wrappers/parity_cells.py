@@ -1,4 +1,4 @@
-"""The cells of the parity matrix: which there are, which cannot be and why, and how one is run."""
+"""The cells of the parity matrix: the possible ones, reasons for the others, and how to run one."""
 
 import itertools
 import math
@@ -54,8 +54,8 @@ class Kind:
 
     Attributes:
         wrapper: its registered name.
-        axes: the mesh for every number of ranks at which it can be; {} for none.
-        why_not: why it cannot be at the others.
+        axes: the mesh for every possible number of ranks; {} for no mesh.
+        why_not: the reason for each other number of ranks.
     """
 
     wrapper: str
@@ -104,14 +104,14 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one cell came to.
+    """The result of a cell.
 
     Attributes:
-        parameters: largest difference of a parameter or buffer to the plain ones, on this rank.
+        parameters: largest difference of a parameter or buffer from plain PyTorch, on this rank.
         losses: largest difference of a micro-batch's loss; relative under autocast.
         validation: loss on the validation data at the end, without autocast.
-        checkpoint: where it was saved; None if it was not, as where losses are weighted.
-        seconds: how long it took.
+        checkpoint: path of the checkpoint; None for weighted losses, which save none.
+        seconds: duration.
     """
 
     kind: str
@@ -125,13 +125,13 @@ class Outcome:
 
     @property
     def is_within(self) -> bool:
-        """Whether it keeps to the bound of its dtype; a NaN does not."""
+        """Return whether it is within the bound of its dtype; a NaN is not."""
         bound = BOUNDS[self.recipe.dtype]
         return self.losses <= bound and (self.recipe.is_half or self.parameters <= bound)
 
 
 def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Recipe]:
-    """Every recipe of a row and model, those with weighted losses last."""
+    """Yield every recipe of a row and model; recipes with weighted losses come last."""
     separate = KINDS[kind].wrapper == "separate"
     rest = itertools.product(dtypes, (1, 3), (False, True), OPTIMIZERS)
     equal = [Recipe(model, *one, separate=separate) for one in rest]
@@ -143,7 +143,7 @@ def recipes_of(kind: str, model: str, dtypes: Iterable[str] = DTYPES) -> list[Re
 
 
 def make_mesh(kind: str, world: int, device: str = "cpu") -> Mesh:
-    """The ranks of a cell along its axes; one rank without a process group as well."""
+    """Build the mesh of a cell, also for one rank without a process group."""
     axes = KINDS[kind].axes[world]
     return build_mesh(axes or {"data": world}, torch.device(device).type)
 
@@ -151,7 +151,7 @@ def make_mesh(kind: str, world: int, device: str = "cpu") -> Mesh:
 def make_wrapper(
     kind: str, model: str, dtype: torch.dtype, *, mesh: Mesh, device: str = "cpu", **options: Any
 ) -> Any:
-    """Wrap the model of a cell; the ranks start with different weights, the first one's count."""
+    """Wrap the model of a cell; ranks start with different weights, and rank 0's are used."""
     row = KINDS[kind]
     parts = make_parts(model, dtype, seed=dist.get_rank() if dist.is_initialized() else 0)
     user = SeparateParts(*parts) if row.wrapper == "separate" else TwoParts(*parts)
@@ -169,7 +169,7 @@ def make_wrapper(
 
 
 def make_optimizer(recipe: Recipe, wrapper: Any) -> Any:
-    """Optimizer wrapper of a recipe; one for each part under the separate wrapper."""
+    """Build the optimizer wrapper of a recipe; one per part under the separate wrapper."""
     make, settings = OPTIMIZERS[recipe.optimizer]
     options: dict[str, Any] = {}
 
@@ -203,7 +203,7 @@ def run_cells(
     """Train one cell after the other on this rank; every rank must call this.
 
     Args:
-        options: further ones of the wrapper.
+        options: further options of the wrapper.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = make_mesh(kind, world, device)
@@ -238,7 +238,7 @@ def run_cells(
 
 
 def train(wrapper: Any, optimizer: Any, recipe: Recipe, mesh: Mesh, device: str = "cpu") -> Tensor:
-    """Train; returns the mean over the ranks of every micro-batch's loss, in fp64 on the CPU."""
+    """Train; return each micro-batch's loss, averaged over the ranks, in fp64 on the CPU."""
     data = make_data(recipe.model, recipe.weights_dtype, padded=recipe.weight == "tokens")
     ragged = bool(recipe.weight)
     wrapper.train()
@@ -255,7 +255,7 @@ def train(wrapper: Any, optimizer: Any, recipe: Recipe, mesh: Mesh, device: str 
 def validation_loss(
     wrapper: Any, model: str, dtype: torch.dtype, mesh: Mesh, device: str = "cpu"
 ) -> float:
-    """Loss on the validation data, every rank with its part; every rank must call this."""
+    """Return the loss on the validation data, split over the ranks; every rank must call this."""
     inputs, target = make_data(model, dtype, seed=2)
     part = slice(
         mesh.data_rank * VALIDATION // mesh.data_size,
@@ -269,7 +269,7 @@ def validation_loss(
 
 
 def whole_weights(wrapper: Any) -> dict[str, Tensor]:
-    """The parameters and buffers of the user's model by its own names, put together.
+    """Return the whole parameters and buffers under the names of the user's model.
 
     Every rank must call this.
     """
@@ -305,16 +305,16 @@ def _mean_over_ranks(value: Tensor) -> Tensor:
     return value / dist.get_world_size()
 
 
-# Of the validation loss, relative; weights trained under autocast are stored, and loaded, in fp32.
+# Relative bounds of the validation loss; weights trained under autocast are stored in fp32.
 LOAD_BOUNDS = {"fp64": 1e-12, "fp32": 2e-6, "bf16": 2e-6, "fp16": 2e-6}
 
 
 @dataclass(frozen=True)
 class Load:
-    """A checkpoint of `source`, loaded under a row and number of ranks.
+    """A checkpoint of `source` that is loaded under a row and number of ranks.
 
     Attributes:
-        difference: of the validation loss to the one where it was saved, relative.
+        difference: relative difference of the validation loss from the run that saved it.
     """
 
     kind: str
@@ -324,17 +324,17 @@ class Load:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it was saved by another row or number of ranks."""
+        """Return whether it was saved by another row or number of ranks."""
         return (self.kind, self.world) != (self.source.kind, self.source.world)
 
     @property
     def is_within(self) -> bool:
-        """Whether it keeps to the bound of its dtype; a NaN does not."""
+        """Return whether it is within the bound of its dtype; a NaN is not."""
         return self.difference <= LOAD_BOUNDS[self.source.recipe.dtype]
 
 
 def load_all(kind: str, world: int, sources: list[Outcome], timeout_s: float = 300.0) -> list[Load]:
-    """Load all that saved a checkpoint under one row and number of ranks.
+    """Load all saved checkpoints under one row and number of ranks.
 
     Raises:
         RanksError: a rank failed.
@@ -355,7 +355,7 @@ def load_all(kind: str, world: int, sources: list[Outcome], timeout_s: float = 3
 def evaluate(
     kind: str, model: str, dtype: torch.dtype, paths: list[Path], device: str = "cpu"
 ) -> list[float]:
-    """Load one checkpoint after the other into one wrapper; every rank must call this."""
+    """Load the checkpoints one after the other into one wrapper; every rank must call this."""
     mesh = make_mesh(kind, dist.get_world_size() if dist.is_initialized() else 1, device)
     wrapper = make_wrapper(kind, model, dtype, mesh=mesh, device=device)
     losses = []
@@ -366,7 +366,7 @@ def evaluate(
 
 
 def write_references(path: Path, recipes: Iterable[Recipe], device: str = "cpu") -> None:
-    """Train what plain PyTorch trains, once for all rows, and write it for the ranks."""
+    """Train the references in plain PyTorch once for all rows, and write them for the ranks."""
     torch.save({one: train_plain(one, device) for one in dict.fromkeys(recipes)}, path)
 
 
@@ -378,7 +378,7 @@ def run_row(
     checkpoints: Path | None = None,
     timeout_s: float = 300.0,
 ) -> list[Outcome]:
-    """Run the cells of a row at a number of ranks; the worst rank counts.
+    """Run the cells of a row at a number of ranks; return the worst result of the ranks.
 
     Raises:
         RanksError: a rank failed.
@@ -393,25 +393,25 @@ def run_row(
 
 
 def worst(differences: Iterable[float]) -> float:
-    """Largest of some differences; a NaN is the largest of all."""
+    """Return the largest difference; a NaN counts as infinite."""
     return max((math.inf if math.isnan(one) else one for one in differences), default=0.0)
 
 
 def filled() -> Iterator[tuple[str, int]]:
-    """Rows and numbers of ranks that can be."""
+    """Yield the possible rows and numbers of ranks."""
     for kind, row in KINDS.items():
         for world in row.axes:
             yield kind, world
 
 
 def empty() -> Iterator[tuple[str, int, str]]:
-    """Rows and numbers of ranks that cannot be, and why."""
+    """Yield the impossible rows and numbers of ranks with the reason."""
     for kind, row in KINDS.items():
         for world, reason in row.why_not.items():
             yield kind, world, reason
 
 
 def first_line(error: RanksError) -> str:
-    """What went wrong, in a line."""
+    """Return the last line of an error."""
     text = next(iter(error.reports.values())).rstrip()
     return text.splitlines()[-1]

@@ -1,7 +1,7 @@
-"""What the parity matrix trains: a transformer, a network with BatchNorm, and their data.
+"""The models of the parity matrix, a transformer and a network with BatchNorm, and their data.
 
-No parameter has a gradient that is zero but for rounding (a bias before BatchNorm, a bias of the
-keys), because AdamW turns such noise into whole steps; and the activations are smooth.
+No gradient is only rounding noise (as for a bias before BatchNorm or of the keys), because AdamW
+turns such noise into whole steps. The activations are smooth.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from stepwrap.wrappers import BaseModel
 
 WIDTH, HEADS, TOKENS, VOCABULARY = 16, 4, 8, 24
 SAMPLES, BATCH = 240, 16
-# Of micro-batches that are not all full, in turn.
+# Sizes of micro-batches that are not all full, in turn.
 RAGGED = (BATCH, 9, 13)
 IGNORED = -100
 
-# The linear layers in pairs: the first split by its outputs, the second by its inputs.
+# Pairs of linear layers: the first is split by its outputs, the second by its inputs.
 PLANS = {
     "transformer": {
         "body.block.attention.qkv": "colwise",
@@ -35,7 +35,7 @@ BLOCKS = {"transformer": ["Block"], "cnn": ["Convolution"]}
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # The rows of a head's query, key and value lie together, so that a split is by heads.
+        # The rows of a head's query, key and value are adjacent, so that a split is by heads.
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
 
@@ -116,15 +116,13 @@ PARTS: Mapping[str, tuple[type[nn.Module], type[nn.Module]]] = {
 
 
 def make_parts(name: str, dtype: torch.dtype, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """Return body and head with the weights of a seed, drawn in float32."""
+    """Return body and head with weights drawn from a seed in float32."""
     torch.manual_seed(seed)
     body, head = PARTS[name]
     return body().to(dtype), head().to(dtype)
 
 
 class TwoParts(BaseModel):
-    """A body and a head under one loss."""
-
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()
         self.body, self.head = body, head
@@ -141,7 +139,7 @@ class TwoParts(BaseModel):
 
 
 class SeparateParts(TwoParts):
-    """The same with an optimizer for each part, which the model steps itself."""
+    """The same with an optimizer for each part and a custom step."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         body, head = optim_wrapper["body"], optim_wrapper["head"]
@@ -150,7 +148,7 @@ class SeparateParts(TwoParts):
             optim_wrapper.weigh(data)
             losses = self(*data, mode="loss")
         total, logs = self.parse_losses(losses)
-        # A separate backward for each part, so that each wrapper counts one.
+        # Each part has a separate backward, so that each optimizer wrapper counts one.
         body.backward(
             body.scale_loss(total), inputs=list(self.body.parameters()), retain_graph=True
         )
@@ -165,14 +163,14 @@ class SeparateParts(TwoParts):
 def make_data(
     name: str, dtype: torch.dtype, seed: int = 1, *, padded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of all samples, the same for the same seed.
+    """Return inputs and targets of all samples for a seed.
 
-    With `padded` the sequences of the transformer end at different places.
+    With `padded` the transformer's sequences have different lengths.
     """
     generator = torch.Generator().manual_seed(seed)
     if name == "transformer":
         tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=generator)
-        # A rule to learn: the next token in order, of the token before.
+        # The rule to learn: the target is the previous token plus one.
         target = (tokens.roll(1, dims=1) + 1) % VOCABULARY
         if padded:
             lengths = torch.randint(1, TOKENS + 1, (SAMPLES, 1), generator=generator)
@@ -187,12 +185,12 @@ def make_data(
 def micro_batch(
     data: tuple[Tensor, Tensor], index: int, rank: int = 0, ranks: int = 1, *, ragged: bool = False
 ) -> list[Tensor]:
-    """Return a rank's part of micro-batch `index`; with one rank the whole.
+    """Return a rank's part of micro-batch `index`; all of it for one rank.
 
-    With `ragged` micro-batches, and the ranks' parts of one, have different sizes.
+    With `ragged`, micro-batches and the ranks' parts of one have different sizes.
     """
     size = RAGGED[index % len(RAGGED)] if ragged else BATCH
-    # Later ranks have more.
+    # Later ranks have more samples.
     cuts = [int(size * (one / ranks) ** (1.5 if ragged else 1)) for one in (rank, rank + 1)]
     start = index * BATCH % SAMPLES
     return [one[start + cuts[0] : start + cuts[1]] for one in data]

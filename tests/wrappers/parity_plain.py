@@ -1,4 +1,4 @@
-"""The other side of the parity matrix: PyTorch written by hand, on the whole batch."""
+"""The references of the parity matrix: plain PyTorch on the whole batch."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MAX_NORM = 0.2
-# AdamW divides by sqrt(v) + eps: with eps = 1e-8 a gradient of the size of its own rounding
-# error takes a whole step, in a direction that says nothing about parity.
+# AdamW divides by sqrt(v) + eps: with eps = 1e-8 a gradient that is only rounding noise takes a
+# whole step in a random direction.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "AdamW": (torch.optim.AdamW, {"lr": 2e-3, "eps": 1e-4, "weight_decay": 0.05}),
 }
-# Of the weights, by the dtype of a recipe; the two halves are those of autocast.
+# The dtype of the weights by a recipe's dtype; the two half types are for autocast.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE = 1024.0
@@ -24,19 +24,19 @@ SCALE = 1024.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, whatever it is wrapped in.
+    """How a model is trained, independent of its wrapper.
 
     Attributes:
         model: "transformer" or "cnn".
         dtype: "fp64", "fp32", or "bf16" and "fp16" for autocast over weights in fp32, the
             latter with a scaled loss.
-        accumulate: micro-batches of every step.
+        accumulate: micro-batches per step.
         clip: whether the gradients are clipped by their norm.
         optimizer: "SGD" or "AdamW".
-        separate: an optimizer, and a norm, for each of the two parts.
-        steps: updates.
-        weight: what losses are means over, "samples" or "tokens", in micro-batches and parts of
-            different sizes; "" where all have one size, and each counts the same.
+        separate: whether each of the two parts has an optimizer and a norm for clipping.
+        steps: number of updates.
+        weight: whether losses are means over "samples" or "tokens", with micro-batches and parts of
+            different sizes; "" if all have one size and count the same.
     """
 
     model: str
@@ -68,21 +68,21 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Reference:
-    """What plain PyTorch gives: the loss of every micro-batch, and the weights at the end."""
+    """The results of plain PyTorch: the loss of every micro-batch, and the final weights."""
 
     losses: Tensor
     weights: dict[str, Tensor]
 
 
 def autocast(recipe: Recipe, device: str = "cpu") -> AbstractContextManager[Any]:
-    """What the forward of a recipe runs in."""
+    """Return the context for the forward of a recipe."""
     if recipe.is_half:
         return torch.autocast(device, dtype=HALVES[recipe.dtype])
     return nullcontext()
 
 
 def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
-    """Train by hand: torch's modules and optimizers, one process, one device."""
+    """Train with torch's modules and optimizers in one process on one device."""
     dtype = recipe.weights_dtype
     parts = dict(zip(("body", "head"), make_parts(recipe.model, dtype), strict=True))
     net = nn.ModuleDict(parts).to(device)
@@ -118,7 +118,7 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Reference:
 
 
 def weight_of(recipe: Recipe, target: Tensor) -> int:
-    """Return what a micro-batch counts in its update."""
+    """Return the weight of a micro-batch in its update."""
     if recipe.weight == "tokens":
         return int((target != IGNORED).sum())
     return len(target) if recipe.weight else 1

@@ -1,8 +1,8 @@
-"""Runs the whole parity matrix, prints it and writes docs/parity.md; `make parity`.
+"""Run the whole parity matrix, print it and write docs/parity.md; `make parity`.
 
     python tests/wrappers/parity_report.py [--rows ddp fsdp] [--output docs/parity.md]
 
-The exit status is 1 if a bound is broken, or a cell could not be run.
+The exit status is 1 if a result exceeds its bound or a cell could not be run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    # Every accumulating cell warns of BatchNorm; that is the point of the matrix.
+    # Every accumulating cell warns about BatchNorm, which the matrix uses on purpose.
     logging.disable(logging.WARNING)
     rows = [(kind, world) for kind, world in filled() if kind in arguments.rows]
     started = time.monotonic()
@@ -100,7 +100,7 @@ def load_rows(rows: list[tuple[str, int]], cells: list[Outcome], failures: list[
 
 
 def describe(broken: Outcome | Load) -> str:
-    """Say which cell broke its bound, and by what."""
+    """Return a text about a cell that exceeds its bound."""
     if isinstance(broken, Load):
         source = broken.source
         where = f"{source.kind}, {source.world} ranks, {source.recipe}"

@@ -1,4 +1,4 @@
-"""Models spread over ranks in every way, and their plain twins."""
+"""Models sharded over ranks in every way, and the same models in plain PyTorch."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from stepwrap.wrappers.sharding.layout import as_dtensor, layout_of
 
-# By world size: FSDP2 alone, tensor-parallel alone, both, both kinds of replicas.
+# FSDP2 or tensor parallelism alone.
 KINDS = ("fsdp", "tensor")
-# Ranks and kind.
+# The number of ranks and the kind.
 CASES = [
     *((2, "fsdp"), (2, "tensor"), (4, "fsdp x tensor")),
     *slow((4, "fsdp"), (4, "hsdp"), (4, "tensor"), (4, "data x tensor")),
@@ -23,7 +23,7 @@ CASES = [
 
 
 def net(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 6) -> nn.Sequential:
-    """Return a network with layers for a plan (0, 2) and others; some parts are uneven or empty."""
+    """Return a network with layers of a plan (0, 2) and others; some parts are uneven or empty."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3), nn.Tanh(), nn.Linear(3, 1)
@@ -31,7 +31,7 @@ def net(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 6) -> nn
 
 
 def spread(model: nn.Module, kind: str) -> nn.Module:
-    """Spread `net()` over all ranks, in place; every rank must call this."""
+    """Shard `net()` over all ranks in place; every rank must call this."""
     world = dist.get_world_size()
     if kind == "fsdp":
         return _shard(model, init_device_mesh("cpu", (world,)))
@@ -55,7 +55,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _localise(leaf: nn.Module) -> None:
-    """Keep ordinary parameters, and put them together only while the layer runs."""
+    """Store ordinary parameters as parts and gather them only while the layer runs."""
     placed: dict[str, nn.Parameter] = {}
     for name, whole in list(leaf._parameters.items()):
         if isinstance(whole, DTensor):
@@ -84,7 +84,7 @@ def _localise(leaf: nn.Module) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor of any kind; every rank must call this."""
+    """Return the whole tensor of any kind; every rank must call this."""
     layout = layout_of(tensor)
     if layout.mesh is None:
         return tensor.detach().clone()
@@ -94,7 +94,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the whole of a parameter's gradient; every rank must call this."""
+    """Return the whole gradient of a parameter; every rank must call this."""
     layout = layout_of(parameter)
     gradient = parameter.grad
     assert gradient is not None
@@ -110,7 +110,7 @@ def data(seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 class Readable:
-    """Stands for a whole tensor in a file: it has a shape and can be cut."""
+    """A stand-in for a tensor in a file: it has a shape and can be sliced."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self.shape, self.dtype = tensor, tensor.shape, tensor.dtype

@@ -1,4 +1,4 @@
-"""Models that the tests of the wrappers train."""
+"""Models for the tests of the wrappers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,13 +10,12 @@ from stepwrap.wrappers import BaseModel, OptimWrapper, SupervisedModel
 
 
 def mlp(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequential:
-    """Return the same small network for the same seed."""
+    """Return a small network whose weights depend only on the seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
 
 
 def classifier(dtype: torch.dtype = torch.float32, seed: int = 0) -> SupervisedModel:
-    """Return `mlp` with a cross-entropy loss."""
     return SupervisedModel(mlp(dtype, seed), nn.CrossEntropyLoss())
 
 
@@ -35,17 +34,15 @@ def batches(
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, **kwargs: Any) -> OptimWrapper:
-    """Return an optimizer wrapper around plain SGD."""
     return OptimWrapper(torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum), **kwargs)
 
 
 def flat(model: nn.Module) -> Tensor:
-    """Return all parameters as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def train(model: Any, data: list[Any], optim: Any = None) -> None:
-    """Call ``train_step`` with each batch; by plain SGD unless an optimizer wrapper is given."""
+    """Call ``train_step`` with each batch, with plain SGD by default."""
     optim = sgd(model) if optim is None else optim
     for batch in data:
         model.train_step(batch, optim)
@@ -54,7 +51,7 @@ def train(model: Any, data: list[Any], optim: Any = None) -> None:
 def train_plainly(
     net: nn.Module, data: list[Any], *, momentum: float = 0.0, max_norm: float | None = None
 ) -> list[float]:
-    """Train a network by hand with cross-entropy and SGD; return the losses."""
+    """Train a network in plain PyTorch with cross-entropy and SGD; return the losses."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum)
     losses = []
     for inputs, target in data:
@@ -74,7 +71,7 @@ def joined(parts: Iterable[Any]) -> list[Tensor]:
 
 
 def of_all_ranks(by_rank: list[list[Any]], window: int = 1) -> list[list[Tensor]]:
-    """Return what the ranks see together: a batch for every window of micro-batches."""
+    """Return the combined batch of all ranks for every window of micro-batches."""
     return [
         joined(batch for data in by_rank for batch in data[start : start + window])
         for start in range(0, len(by_rank[0]), window)
@@ -82,8 +79,6 @@ def of_all_ranks(by_rank: list[list[Any]], window: int = 1) -> list[list[Tensor]
 
 
 class PlainModel(nn.Module):
-    """A model with nothing but `forward(..., mode=)`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp()
@@ -96,7 +91,7 @@ class PlainModel(nn.Module):
 
 
 class HalfUsed(BaseModel):
-    """`spare` is a layer that the loss never reaches."""
+    """A model with a layer `spare` that the loss never reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,8 +103,6 @@ class HalfUsed(BaseModel):
 
 
 class OwnStep(PlainModel):
-    """A model that brings its own training step."""
-
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         loss = self(*data, mode="loss")["loss"] * 2
         optim_wrapper.update_params(loss)

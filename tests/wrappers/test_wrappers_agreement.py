@@ -1,4 +1,4 @@
-"""What differs between ranks, or is wrong on one of them, is the same error on all."""
+"""Settings that differ between ranks, or are wrong on one, raise the same error on all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def _frozen() -> nn.Module:
     return model
 
 
-# Cases where the ranks differ, by a part of the error's text.
+# Cases in which the ranks differ, by a part of the error's text.
 DIFFERENT: dict[str, Case] = {
     "'freeze' is [] on rank 0 and ['net.0.weight'": lambda rank: _prepared(
         DDP, freeze=["net.0"] if rank else []
@@ -68,7 +68,7 @@ DIFFERENT: dict[str, Case] = {
         classifier(), mixed_precision={"param_dtype": "bfloat16"} if rank else None
     ),
 }
-# Cases where one rank alone is wrong.
+# Cases in which only one rank is wrong.
 WRONG: dict[str, Case] = {
     "no parameter of the model has the name": lambda rank: _prepared(
         DDP, freeze=["net.7"] if rank else []

@@ -48,7 +48,7 @@ def test_an_infinite_loss_skips_the_step(fused: bool, clip: dict[str, float] | N
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
 def test_momentum_begins_after_a_skipped_first_update(clip: Any) -> None:
-    """torch's fused implementation would otherwise use uninitialised momentum."""
+    """Otherwise torch's fused implementation uses uninitialised momentum."""
     model = classifier()
     optimizer = build_optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
     assert optimizer.param_groups[0]["fused"]
@@ -66,7 +66,7 @@ def flat_sum(model: nn.Module) -> torch.Tensor:
 
 
 def test_scaled_steps_equal_plain_ones() -> None:
-    """The scale, a power of two, cancels; the forward runs in float32 here."""
+    """The scale is a power of two and cancels; the forward runs in float32 here."""
     clip = {"max_norm": 0.05}
     scaled, plain = classifier(), classifier()
     amp = _amp(scaled, dtype="float16", clip_grad=clip, accumulative_counts=2, loss_scale=1024)
@@ -126,7 +126,7 @@ def test_state_holds_the_scale() -> None:
 
 
 def test_either_order_of_arguments() -> None:
-    """The order of OptimWrapper, and the one that mmengine documents."""
+    """Our order of arguments and the one that mmengine documents both work."""
     optimizer = torch.optim.SGD(classifier().parameters(), lr=0.1)
     ours = AmpOptimWrapper(optimizer, 2, {"max_norm": 1.0}, loss_scale=8.0, dtype="float16")
     theirs = AmpOptimWrapper(

@@ -61,7 +61,7 @@ def test_leaves_and_constants_as_loss() -> None:
 
 
 class Checkpointed(BaseModel):
-    """`inner` runs under activation checkpointing, `spare` never."""
+    """A model whose `inner` runs under activation checkpointing and `spare` never runs."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_activation_checkpointing_by_hand(use_reentrant: bool) -> None:
     model.zero_grad()
     assert detect_anomalous_params(loss, model, received=received) == SPARE
     if use_reentrant:
-        # Nothing is left to tell by, as the documentation warns.
+        # Gradients were cleared, so `inner` is reported as well, as documented.
         assert detect_anomalous_params(loss, model) == ["inner.weight", "inner.bias", *SPARE]
 
 

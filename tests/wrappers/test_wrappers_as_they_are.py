@@ -1,4 +1,4 @@
-"""Models of transformers, and kinds of batches, under every wrapper: equal to plain loops."""
+"""Models of transformers and many types of batches equal plain loops under every wrapper."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ MODELS = {"bert": bert, "gpt2": gpt2}
 
 
 def train_both(name: str, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of our training on the halves of a batch, and of a plain loop."""
+    """Return the weights of our training on half batches, and of a plain loop."""
     rank = torch.distributed.get_rank() if kind in ("ddp", "fsdp") else None
     plain, wrapper = MODELS[name](), wrapped(kind, MODELS[name]())
     optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
@@ -191,7 +191,7 @@ def test_training_equals_a_plain_loop_of_transformers(name: str, kind: str) -> N
         else [train_both(name, kind)]
     )
     for ours, plain in results:
-        # The names are the model's own, so that from_pretrained and load_state_dict accept them.
+        # from_pretrained and load_state_dict accept the names.
         assert ours.keys() == plain.keys()
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
@@ -247,7 +247,7 @@ def test_errors_name_the_remedy(model: str, change: Any, error: Any, text: str) 
 
 
 class Detector(nn.Module):
-    """Has the interface of torchvision's detectors, and their losses without "loss" in the name."""
+    """A detector like torchvision's, whose losses do not have "loss" in their names."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Blocks of a model by class, path, pattern and size."""
+"""Selecting blocks of a model by class, path, pattern and size."""
 
 import pytest
 from hypothesis import given
@@ -116,6 +116,6 @@ def test_no_module_of_the_size_is_left_out(size: int) -> None:
             for one in block.parameters()
         }
         free = [one for one in module.parameters() if id(one) not in inside]
-        # The tied weight may count for either of its modules.
+        # The tied weight may be assigned to either of its modules.
         free = [one for one in free if one is not model.embed.weight]
         assert sum(one.numel() for one in free) < size

@@ -1,4 +1,4 @@
-"""Updates by a closure: right, or refused before any training."""
+"""Updates by a closure are correct or refused before any training."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def batch() -> list[Tensor]:
 
 
 class ByClosure(SingleDevice):
-    """Calls the loss function as often as the optimizer asks for it."""
+    """A wrapper whose step passes a closure to the optimizer."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         loss = optim_wrapper.update_by_closure(lambda: self(*data, mode="loss")["loss"], self)
@@ -40,7 +40,7 @@ class ByClosureDDP(StepDistributedDataParallel):
 
 
 class Averaging(nn.Module):
-    """Stands for a wrapper from elsewhere."""
+    """A wrapper as of another library."""
 
     def average(self, value: Tensor) -> Tensor:
         return value
@@ -121,7 +121,7 @@ def test_the_usual_step_has_no_closure(kind: Any) -> None:
 
 
 def test_the_bare_model_is_refused() -> None:
-    """Each rank would search by its loss alone, and end elsewhere."""
+    """Each rank would search by its own loss and get other weights."""
     wrapper = ByClosure(model())
     optim = OptimWrapper(torch.optim.LBFGS(wrapper.parameters()))
     with pytest.raises(TypeError, match="got SupervisedModel: give self, not self.module"):

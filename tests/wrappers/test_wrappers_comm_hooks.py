@@ -1,4 +1,4 @@
-"""Communication hooks, against torch's own and against arithmetic."""
+"""Communication hooks, compared with torch's and with plain arithmetic."""
 
 import copy
 import pickle
@@ -53,7 +53,7 @@ def _train(hook: Any, **options: Any) -> Tensor:
 
 
 def _plain(cast: torch.dtype = torch.float32, factor: float = 1.0) -> Tensor:
-    """Return one process's result, its gradients rounded as a compressing hook does."""
+    """Train in one process, with gradients rounded as by a compressing hook."""
     net = mlp()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     by_rank = [batches(STEPS, seed=rank) for rank in range(2)]
@@ -165,7 +165,7 @@ CHANGED = (
     "wrappers/ddp/buckets.py uses"
 )
 STOP = 2
-# Less than the weights of the first layer: there are two buckets.
+# Smaller than the weights of the first layer, so that there are two buckets.
 SMALL_MB = 0.0002
 Names = list[list[str]]
 
@@ -229,7 +229,7 @@ def test_a_wrapper_made_later_adds_in_the_same_order(
 
 
 def _orders(kind: Callable[..., Any], steps: int, **options: Any) -> list[Names]:
-    """Return the parameters of the buckets, in the order in which they are sent, by step."""
+    """Return for each step the parameters of the buckets in the order in which they are sent."""
     net = mlp()
     names = {parameter: name for name, parameter in net.named_parameters()}
     model = kind(SupervisedModel(net, nn.CrossEntropyLoss()), **options)
@@ -253,8 +253,8 @@ def _mean(state: Any, bucket: GradBucket) -> Future[Tensor]:
 
 
 @on_ranks(3)
-def test_the_first_buckets_are_those_that_torch_arrives_at() -> None:
-    """The average overlaps the backward as much as under torch's class."""
+def test_the_first_buckets_equal_torchs_rebuilt_ones() -> None:
+    """The averaging overlaps with the backward as much as under torch's class."""
     expected = [["2.bias", "2.weight", "0.bias"], ["0.weight"]]
     for options in ({"bucket_cap_mb": SMALL_MB}, {"bucket_cap_mb": SMALL_MB, "init_sync": False}):
         assert _orders(StepDistributedDataParallel, 3, **options) == [expected] * 3, CHANGED

@@ -1,4 +1,4 @@
-"""The tensors that a compiled step reads and updates."""
+"""Tensors that a compiled step reads and updates."""
 
 import copy
 from typing import Any
@@ -55,7 +55,7 @@ def test_other_modules_of_the_same_shape(change: Any) -> None:
 
 
 class PenaltyModel(nn.Module):
-    """Its loss refers to the weights by a closure, which a copy of the model shares."""
+    """A model whose loss refers to the weights by a closure, which a copy of the model shares."""
 
     losses = ("loss",)
 

@@ -1,4 +1,4 @@
-"""Compiled steps equal eager steps whatever happens between steps, or they are not compiled."""
+"""Compiled steps equal eager steps after any change between steps, or are not compiled."""
 
 import random
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper
 from stepwrap.wrappers.compiled.verifier import StepMismatchError
 
-# torch warns once in a process about weights whose strides have changed.
+# torch warns once per process about weights whose strides have changed.
 pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey")
 
 
@@ -74,7 +74,7 @@ def test_any_changes(change: Change, step: int, others: dict[int, Change], optim
 
 
 class Lookahead(torch.optim.SGD):
-    """Slow weights that follow the fast ones, from a count that a program would not see."""
+    """An optimizer whose slow weights depend on a plain counter, which a program does not see."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -90,7 +90,7 @@ class Lookahead(torch.optim.SGD):
 
 
 class Decaying(torch.optim.Optimizer):
-    """Keeps a schedule in the parameter group."""
+    """An optimizer that keeps a schedule in the parameter group."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "k": 0})
@@ -103,7 +103,7 @@ class Decaying(torch.optim.Optimizer):
 
 
 class Signs(torch.optim.Optimizer):
-    """Updates by signs, whose size is the learning rate in full precision."""
+    """An optimizer that updates by signs times the learning rate in full precision."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 1e-3})
@@ -130,7 +130,7 @@ def test_allowed_custom_optimizers_are_verified(kind: Any) -> None:
 
 
 class Odd(Net):
-    """Draws or reads what is neither a tensor of the model nor of the batch."""
+    """A model that draws random numbers or reads values outside the model and the batch."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_autocast_around_later_steps(wrap: Any, caplog: pytest.LogCaptureFixture
 
 
 class DictModel(nn.Module):
-    """Takes dicts with more than tensors in them."""
+    """A model that takes dicts with tensors and other values."""
 
     losses = ("loss",)
 
@@ -195,7 +195,7 @@ def test_other_entries_of_a_batch_cost_no_programs() -> None:
 
 
 class Tokens(nn.Sequential):
-    """Integer inputs, so that a change of the weights' type does not show in the batch."""
+    """A model of integer inputs, whose dtype does not depend on the weights."""
 
     def __init__(self) -> None:
         super().__init__(nn.Embedding(9, 6), nn.Flatten(), nn.Linear(12, 3))
@@ -256,7 +256,7 @@ class Attention(nn.Module):
         (recurrent(nn.LSTM, num_layers=2, dropout=0.3), adamw),
         (recurrent(nn.GRU, bidirectional=True), adamw),
         (Checkpointed, adamw),
-        # The gradient of a key's bias is zero but for rounding, which AdamW would amplify.
+        # The gradient of a key's bias is only rounding noise, which AdamW would amplify.
         (Attention, sgd),
     ],
     ids=["LSTM", "GRU", "Checkpointed", "Attention"],
@@ -279,7 +279,7 @@ def test_a_refused_step_restores_all_generators() -> None:
 
 
 def test_a_difference_that_appears_later_ends_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program keeps a number that a replaced method of another class gives."""
+    """The program keeps a number returned by a method of another class that is then replaced."""
 
     class Rule:
         def factor(self) -> float:

@@ -1,4 +1,4 @@
-"""The compiled training step: the numbers of the usual one, and when it is not compiled."""
+"""The compiled training step equals the usual one; steps that are not compiled."""
 
 import copy
 import logging
@@ -31,7 +31,7 @@ Make = Callable[[nn.Module], OptimWrapper]
 
 
 class ConvNet(nn.Module):
-    """Running statistics, two kinds of random draws, a buffer that changes, a tied weight."""
+    """A net with running statistics, random draws, a changing buffer and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def batches(count: int, size: int = 8, dtype: torch.dtype = torch.float32) -> li
 
 
 def assert_equal(make: Make, data: list[Batch], tolerance: float, **options: Any) -> Any:
-    """Train both ways by inductor; return the wrapper with the compiled step."""
+    """Train both ways with inductor; return the wrapper with the compiled step."""
     options = {"net": ConvNet, "dtype": data[0][0].dtype, "backend": "inductor", **options}
     wrapper = assert_same(tolerance, make=make, data=data, **options)
     assert wrapper.train_step.programs, "nothing was compiled"
@@ -105,14 +105,14 @@ def test_accumulation_with_a_short_last_window() -> None:
 
     data = batches(20, dtype=torch.float64)
     wrapper = assert_equal(make, data, 1e-12)
-    # The first of a window, one in the middle and the last; a last window of two.
+    # Programs for the first, middle and last batch of a window; the last window has two batches.
     assert len(wrapper.train_step.programs) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [1, 3])
 def test_loss_weights(counts: int) -> None:
-    """Also windows and micro-batches without a target, whose loss is NaN."""
+    """Also for windows and micro-batches without a target, whose loss is NaN."""
     weights: list[Any] = []
 
     def make(model: nn.Module) -> OptimWrapper:
@@ -144,7 +144,7 @@ def test_rates_change_without_a_new_program() -> None:
 
 
 class TwoTables(nn.Module):
-    """Two parameters share a gradient, and the gradient of the shift is an expanded number."""
+    """A model in which two parameters share a gradient, and one gradient is an expanded number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def test_bfloat16(
 @pytest.mark.parametrize("counts", [1, 3])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
-    """With counts of steps that AdamW keeps on the CPU, changing rates and a ragged last batch."""
+    """With AdamW's step counts on the CPU, changing rates and a smaller last batch."""
 
     def make(model: nn.Module) -> OptimWrapper:
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.01, foreach=True)
@@ -228,7 +228,7 @@ def test_200_steps_as_cuda_graphs(kind: str, counts: int) -> None:
 
     data = batches(200, dtype=torch.float64)
     data[-1] = data[-1][0][:5], data[-1][1][:5]
-    # Some sums on GPUs have no fixed order.
+    # Some sums on GPUs do not have a fixed order.
     wrapper = assert_equal(make, data, 1e-9, device="cuda", before_step=change)
     assert all(type(one._run) is CudaGraph for one in wrapper.train_step.programs)
 
@@ -304,7 +304,7 @@ def test_steps_that_cannot_be_compiled_run_as_usual(
         for flag in (False, True)
     )
     assert usual[1] == compiled[1]
-    # The attempt changes nothing in the model.
+    # The attempt does not change the model.
     assert compiled[2].module.net.calls == usual[2].module.net.calls
     lines = [one.getMessage() for one in caplog.records if "not compiled" in one.getMessage()]
     assert len(lines) == 1
@@ -351,9 +351,9 @@ def test_hooks_that_come_later_are_called() -> None:
 
 
 class Net(nn.Module):
-    """With running statistics, which DistributedDataParallel gives to all ranks.
+    """A net with running statistics, which DistributedDataParallel broadcasts.
 
-    The gradient of a layer is so large that it is averaged by itself.
+    The gradient of one layer is so large that it has a separate bucket.
     """
 
     def __init__(self, fails: bool = False) -> None:
@@ -381,13 +381,13 @@ def _train(compiled: bool, counts: int, weight: str | None, fails_on: int) -> An
     wrapper.train()
     generator = torch.Generator().manual_seed(rank)
     for index in range(24):
-        # One rank has a shape without a program, while the other still runs its program.
+        # One rank has a shape without a program while the other runs its program.
         size = 4 if index == 20 and rank == 1 else 5
         inputs = torch.randn(size, 6, generator=generator, dtype=torch.float64)
         targets = torch.arange(size) % 3
         if weight is not None:
             targets[: index % 3 + rank] = -100
-            # Nothing on one rank, or on both.
+            # No targets on one rank, or on both.
             targets[:] = -100 if index == 15 or (index == 13 and rank) else targets
         wrapper.train_step((inputs, targets), optim)
     return wrapper

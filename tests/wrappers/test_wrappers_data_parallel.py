@@ -130,7 +130,7 @@ def test_surroundings_of_the_copies() -> None:
 
 
 class Meeting(nn.Module):
-    """The copies wait for each other; one of them may fail before."""
+    """A module whose copies wait for each other; one of them may fail before."""
 
     ctx: CallbackContext
     copy_id: int
@@ -173,7 +173,7 @@ def test_a_copy_that_fails(failing: int, error: type[BaseException], large: bool
     assert run_in_thread(lambda: model(torch.zeros(3))).tolist() == [3, 3, 3]
 
 
-def test_a_slow_copy_is_no_timeout() -> None:
+def test_a_slow_copy_is_not_a_timeout() -> None:
     class Slow(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             threading.Event().wait(0.3 * inputs[0].item())

@@ -159,7 +159,7 @@ def test_buffers_are_equal_for_evaluation() -> None:
 
 
 class Penalised(StepDistributedDataParallel):
-    """A custom step, for a model that may have one as well."""
+    """A wrapper with a custom step for a model that may also have one."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         with optim_wrapper.optim_context(self):
@@ -238,7 +238,7 @@ def test_numbers(ranks: int, by_all: bool, options: dict[str, Any]) -> None:
         train(model, data, optim)
     assert list(warnings.filters) == filters
     if rank == 0:
-        # Outside of it a forward does not wait for other ranks.
+        # Outside a step a forward does not wait for other ranks.
         model(*data[-1], mode="loss")
     assert optim.inner_count == COUNTS[rank]
     assert_near(flat(model), _plain(by_all, ranks), 1e-12)

@@ -1,4 +1,4 @@
-"""The custom steps on the page about extending: they run, and agree."""
+"""The custom steps on the page about extending run and agree with each other."""
 
 import re
 from pathlib import Path
@@ -42,11 +42,11 @@ def test_the_model_trains_and_predicts() -> None:
 @pytest.mark.parametrize("axes", [None, {"data": 1, "tensor": 2}])
 @pytest.mark.slow
 @on_ranks(2)
-def test_penalties_of_shards_are_those_of_whole_weights(
+def test_penalties_of_shards_equal_penalties_of_whole_weights(
     penalty: str, axes: dict[str, int] | None
 ) -> None:
     for code in _examples("A training step"):
-        # A rank process may have them from another call.
+        # An earlier call may have registered them in this rank process.
         forced = code.replace("register_module()", "register_module(force=True)")
         exec(forced.replace("1e-4", "1e-1").replace("p.square().sum()", penalty), {})
     trained = []

@@ -42,7 +42,7 @@ def own_rows(batch: list[Tensor]) -> list[Tensor]:
 
 
 def by_grad(wrapper: Any, data: Any, optim_wrapper: Any, average: bool = False) -> dict[str, Any]:
-    """Take gradients that no backward has averaged, times two."""
+    """Set gradients by `autograd.grad`, which averages nothing, times two."""
     weights = list(wrapper.parameters())
     with optim_wrapper.optim_context(wrapper):
         loss = wrapper(*data, mode="loss")["loss"]
@@ -72,7 +72,7 @@ def train_by(step: Any, half: bool = False, **options: Any) -> Tensor:
 
 
 @on_ranks(RANKS)
-def test_gradients_of_autograd_grad_are_those_of_one_rank() -> None:
+def test_gradients_of_autograd_grad_are_not_averaged() -> None:
     texts = (
         "different gradients of 'net.weight'",
         "StepDistributedDataParallel_with_by_grad.train_step",
@@ -95,7 +95,7 @@ def test_averaged_gradients_are_accepted() -> None:
 
 @on_ranks(RANKS)
 def test_infinite_gradients_delay_the_check() -> None:
-    """A first update that the loss scale leaves out says nothing about the next."""
+    """A first update that the loss scaler skips is not checked; the next one is."""
     with pytest.raises(RuntimeError, match="different gradients"):
         train_by(by_grad, half=True)
     train_by(averaged, half=True)
@@ -141,7 +141,7 @@ class Pair(BaseModel):
 
 
 class TwoLosses(SeparateDistributedDataParallel):
-    """A common way to write it: a backward for each loss, after all calls."""
+    """A common step with a backward for each loss, after all forward calls."""
 
     together = False
 
@@ -197,7 +197,7 @@ def test_a_second_backward_of_a_child_is_not_averaged() -> None:
 
 
 class Odd(BaseModel):
-    """A complex weight, and rows of a table that have sparse gradients."""
+    """A model with a complex weight and an embedding with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fully sharded training against plain PyTorch, over real processes."""
+"""Fully sharded training in several processes, compared with plain PyTorch."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -63,7 +63,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-# More ranks change what each of them has of a parameter, not what an option does.
+# With more ranks the parts of parameters change, but not the effects of the options.
 UNEVEN = [OPTIONS[3], OPTIONS[7], *(one for one in OPTIONS if one[0] != "Net")]
 
 
@@ -76,7 +76,7 @@ def test_options_change_no_number(ranks: int, cases: list[tuple[str, dict[str, A
         weights = train(kind, **options)
         expected = train_plainly(kind, torch.float64, ranks=ranks, **settings)
         if kind == "Normed":
-            # Its running variance comes from another formula over ranks.
+            # The running variance over ranks is computed by another formula.
             expected = {name: one for name, one in expected.items() if "running" not in name}
             weights = {name: weights[name] for name in expected}
         assert_near(weights, expected, 1e-12)
@@ -106,7 +106,7 @@ def test_meshes_change_no_number() -> None:
 
 @on_ranks(4)
 def test_a_mesh_over_some_of_the_ranks() -> None:
-    """Two independent pairs of ranks train, each over a separate mesh."""
+    """Two pairs of ranks train independently, each on its own mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))
     first, second, third, fourth = gathered(train(mesh=mesh["data"], shard=["Block"]))
     assert_near(first, train_plainly(ranks=2), 1e-12)
@@ -156,7 +156,7 @@ def _train_over(mesh: Mesh | DeviceMesh) -> dict[str, Tensor]:
     model = StepFullyShardedDataParallel(supervised(), shard=["Block"], mesh=mesh)
     optim = sgd(model, momentum=0.9)
     for batch in own_batches(dist.get_rank(), torch.float64):
-        # What comes out of an operation is on the mesh that torch remembers of it.
+        # Results of an operation use the mesh that torch caches for it.
         norm = sum(one.square().sum().full_tensor() for one in model.parameters())
         assert norm.item() > 0
         model.train_step(batch, optim)
@@ -173,7 +173,7 @@ def _sum_split_layer(mesh: DeviceMesh) -> None:
 @on_ranks(4)
 def test_a_new_world_in_the_same_processes(by_torch: bool, tmp_path: Path) -> None:
     expected = train_plainly(ranks=4)
-    # Groups are numbered, and the second world has fewer of them.
+    # Groups are numbered; the second world has fewer.
     for _ in range(3):
         dist.new_group()
     rank = dist.get_rank()
@@ -184,7 +184,7 @@ def test_a_new_world_in_the_same_processes(by_torch: bool, tmp_path: Path) -> No
         else:
             ours = build_mesh({"replicate": 2, "shard": 2})
             assert ours.device_mesh is not None
-            # Split layers alone, before and after what the other wrapper remembers.
+            # Use split layers before and after the other wrapper fills torch's caches.
             _sum_split_layer(ours.device_mesh)
             assert_near(_train_over(ours), expected, 1e-12)
             _sum_split_layer(ours.device_mesh)

@@ -1,4 +1,4 @@
-"""Parameters of a fully sharded model that are frozen and thawed in training."""
+"""Parameters of a fully sharded model that are frozen and unfrozen in training."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from stepwrap.wrappers import (
 
 
 class Changing(SupervisedModel):
-    """Its forward calls `first(net, at)` before the layers, and `last(net, at)` after them."""
+    """A model whose forward calls `first(net, at)` before the layers and `last(net, at)` after."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(network("Net", dtype), nn.CrossEntropyLoss())
@@ -41,14 +41,14 @@ def _leave(net: Any, at: int) -> None:
 
 
 def _unfreeze(net: Any, at: int) -> None:
-    """Train the head, then a block more, then all."""
+    """Train the head, then also a block, then all layers."""
     net.head.requires_grad_(True)
     net.blocks[1].requires_grad_(at >= 2)
     net.blocks[0].requires_grad_(at >= 4)
 
 
 def _swap(net: Any, at: int) -> None:
-    """Train one part and then another; also within an accumulation window."""
+    """Train one part and then another, also within an accumulation window."""
     if at in (1, 3):
         net.head.requires_grad_(at == 3)
         net.blocks[0].requires_grad_(at == 1)
@@ -65,7 +65,7 @@ def _trained(model: Any, data: list[Any], change: Any, where: str, accumulate: i
     for at, batch in enumerate(data[:6]):
         bare.at = at
         if where == "gathered":
-            # A forward without a backward leaves the rest of the model gathered.
+            # After a forward without a backward the rest of the model stays gathered.
             model(batch[0], mode="tensor")
         if where in ("steps", "gathered"):
             change(bare.net, at)
@@ -116,7 +116,7 @@ def test_a_block_that_was_frozen_at_first_is_reduced_in_its_dtype() -> None:
 
 
 class Toggling(SupervisedModel):
-    """Steps its children one after the other; the other one is frozen by its optimizer's list."""
+    """A model that trains its children in turn and freezes the other one."""
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapperDict) -> dict[str, Tensor]:
         net: Any = self.net
@@ -131,7 +131,7 @@ class Toggling(SupervisedModel):
 
 @on_ranks(2)
 def test_children_that_take_turns() -> None:
-    """While the last child alone is trained no backward reaches the first, which stays gathered."""
+    """While only the last child is trained, no backward reaches the first, which stays gathered."""
     states = []
     for kind, data in (
         (SingleDevice, whole_batches()),
@@ -193,7 +193,7 @@ def _train_nested(model: Any, data: list[Any]) -> Any:
 
 
 def _fail(model: Any, batch: Any, optim: Any) -> None:
-    """Fail in an inner forward: of a step, without one, in an evaluation; then in a backward."""
+    """Fail in inner forwards (in a step, outside, in an evaluation), then in a backward."""
     model.module.fails = True
     for run in (
         lambda: model.train_step(batch, optim),
@@ -219,7 +219,7 @@ def _raise_in_backward(gradient: Tensor) -> None:
     raise KeyError("this backward fails")
 
 
-# What torch itself warns of while it traces.
+# Warnings that torch's own tracing raises.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("way", ["error", *slow("once", "twice", "sum", "caught", "interrupt")])

@@ -1,4 +1,4 @@
-"""The options of fully sharded training in all spellings, without any process group."""
+"""The options of fully sharded training in all spellings, without a process group."""
 
 import copy
 import functools

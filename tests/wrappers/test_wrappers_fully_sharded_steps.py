@@ -1,4 +1,4 @@
-"""Steps of a fully sharded model that are not the usual one: several losses, failing, own sums."""
+"""Unusual steps of a fully sharded model: several losses, errors, sums over shards."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +24,7 @@ from stepwrap.wrappers import (
 
 
 def assert_equals_single(run: Callable[..., Any], bound: float = 1e-12, **options: Any) -> None:
-    """Run the same on this rank's part and on the whole in one process."""
+    """Compare training on this rank's part with one process on the whole batch."""
     model = supervised(seed=dist.get_rank())
     sharded = StepFullyShardedDataParallel(model, **{"shard": ["Block"], **options})
     run(sharded, own_batches(dist.get_rank(), torch.float64))
@@ -79,7 +79,7 @@ def _raise(*_: Any) -> None:
 @pytest.mark.parametrize("shard", [None, ["Block"]])
 @on_ranks(2)
 def test_training_continues_after_an_error(where: str, plain: bool, shard: Any) -> None:
-    """A step raises inside the model, through the wrapper's step or in a plain loop."""
+    """The model raises in the wrapper's step or in a plain loop."""
 
     def fail(model: Any, batch: Any, optim: OptimWrapper) -> None:
         if plain:
@@ -110,7 +110,7 @@ def test_an_optimizer_made_after_a_forward() -> None:
     assert all(isinstance(one, DTensor) for one in model.parameters())
 
     def run(model: Any, data: list[Any]) -> None:
-        """Make the optimizer between a forward and its backward."""
+        """Create the optimizer between a forward and its backward."""
         loss = model(*data[0], mode="loss")["loss"]
         if isinstance(model, StepFullyShardedDataParallel):
             with pytest.raises(ValueError, match="is a temporary unsharded view of fsdp"):
@@ -153,7 +153,7 @@ def test_a_sum_over_parameters_in_the_loss() -> None:
 
 
 class Mixing(StepFullyShardedDataParallel):
-    """Adds a sum over shards without gathering it."""
+    """A step that adds a sum over shards without gathering it."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         losses = self(*data, mode="loss")
@@ -171,7 +171,7 @@ class Reaching(SupervisedModel):
 
 
 @on_ranks(2)
-def test_errors_about_shards_say_what_to_do() -> None:
+def test_errors_about_shards_name_a_remedy() -> None:
     mixing = Mixing(supervised(), shard=["Block"])
     (batch,) = own_batches(0, torch.float64)[:1]
     advice = "sum(one.square().sum().full_tensor() for one in self.parameters())"
@@ -184,7 +184,7 @@ def test_errors_about_shards_say_what_to_do() -> None:
 
 
 class StepsItself(CallsChild):
-    """Evaluates with the weight of a layer that it does not call."""
+    """A model that evaluates with the weight of a layer that it does not call."""
 
     def val_step(self, data: Any) -> Any:
         head: Any = self.net.head
@@ -231,7 +231,7 @@ def test_a_model_with_two_optimizers(accumulate: int, freeze: bool) -> None:
 
 
 class GeneratorFirst(Gan):
-    """Its discriminator is frozen when it is called for the first time."""
+    """A GAN whose discriminator is frozen at its first call."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         real, noise = data

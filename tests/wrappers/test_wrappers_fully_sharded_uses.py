@@ -1,4 +1,4 @@
-"""Everything that a fully sharded model is used for besides training steps."""
+"""Uses of a fully sharded model other than training steps."""
 
 import copy
 import logging
@@ -44,10 +44,10 @@ def _wrapped(kind: str = "Net", dtype: torch.dtype = torch.float64, **options: A
 @pytest.mark.parametrize("kind", [SupervisedModel, CallsChild])
 @on_ranks(2)
 def test_gradients_are_reduced_only_at_the_end_of_a_window(kind: Any) -> None:
-    """Three units (two blocks and the head) reduce once in a window."""
+    """Three units (two blocks and the head) reduce once per window."""
     bare = kind(network("Net", torch.float64), nn.CrossEntropyLoss())
     model = StepFullyShardedDataParallel(bare, shard=["Block"])
-    # By micro-step how often gradients were reduced, and how many there are.
+    # The number of reductions and of gradients after each micro-step.
     seen: list[tuple[int, int]] = []
 
     class Looking(OptimWrapper):
@@ -77,7 +77,7 @@ def test_a_model_with_a_training_step() -> None:
 
 
 class Peeking(BaseModel):
-    """Its evaluation uses a layer's weight, the layer and the model itself."""
+    """A model whose evaluation uses a layer's weight, the layer and the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Peeking(BaseModel):
 
 @contextmanager
 def _nothing() -> Iterator[None]:
-    """Leave gradients on; torch warns that lists of predictions are views."""
+    """Keep gradients enabled; torch warns that lists of predictions are views."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         yield
@@ -107,7 +107,7 @@ def _nothing() -> Iterator[None]:
 @pytest.mark.parametrize("free", [True, False])
 @on_ranks(2)
 def test_evaluation_gathers_as_needed(free: bool) -> None:
-    """Evaluate before, between and after training steps, in every mode of autograd."""
+    """Evaluate before, between and after training steps in every autograd mode."""
     batch = batches(1)[0]
     for model, shard in ((Peeking(), "Block"), (classifier(), "Linear"), (PlainModel(), "Linear")):
         wrapped = StepFullyShardedDataParallel(
@@ -154,7 +154,7 @@ def test_names_kinds_and_buffers() -> None:
             use(model)
 
 
-# What torch itself warns of while it traces.
+# Warnings that torch's own tracing raises.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @on_ranks(2)
@@ -173,7 +173,7 @@ def test_anomalous_parameters_are_named() -> None:
 
 @on_ranks(2)
 def test_mixed_precision() -> None:
-    """What the layers see, the dtype of the weights, and that it learns."""
+    """Checks the dtypes in the layers and of the weights, and that the loss falls."""
     model = _wrapped("Normed", torch.float32, mixed_precision={"param_dtype": "bfloat16"})
     net = model.module.net
     seen: dict[str, Any] = {}
@@ -252,6 +252,6 @@ def test_models_that_cannot_be_sharded() -> None:
 
 
 @on_ranks(2)
-def test_weights_may_stay_as_they_are() -> None:
-    """Ranks see the same shards put together, which come from different models."""
+def test_initial_weights_need_not_be_synchronised() -> None:
+    """The gathered weights are equal on all ranks; their shards come from different models."""
     assert same_on_ranks(train(sync_module_states=False)["head.weight"])

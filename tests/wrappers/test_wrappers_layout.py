@@ -1,4 +1,4 @@
-"""Where the parts of tensors lie, on FSDP2, tensor-parallel and plain parameters."""
+"""The layout of sharded tensors: FSDP2, tensor-parallel and plain parameters."""
 
 import math
 from typing import Any
@@ -27,8 +27,8 @@ from stepwrap.wrappers.sharding.layout import (
 @pytest.mark.parametrize("width", [6, *slow(8, 2)])
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
-def test_every_part_is_where_it_says(size: int, kind: str, width: int) -> None:
-    """Also uneven and empty parts, and those of FSDP2 over a dimension split already."""
+def test_every_part_has_the_reported_place(size: int, kind: str, width: int) -> None:
+    """Also for uneven and empty parts, and for FSDP2 on a dimension that is already split."""
     plain, model = net(width=width), spread(net(width=width), kind)
     for (name, reference), parameter in zip(
         plain.named_parameters(), model.parameters(), strict=True
@@ -86,7 +86,6 @@ def test_a_part_does_not_keep_the_storage_of_the_whole() -> None:
 
 @on_ranks(2)
 def test_sources_of_another_layout() -> None:
-    """A source with parts elsewhere is gathered."""
     reference = torch.arange(12.0).view(4, 3)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     rows = dist.tensor.distribute_tensor(reference, mesh, [dist.tensor.Shard(0)])
@@ -100,9 +99,9 @@ def test_sources_of_another_layout() -> None:
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
-def test_the_norm_is_that_of_the_whole(size: int, kind: str) -> None:
-    """One all_reduce for each group over which there are parts; the same bits on all ranks."""
-    # torch's tensor-parallel layers compute in equal parts only.
+def test_the_norm_equals_the_norm_of_whole_tensors(size: int, kind: str) -> None:
+    """It takes one all_reduce per group with parts, and has the same bits on all ranks."""
+    # torch's tensor-parallel layers need equal parts.
     width = 8 if kind == "tensor" else 6
     plain, model = net(width=width), spread(net(width=width), kind)
     for one in (plain, model):

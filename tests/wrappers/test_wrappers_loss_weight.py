@@ -1,4 +1,4 @@
-"""Loss weights: what a batch weighs, windows, errors; on one device."""
+"""Loss weights on one device: weights of batches, windows, errors."""
 
 import math
 from typing import Any
@@ -91,7 +91,7 @@ def test_batches_that_cannot_be_weighed(
 
 
 def test_one_batch_for_an_update_is_exact() -> None:
-    """There is nothing to average, so that not a bit changes."""
+    """Without anything to average, no bit changes."""
     found = []
     for setting in (None, "samples"):
         model = SingleDevice(classifier())
@@ -103,7 +103,7 @@ def test_one_batch_for_an_update_is_exact() -> None:
 
 
 def test_windows_end_with_a_pass() -> None:
-    """Two passes of five micro-batches in windows of three: 3, 2 and 3, 2."""
+    """Two passes of five micro-batches have windows of 3, 2, 3 and 2."""
     found, updates = [], []
     data = batches(5, size=2)
     model = SingleDevice(classifier(torch.float64))
@@ -111,7 +111,7 @@ def test_windows_end_with_a_pass() -> None:
     optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
     optim_wrapper.initialize_count_status(model, 0, 10)
     for start in (0, 5):
-        # The length may be given later.
+        # The length of a pass may be given later.
         optim_wrapper.begin_pass(start, None)
         for index, batch in enumerate(data):
             if index == 4:
@@ -142,7 +142,7 @@ def _updates_at(optim_wrapper: OptimWrapper, count: int) -> bool:
 
 
 class _Masked(nn.Module):
-    """A mean over a mask, which is a NaN where nothing is masked."""
+    """A mean over a mask, which is NaN if the mask is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_each_micro_batch_must_be_weighed() -> None:
         optim_wrapper.backward(model(inputs, target, mode="loss")["loss"])
     with pytest.raises(RuntimeError, match=r"call optim_wrapper.weigh\(batch\)"):
         optim_wrapper.step()
-    # A custom step may therefore always call it.
+    # A custom step may always call it.
     sgd(model).weigh([inputs, target])
 
 
@@ -205,7 +205,7 @@ def test_a_bare_model_weighs_by_itself() -> None:
 
 
 def test_cleared_gradients_have_no_weight() -> None:
-    """As after a failed step: the window continues with its remaining batches."""
+    """After a failed step the window continues with its remaining batches."""
     model = SingleDevice(classifier(torch.float64))
     optim_wrapper = sgd(model, accumulative_counts=3, loss_weight="samples")
     first, *rest = batches(3, dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_cleared_gradients_have_no_weight() -> None:
 
 
 def test_the_unit_is_saved() -> None:
-    """So that under float16 a resumed run overflows where an unbroken one does."""
+    """Otherwise a resumed float16 run overflows at other steps than an uninterrupted one."""
     model = SingleDevice(classifier())
     optim_wrapper = sgd(model, accumulative_counts=2, loss_weight="samples")
     train(model, batches(2, size=48), optim_wrapper)
@@ -257,7 +257,7 @@ def test_a_closure_weighs_by_itself() -> None:
 
 
 def test_float16_stays_in_range() -> None:
-    """A loss times thousands of tokens and times the scale would be beyond it."""
+    """A loss times thousands of tokens and times the scale would overflow."""
     model = SingleDevice(Tagger("tokens", torch.float32))
     options = {"loss_scale": 2.0**12, "loss_weight": lambda b: 1e6 * len(b["labels"]) / SAMPLES}
     optim_wrapper = AmpOptimWrapper(_optimizer(model), 2, dtype="float16", **options)

@@ -1,4 +1,4 @@
-"""Loss weights under every wrapper: any split of a global batch gives the same gradients."""
+"""With loss weights every split of a global batch gives the same gradients on every wrapper."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from stepwrap.wrappers import (
 
 QUICK = [("single", 1), ("dp, 2 replicas", 1), ("ddp", 2), ("fsdp", 2), ("separate", 2)]
 FOURS = [("ddp", 4), ("hsdp", 4), ("ddp x tp", 4), ("fsdp x tp", 4), ("tp 2", 2)]
-# One setting of each kind; the whole product is slow.
+# One setting of each kind, because the whole product is slow.
 FEW = [
     Weighted("tokens", "fp64", 3, True),
     Weighted("samples", "fp32", 1, False),
@@ -121,7 +121,7 @@ def test_one_rank_may_weigh_outside_the_context() -> None:
 
 
 class _TwoOptimizers(Tagger):
-    """Steps its two layers by an optimizer each, the second one after every micro-batch."""
+    """A model with an optimizer for each layer; the second steps after every micro-batch."""
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         first, second = optim_wrapper["first"], optim_wrapper["second"]
@@ -166,7 +166,7 @@ def test_under_the_wrapper_of_torch() -> None:
 
 @on_ranks(2)
 def test_ranks_that_train_separately() -> None:
-    """A wrapper for one device divides by the weights of its own rank, not of all ranks."""
+    """A wrapper for one device divides by this rank's weights only."""
     rank, cell = torch.distributed.get_rank(), Weighted(accumulate=2, updates=1)
     parts = split(global_batch(0), 5, seed=0)[2 * rank : 2 * rank + 2]
     wrapper, plain = SingleDevice(Tagger()), Tagger()
@@ -181,7 +181,7 @@ def test_ranks_that_train_separately() -> None:
 
 @on_ranks(2)
 def test_ranks_with_weight_0() -> None:
-    """An update of nothing at all, and one to which one rank contributes nothing."""
+    """One update has no weight on any rank, another has none on one rank."""
     cell = Weighted("mask", accumulate=1)
     wrapper = StepDistributedDataParallel(Tagger("mask", torch.float64))
     optim_wrapper = optimizer_of(wrapper, cell)
@@ -227,7 +227,7 @@ LOCAL = {"type": "post_localSGD", "start_localSGD_iter": 2}
 def test_hooks_that_do_not_average_are_refused(kind: Any, hook: Any, refused: str | None) -> None:
     wrapper = kind(Tagger(), comm_hook=hook)
     optim_wrapper = optimizer_of(wrapper, Weighted())
-    # Not only at the first time.
+    # The error is not raised only once.
     for _ in range(2):
         if refused is None:
             optim_wrapper.optim_context(wrapper)

@@ -1,4 +1,4 @@
-"""What is optimised and what is logged; models with a typed output, as those of Hugging Face."""
+"""The optimised loss and the logged values; models with typed outputs like Hugging Face's."""
 
 import re
 from collections import OrderedDict
@@ -87,7 +87,7 @@ PAGE = (Path(__file__).parents[2] / "docs/extending.md").read_text()
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """Has the shape of `transformers.utils.ModelOutput`: fields that are not None are entries."""
+    """An output like `transformers.utils.ModelOutput`: fields that are not None are entries."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -116,7 +116,7 @@ class LossesOutput(OrderedDict[str, Any]):
 
 
 class Cache:
-    """Stands for the keys and values of a decoder, which are not tensors."""
+    """A stand-in for a decoder's cache of keys and values, which is not a tensor."""
 
 
 class Classifier(nn.Module):
@@ -143,7 +143,7 @@ def test_outputs_that_are_not_losses_are_ignored() -> None:
 
 
 def test_the_loss_is_the_total_and_scalars_are_logged() -> None:
-    """The `loss` of a mixture of experts includes its `aux_loss` already."""
+    """The `loss` of a mixture of experts already includes its `aux_loss`."""
     weight = torch.tensor(3.0, requires_grad=True)
     output = Output(weight * 2, aux_loss=weight, temperature=torch.tensor(7))
     total, logs = parse_losses(output)
@@ -193,7 +193,7 @@ def test_training_equals_a_plain_loop(copies: int) -> None:
     torch.testing.assert_close(model.state_dict(), plain.state_dict())
 
 
-def test_evaluation_returns_what_metrics_need() -> None:
+def test_evaluation_returns_predictions_and_targets() -> None:
     wrapper = SingleDevice(Classifier())
     batches = [batch(6), batch(3, seed=1)]
     state = LoopState(model=wrapper)

@@ -1,4 +1,4 @@
-"""Ranks along named axes."""
+"""Meshes of ranks along named axes."""
 
 from typing import Any, ClassVar
 
@@ -70,7 +70,7 @@ PLACES = [(0, 2, 0, 2), (0, 2, 1, 4), (1, 2, 0, 2), (1, 2, 1, 4)]
 def test_places_of_ranks(
     axes: dict[str, int], ranks: int, places: list[tuple[int, ...]], names: str
 ) -> None:
-    """Rank and size of the data axis, rank of the tensor axis, and the sum over the data group."""
+    """Checks rank and size on the data axis, rank on the tensor axis, and the data group's sum."""
     mesh = build_mesh(axes)
     total = torch.tensor(float(distributed.get_rank()))
     distributed.all_reduce(total, group=mesh.data_group)
@@ -92,7 +92,7 @@ def test_ranks_that_disagree() -> None:
 
 
 class Described:
-    """A value that counts how often one comes from another rank."""
+    """A value that counts how often it is unpickled from another rank."""
 
     received: ClassVar[list[int]] = []
 

@@ -1,4 +1,4 @@
-"""Models built without memory: the same weights as an ordinary construction gives."""
+"""Models built on the meta device get the same weights as ordinary ones."""
 
 import gc
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from stepwrap.wrappers import (
 
 
 class Positions(nn.Module):
-    """A parameter next to modules, and a buffer."""
+    """A model with a parameter next to modules, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Positions(nn.Module):
 
 
 class Overwriting(nn.Module):
-    """Sets a part of what the layers inside have drawn, and leaves the rest."""
+    """A model that overwrites some of its layers' initial weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,8 +89,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ranks", "more"), [(2, {}), *slow((1, {}), (4, {"axes": {"replicate": 2, "shard": 2}}))]
 )
 @on_ranks("ranks")
-def test_weights_are_those_of_an_ordinary_construction(ranks: int, more: dict[str, Any]) -> None:
-    """The weights, and where the random stream ends."""
+def test_weights_equal_an_ordinary_construction(ranks: int, more: dict[str, Any]) -> None:
+    """The weights and the final state of the generator are equal."""
     for kind, options in CASES:
         torch.manual_seed(3)
         expected = MODELS[kind]().state_dict()
@@ -122,7 +122,7 @@ def test_other_random_streams_are_left_alone() -> None:
 
 @on_ranks(2)
 def test_an_initialiser_of_the_whole_model() -> None:
-    """Its layers are copies of one, so their values come in another order; but they are all set."""
+    """Its layers are copies of one, so their values are drawn in another order; all are set."""
     with meta_parameters():
         model = nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
     StepFullyShardedDataParallel(model, shard="TransformerEncoderLayer")
@@ -152,7 +152,7 @@ def test_meta_parameters_moves_parameters_only() -> None:
 
 
 class WithoutInit(nn.Module):
-    """Nothing but its constructor sets the scale."""
+    """A layer whose scale is set only by its constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class WithoutInit(nn.Module):
 
 
 class IncompleteInit(WithoutInit):
-    """Its initialiser leaves the scale out."""
+    """A layer whose initialiser does not set the scale."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.inner.bias)
@@ -206,7 +206,7 @@ _peaks: list[int] = []
 
 
 class MeasuredLinear(nn.Linear):
-    """Notes how many elements all tensors with memory have while it is initialised."""
+    """A layer that records the number of allocated elements during its initialisation."""
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

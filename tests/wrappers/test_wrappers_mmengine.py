@@ -19,7 +19,7 @@ from stepwrap.wrappers import Preparation, SingleDevice, StepDistributedDataPara
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Its OpenCV may find no libGL.
+    # Its import fails if OpenCV does not find libGL.
     reason = "mmengine, the extra of that name, cannot be imported"
     mmengine_model = pytest.importorskip("mmengine.model", reason=reason, exc_type=ImportError)
     mmengine_optim = pytest.importorskip("mmengine.optim", reason=reason, exc_type=ImportError)
@@ -67,7 +67,7 @@ def test_mmengine_models_and_optimizer_wrappers_run_unchanged() -> None:
     assert len(ours.val_step(batches(1)[0])) == 4
 
 
-# Under tensor parallel their wrapper would clip by the norm of one rank's parts.
+# With tensor parallelism their wrapper would clip by the norm of one rank's parts.
 @pytest.mark.parametrize(
     ("kind", "world", "clip"),
     [

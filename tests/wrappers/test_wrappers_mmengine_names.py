@@ -1,4 +1,4 @@
-"""What mmengine documents is there, in its place; what is not, docs/migrate.md says."""
+"""mmengine's documented names exist with their arguments; docs/migrate.md lists the others."""
 
 import inspect
 import warnings
@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     theirs_optim = pytest.importorskip("mmengine.optim", reason=reason, exc_type=ImportError)
 
 PAGE = (Path(__file__).parents[2] / "docs/migrate.md").read_text()
-# Theirs by ours; MMFullyShardedDataParallel wraps torch's older class.
+# mmengine's classes and ours; MMFullyShardedDataParallel wraps torch's older class.
 CLASSES = {
     "OptimWrapper": "OptimWrapper",
     "AmpOptimWrapper": "AmpOptimWrapper",
@@ -29,7 +29,7 @@ CLASSES = {
     "MMSeparateDistributedDataParallel": "SeparateDistributedDataParallel",
     "MMFullyShardedDataParallel": "StepFullyShardedDataParallel",
 }
-# That of a group of members is the members' business.
+# Names without a counterpart; the members of an OptimWrapperDict have its missing ones.
 ABSENT = {
     "AmpOptimWrapper.valid_dtypes",
     "OptimWrapperDict.defaults",
@@ -42,10 +42,10 @@ ABSENT = {
     ),
 }
 OTHER_ARGUMENTS = {
-    "AmpOptimWrapper.__init__",  # either order, test_wrappers_amp.py
-    "BaseDataPreprocessor.__init__",  # non_blocking by its name
-    "MMFullyShardedDataParallel.__init__",  # all by their names
-    "OptimWrapperDict.initialize_count_status",  # those of OptimWrapper
+    "AmpOptimWrapper.__init__",  # accepts both orders, see test_wrappers_amp.py
+    "BaseDataPreprocessor.__init__",  # non_blocking only as keyword
+    "MMFullyShardedDataParallel.__init__",  # only keywords
+    "OptimWrapperDict.initialize_count_status",  # same as in OptimWrapper
 }
 FUNCTIONS = {
     "convert_sync_batchnorm",
@@ -64,7 +64,7 @@ def arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def documented(cls: type) -> dict[str, Any]:
-    """Public names that a class of mmengine defines, and its constructor."""
+    """Yield the public names that a class of mmengine defines, and its constructor."""
     names = {
         name
         for base in cls.__mro__
@@ -77,9 +77,9 @@ def documented(cls: type) -> dict[str, Any]:
 
 
 def differences(name: str) -> Iterator[str]:
-    """Members of a class that are missing here, or that take other arguments."""
+    """Return members of a class that are missing here or take other arguments."""
     ours: Any = getattr(wrappers, CLASSES[name])
-    # An instance of ours, for the attributes that instances have.
+    # An instance of ours also has instance attributes.
     made = wrappers.BaseModule() if name.startswith("Base") else object
     theirs = getattr(theirs_model, name, None) or getattr(theirs_optim, name)
     for member, value in documented(theirs).items():

@@ -62,7 +62,7 @@ def test_windows(
     wrapper = _sgd(accumulative_counts=counts)
     if end is not None:
         wrapper.initialize_count_status(nn.Linear(1, 1), 0, end)
-        # The names that mmengine's tests read.
+        # mmengine's tests read these names.
         assert (wrapper._max_counts, wrapper._remainder_counts) == (end, end % 3)
     assert _windows(wrapper, micro_batches) == (divisors, updates)
 
@@ -189,7 +189,7 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
     again.load_state_dict(wrapper.state_dict())
     assert again.inner_count == 5
     assert again.get_lr() == {"lr": [0.1]}
-    # The gradients of the window that was open are lost: what is left of it counts alone.
+    # The gradients of the open window are lost; its remaining batches are averaged alone.
     assert again.scale_loss(torch.tensor(1.0)).item() == 1.0
     bare = torch.optim.SGD(model.parameters(), lr=0.3)
     again.load_state_dict(bare.state_dict())
@@ -226,7 +226,7 @@ def test_clip_value_without_a_type_clips_by_value() -> None:
     torch.testing.assert_close(weight.detach(), before - 0.2)
 
 
-def test_a_config_is_no_optimizer() -> None:
+def test_a_config_is_not_an_optimizer() -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
         OptimWrapper({"type": "SGD"})
 
@@ -245,7 +245,7 @@ def test_frozen_and_unused_parameters_are_not_clipped() -> None:
     assert wrapper.grad_norm.item() == 3.0
 
 
-def test_no_sync_only_where_it_is_needed() -> None:
+def test_no_sync_is_used_only_if_needed() -> None:
     entered: list[int] = []
 
     class Engine(nn.Linear):
@@ -296,7 +296,7 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
 def test_an_update_without_gradients(kind: Any) -> None:
     weight, other = _parameter(), _parameter()
     optim = kind(torch.optim.SGD([weight], lr=0.1), accumulative_counts=2)
-    # A window may begin with what does not reach it.
+    # A window may begin with a loss that does not reach its parameters.
     optim.update_params(other.sum())
     with pytest.raises(RuntimeError, match=r"no parameter of SGD .*optimizer after wrapping"):
         optim.update_params(other.sum())
@@ -304,7 +304,7 @@ def test_an_update_without_gradients(kind: Any) -> None:
     optim.update_params(other.sum())
     assert weight.item() == pytest.approx(0.95)
     for _ in range(2):
-        # Later it may be that there is nothing to do.
+        # In later updates gradients may be missing.
         optim.update_params(other.sum())
 
 
@@ -392,7 +392,7 @@ def test_counters_reach_the_members() -> None:
     assert group["gen"].max_counts == 8
     assert group["gen"]._remainder_counts == 2
     assert group["disc"].max_counts == 4
-    # Another training in the same process.
+    # Start another training in the same process.
     group.initialize_count_status(nn.Linear(1, 1), 8, 16)
     assert group["gen"].max_counts == 16
     assert group["disc"].max_counts == 4
@@ -408,7 +408,7 @@ def test_should_update_is_any_members() -> None:
 
 
 def test_should_update_is_of_members_that_take_part() -> None:
-    """Twice the discriminator, then the generator, each with windows of two."""
+    """The discriminator steps twice, then the generator, each with windows of two."""
     group = _members(counts=2)
     group["disc"]._accumulative_counts = 2
     answers, updates = [], []
@@ -440,7 +440,7 @@ def test_should_update_sees_a_window_that_ended_within_the_batch() -> None:
         for _ in range(3 if expected else 0):
             group["gen"].update_params(_weight(group["gen"]).sum())
         assert group.should_update() is expected
-    # A state that is loaded, and counts that are set, are no batch.
+    # Loading a state or setting the counts does not count a batch.
     for begin in (
         lambda: group.load_state_dict(group.state_dict()),
         lambda: group.initialize_count_status(nn.Linear(1, 1), 0, 8),
@@ -476,7 +476,7 @@ def test_only_optimizer_wrappers() -> None:
 
 
 def test_a_member_may_have_no_gradients_in_a_step() -> None:
-    """One backward for all, and the generator's turn comes later."""
+    """One backward serves all members; the generator steps later."""
     torch.manual_seed(0)
     parts = {name: nn.Linear(2, 1) for name in ("generator", "discriminator")}
     optims = OptimWrapperDict(**{name: sgd(part) for name, part in parts.items()})

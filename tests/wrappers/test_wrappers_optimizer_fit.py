@@ -1,4 +1,4 @@
-"""Optimizers over parameters that are spread over ranks: right, or refused when built."""
+"""Optimizers of sharded parameters are correct or refused when built."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,7 +34,7 @@ ALL = [
     for name, one in vars(torch.optim).items()
     if isinstance(one, type) and issubclass(one, Optimizer) and one is not Optimizer
 ]
-# They take weight matrices alone, or a closure, or other gradients.
+# These take only matrices, or a closure, or other gradients.
 MATRICES = ("Muon",)
 REFUSED = {
     "tensor": {"Adafactor", "LBFGS", "Muon", "SparseAdam"},
@@ -75,7 +75,7 @@ def test_every_optimizer_of_torch_equals_plain_or_is_refused(kind: str) -> None:
 
 
 class _InDouble(TorchFunctionMode):
-    """Replace casts to bfloat16 by double; releases of torch spell the cast differently."""
+    """Replace casts to bfloat16 by casts to double, as any release of torch spells them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -102,7 +102,7 @@ def _muon(sharded: bool, arithmetic: AbstractContextManager[Any]) -> Tensor:
 
 @on_ranks(2)
 def test_muon_with_even_shards() -> None:
-    """Muon computes directions in bfloat16; its rounding is the only difference between the two."""
+    """Muon computes directions in bfloat16, whose rounding is the only difference."""
     exact = _muon(False, _InDouble())
     ends = {
         "sharded, exact": _muon(True, _InDouble()),
@@ -165,8 +165,8 @@ def test_distributed_optimizers_refuse_different_parts(kind: str, text: str) -> 
 
 
 @on_ranks(4)
-def test_averages_are_those_of_equal_parts() -> None:
-    """With a learning rate of 0 an average changes nothing."""
+def test_averages_use_equal_parts() -> None:
+    """With a learning rate of 0 averaging changes nothing."""
     mesh = build_mesh({"data": 2, "tensor": 2})
     split = Preparation(tensor_parallel={"net.0": "colwise", "net.2": "rowwise"})
     supervised = SupervisedModel(net(width=8), nn.MSELoss())
@@ -183,7 +183,7 @@ def test_averages_are_those_of_equal_parts() -> None:
 
 @on_ranks(2)
 def test_gathered_parameters_are_refused() -> None:
-    """A child of the model still has what its root gathered."""
+    """A child of the model still has parameters that the root gathered."""
     model = StepFullyShardedDataParallel(SupervisedModel(net(width=8), nn.MSELoss()))
     loss = model(data(0), mode="tensor").pow(2).mean()
     parameters = list(model.module.net[0].parameters())

@@ -1,4 +1,4 @@
-"""Options by parameter against groups written by hand."""
+"""Options by parameter, compared with groups written by hand."""
 
 import copy
 from collections.abc import Mapping
@@ -50,8 +50,6 @@ def small_net() -> nn.Sequential:
 
 
 class ScaleRMSNorm(nn.Module):
-    """A norm layer of a user's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(2, 2))
@@ -78,7 +76,7 @@ class Net(nn.Module):
 
 
 def options(groups: list[dict[str, Any]], model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Return rate and decay by the parameters' names."""
+    """Return learning rate and weight decay by parameter name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert len(found) == sum(len(group["params"]) for group in groups) == len(names)
@@ -125,7 +123,7 @@ def test_the_longest_custom_key_decides_alone() -> None:
     }
     by_name = options(grouped(model, custom_keys=keys, bias_lr_mult=9.0), model)
     assert by_name["blocks.0.bias"] == by_name["blocks.1.bias"] == (7.0, 0.75)
-    # A plain key is looked for anywhere in the name, as documented: blocks.1 is in blocks.11.
+    # A plain key matches anywhere in the name, as documented: blocks.1 is in blocks.11.
     assert by_name["blocks.1.weight"] == by_name["blocks.11.bias"] == (0.2, 0.5)
     assert by_name["embed.weight"] == (1.0, 0.5)
     assert by_name["blocks.2.weight"] == (1.0, 0.5)
@@ -171,7 +169,7 @@ def test_training_equals_groups_written_by_hand(cls: type[AdamW | SGD]) -> None:
         assert torch.equal(left, right)
 
 
-def test_defaults_are_those_of_the_optimizer() -> None:
+def test_defaults_come_from_the_optimizer() -> None:
     model = small_net()
     paramwise = {"norm_decay_mult": 0.5, "custom_keys": {"2": {"lr_mult": 10}}}
     groups = param_groups(model, paramwise=paramwise, optimizer=AdamW)
@@ -182,7 +180,7 @@ def test_defaults_are_those_of_the_optimizer() -> None:
     ]
 
 
-def test_optimizer_wrapper_tells_rates_of_all_groups() -> None:
+def test_get_lr_returns_the_rates_of_all_groups() -> None:
     model = small_net()
     groups = grouped(model, custom_keys={"2": {"lr_mult": 10}})
     wrapper = OptimWrapper(build_optimizer(SGD, groups, lr=1.0, weight_decay=0.5))
@@ -261,10 +259,10 @@ def test_the_learning_rate_decays_by_layer() -> None:
         above = 12 if parts[0] in ("token", "embed") else above
         assert rate == 0.5**above, name
 
-    # Listed one by one: the highest has the full rate.
+    # Layers that are listed one by one; the last one has the full rate.
     rates = rates_of(Encoder(), layer_decay=0.5, layers=["embed", "blocks.[0-9]", "head"])
     assert rates["head.bias"] == 1.0
-    # Between layers: of the layer before.
+    # Parameters between layers belong to the layer before them.
     assert rates["norm.bias"] == rates["blocks.10.0.bias"] == rates["blocks.9.0.bias"] == 0.5
     assert rates["embed.weight"] == 0.5**11
     assert rates["token"] == 0.5**12
@@ -364,7 +362,7 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["bare", "single", "compiled", "compiled inside"])
-def test_names_are_those_of_the_users_model(kind: str) -> None:
+def test_names_are_from_the_users_model(kind: str) -> None:
     model = SupervisedModel(small_net(), nn.MSELoss())
     names = [name for name, _ in model.named_parameters()]
     assert [one.name for one in named_parameters(wrapped(kind, copy.deepcopy(model)))] == names

@@ -35,7 +35,7 @@ ROWS = [
 ]
 QUICK = {("single", 1), ("ddp", 2)}
 CASES = [row for one in ROWS for row in ([one] if one in QUICK else slow(one))]
-# fsdp trains with plain PyTorch's weights in quick tests of test_wrappers_optimizer_fit.py as well.
+# Quick tests of test_wrappers_optimizer_fit.py also compare fsdp with plain PyTorch.
 LOADS = [row for one in ROWS for row in ([one] if one in {*QUICK, ("fsdp", 2)} else slow(one))]
 RECIPES = [
     Recipe(model, *how, steps=STEPS)
@@ -70,7 +70,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved() -> dict[str, list[Outcome]]:
-    """The cells that have been run, by row, with their checkpoints."""
+    """Return the results of the cells by row, with their checkpoints."""
     return {}
 
 
@@ -107,7 +107,7 @@ def test_every_checkpoint_loads_under_every_wrapper(
 
 
 def test_bounds_detect_other_training(references: Path, tmp_path: Path) -> None:
-    """The bounds are such that a small difference in what is trained breaks them."""
+    """A small difference in the training exceeds the bounds."""
     recipe, weighted = RECIPES[0], replace(RECIPES[0], weight="tokens")
     for expected, other in (
         (recipe, replace(recipe, clip=False)),
@@ -122,6 +122,6 @@ def test_bounds_detect_other_training(references: Path, tmp_path: Path) -> None:
         assert cell.parameters > 1e3 * BOUNDS["fp64"]
 
 
-def test_every_cell_is_filled_or_says_why_not() -> None:
+def test_every_cell_is_filled_or_has_a_reason() -> None:
     cells = [*filled(), *((kind, world) for kind, world, reason in empty() if reason)]
     assert sorted(cells) == sorted((kind, world) for kind in KINDS for world in WORLDS)

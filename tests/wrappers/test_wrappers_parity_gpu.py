@@ -64,7 +64,7 @@ def far(cells: list[Outcome]) -> list[str]:
 def test_training_equals_plain_pytorch(kind: str, references: Path, tmp_path: Path) -> None:
     cells = run_cells(kind, recipes_of(kind), references, tmp_path, "cuda")
     assert far(cells) == []
-    # The two replicas of dp are on one device; the others load what it saved.
+    # The two replicas of dp are on one device; the other wrappers load its checkpoint.
     for cell in cells:
         for other in ROWS:
             recipe = cell.recipe

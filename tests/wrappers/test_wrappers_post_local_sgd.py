@@ -1,4 +1,4 @@
-"""Optimizers that work together with other ranks: sharded state, averaged weights."""
+"""Optimizers that communicate between ranks: sharded state, averaged weights."""
 
 import copy
 import pickle
@@ -99,7 +99,7 @@ def test_post_local_sgd_equals_torchs_pieces() -> None:
     options = {"optimizer_class": "SGD", "period": 3, "warmup_steps": 2, **LOCAL}
     weights = _train((PostLocalSGD, options), comm_hook=HOOK)
     assert_near(weights, _by_hand(), 1e-12)
-    # The last average was a while ago.
+    # Weights differ some steps after the last average.
     assert not same_on_ranks(weights)
 
 

@@ -1,4 +1,4 @@
-"""Frozen, checkpointed and compiled models, each as it was otherwise."""
+"""Frozen, checkpointed and compiled models are otherwise unchanged."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 class Block(nn.Module):
-    """A block that is hard to run twice: statistics, random numbers, keywords."""
+    """A block that is hard to recompute: statistics, random numbers, keywords."""
 
     def __init__(self, dropout: float = 0.2) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def test_auto_checks_the_tables_of_all() -> None:
         wrap_model(auto, model, memory=1)
 
 
-def test_auto_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "stepwrap"):
         wrapped = wrap_model(auto, SupervisedModel(seeded(), nn.CrossEntropyLoss()))
     assert type(wrapped) is SingleDevice

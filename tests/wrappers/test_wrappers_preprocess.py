@@ -1,4 +1,4 @@
-"""Batches onto the device of the model."""
+"""Moving batches to the device of the model."""
 
 import collections
 import copy
@@ -55,7 +55,7 @@ class _Movable:
 
 
 class _Sums(DataPreprocessor):
-    """Moves batches in its own way, as mmengine's documentation has it."""
+    """A preprocessor that moves batches itself, like the example in mmengine's documentation."""
 
     def cast_data(self, data: Any) -> Any:
         return [one.sum() for one in super().cast_data(data)]
@@ -88,7 +88,7 @@ def test_tensors_on_the_device_are_not_copied() -> None:
 
 
 def _doubled(module: nn.Module, args: Any, *_: Any) -> Any:
-    """Doubles the first entry of a batch, wherever a hook gets it."""
+    """Double the first entry of the batch that a hook gets."""
     if not isinstance(module, DataPreprocessor):
         return None
     (batch, *rest) = args
@@ -98,7 +98,7 @@ def _doubled(module: nn.Module, args: Any, *_: Any) -> Any:
 @pytest.mark.parametrize("kind", ["pre", "forward", "global pre"])
 @pytest.mark.parametrize("make", [classifier, PlainModel])
 def test_hooks_of_a_preprocessor_run(make: Any, kind: str) -> None:
-    """In a model's own one, and in that which a wrapper has for a model without."""
+    """Also for the preprocessor that a wrapper adds to a model without one."""
     [batch] = batches(1)
     plain, hooked = SingleDevice(make()), SingleDevice(make())
     expected = plain.train_step([batch[0] * 2, batch[1]], sgd(plain))["loss"]
@@ -140,7 +140,7 @@ def test_device_follows_the_modules_that_hold_it() -> None:
     assert model.data_preprocessor.device.type == "cpu"
 
 
-def test_the_device_is_that_of_the_net() -> None:
+def test_the_device_is_the_nets() -> None:
     model = SupervisedModel(nn.Linear(2, 2, device="meta"), nn.MSELoss())
     assert model.data_preprocessor.device.type == "meta"
 

@@ -1,4 +1,4 @@
-"""Copies of a module: their gradients, their buffers, and the callbacks of their parts."""
+"""Copies of a module: gradients, buffers, and the callbacks of submodules."""
 
 import copy
 import ctypes
@@ -49,7 +49,7 @@ def parallel(module: nn.Module, copies: int = 2, **options: Any) -> ReplicationC
 
 
 def test_order_of_the_callbacks() -> None:
-    """All of copy 0 come first; a shared submodule is called once."""
+    """All callbacks of copy 0 come first; a shared submodule is called once."""
     calls: Calls = []
     exec_data_parallel_replication_callback([nested(calls) for _ in range(3)])
     names = [(copy_id, name) for copy_id, name, _ in calls]
@@ -57,7 +57,7 @@ def test_order_of_the_callbacks() -> None:
 
 
 def test_a_callback_of_one_instance() -> None:
-    """A callback may be an attribute of a module, also of a class that has none."""
+    """A callback may be an attribute of an instance whose class has none."""
     calls: list[tuple[int, str]] = []
     model = nn.Sequential(nn.Tanh(), nn.Tanh())
     model[1].__data_parallel_replicate__ = lambda ctx, copy_id: calls.append((copy_id, ctx.layer))
@@ -66,7 +66,7 @@ def test_a_callback_of_one_instance() -> None:
 
 
 def test_contexts() -> None:
-    """One per position and replication, the same for all copies."""
+    """There is one context per position and replication, shared by all copies."""
     calls: Calls = []
     model = parallel(nested(calls), 3)
     model(torch.zeros(3, 2))
@@ -88,7 +88,7 @@ def test_contexts() -> None:
 
 
 def test_copies_that_differ_are_refused() -> None:
-    """Nothing is called when the copies differ."""
+    """No callback is called if the copies differ."""
     calls: Calls = []
     with pytest.raises(ValueError, match=r"copy 1 .* position 1 \(layer '0'\) it has ReLU, .*Tanh"):
         exec_data_parallel_replication_callback(
@@ -121,7 +121,7 @@ def test_an_error_in_a_callback() -> None:
 
 
 class Tied(nn.Module):
-    """Everything that is shared, in lists, or frozen."""
+    """A module with shared, listed and frozen parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Tied(nn.Module):
             hidden = torch.tanh(layer(hidden) * scale + self.biases["a"])
         assert self.reference is self.frozen
         assert self.first.weight is self.second.weight
-        # A penalty over the module's own parameters, which a copy has as well.
+        # A penalty on the module's own parameters, which a copy also has.
         penalty = sum(parameter.sum() for parameter in self.parameters())
         return self.frozen(hidden) + self.biases["b"] + 0.01 * penalty
 
@@ -156,7 +156,7 @@ class Recurrent(nn.Module):
         self.scaled = parametrizations.weight_norm(nn.Linear(6, 6))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # It computes with a list of weights that is separate from its parameters.
+        # RNNs compute with a list of weights that is separate from their parameters.
         assert self.rnn._flat_weights[0] is self.rnn.weight_ih_l0
         hidden, _ = self.rnn(inputs.unsqueeze(1).expand(-1, 3, -1))
         return self.scaled(self.attention(hidden, hidden, hidden)[0][:, -1])
@@ -184,7 +184,7 @@ def test_gradients(
     grads = torch.autograd.grad(outputs, [inputs, *trained], cotangent)
     for ours, exact in zip((outputs, *grads), reference, strict=True):
         scale = max(1.0, exact.abs().max().item())
-        # An unwrapped module in fp32 rounds as well, by about 3e-7 against fp64.
+        # An unwrapped module in fp32 also differs from fp64 by about 3e-7.
         allowed = bound if dtype is torch.float64 else bound + 3e-7
         assert (ours.double() - exact).abs().max() <= allowed * scale
 
@@ -192,7 +192,7 @@ def test_gradients(
 def _grads(
     kind: type[nn.Module], module: nn.Module, inputs: Tensor, cotangent: Tensor
 ) -> list[Tensor]:
-    """Outputs and gradients of the unwrapped module, in float64."""
+    """Return outputs and gradients of the unwrapped module in float64."""
     exact = kind().double()
     exact.load_state_dict(module.state_dict())
     again = inputs.detach().double().requires_grad_()
@@ -219,7 +219,7 @@ def test_gradients_of_a_linear_layer() -> None:
 
 
 def test_copies_share_the_parameters() -> None:
-    """Their gradients are seen once, summed, by the hooks of a parameter."""
+    """The hooks of a parameter are called once, with the summed gradient."""
     seen: list[Tensor] = []
     layer = nn.Linear(3, 2)
     layer.weight.register_hook(seen.append)
@@ -235,7 +235,7 @@ def test_copies_share_the_parameters() -> None:
 
 
 def test_the_structure_may_change() -> None:
-    """Between two forwards layers, buffers and references come, go and move."""
+    """Between two forwards layers, buffers and references are added, removed and moved."""
     model = parallel(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     inputs = torch.randn(4, 3)
 
@@ -311,8 +311,8 @@ def test_flags_hooks_and_grad_mode() -> None:
 
 
 @pytest.mark.parametrize("width", [2, 1300])
-def test_what_is_saved_for_the_backward(width: int) -> None:
-    """Hooks on saved tensors see the tensors of all copies; a large copy 0 has a thread too."""
+def test_hooks_on_saved_tensors(width: int) -> None:
+    """Hooks on saved tensors see the tensors of all copies; a large copy 0 also gets a thread."""
     packed: list[tuple[int, ...]] = []
     names: list[str] = []
     layer = nn.Linear(width, width)
@@ -341,7 +341,7 @@ def test_what_is_saved_for_the_backward(width: int) -> None:
 
 
 def test_modes_of_the_caller_apply_to_a_small_copy_0() -> None:
-    """Torch keeps modes by thread, and new threads do not take them over."""
+    """torch keeps modes per thread, and new threads do not inherit them."""
     functions: list[Any] = []
 
     class Recording(TorchFunctionMode):
@@ -358,7 +358,7 @@ def test_modes_of_the_caller_apply_to_a_small_copy_0() -> None:
 
 
 def test_copies_take_as_many_threads_as_the_caller_has_set() -> None:
-    # OpenMP keeps the number by thread; tests begin with 1.
+    # OpenMP keeps the number of threads per thread; tests begin with 1.
     library = Path(torch.__file__).parent / "lib/libgomp.so.1"
     if not library.exists():
         pytest.skip(f"this torch has no {library.name}")
@@ -387,8 +387,6 @@ def test_compiled_parts_are_refused() -> None:
 
 
 class Mine(DataParallel[nn.Module]):
-    """A custom DataParallel."""
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return super().forward(*inputs, **kwargs) + 1
 
@@ -397,7 +395,7 @@ class Mine(DataParallel[nn.Module]):
 
 
 class Own(Mine):
-    """Replicates without torch's method."""
+    """A DataParallel that replicates without torch's method."""
 
     def replicate(self, module: nn.Module, device_ids: Any) -> list[nn.Module]:
         return [copy.copy(module) for _ in device_ids]
@@ -417,7 +415,7 @@ class CallbackLog(nn.Module):
 
 @pytest.mark.parametrize(("kind", "expected"), [(DataParallel, 3), (Mine, 7), (Own, 7)])
 def test_patching(kind: Any, expected: float) -> None:
-    """Once per copy, also after deepcopy and pickle, also for one copy."""
+    """The callback runs once per copy, also after deepcopy and pickle, and for one copy."""
     model = kind(CallbackLog())
     model.device_ids = []
     for _ in range(2):
@@ -435,6 +433,6 @@ def test_patching(kind: Any, expected: float) -> None:
         assert type(one) is type(model)
 
 
-def test_patching_something_else() -> None:
+def test_patching_another_module_is_refused() -> None:
     with pytest.raises(AssertionError, match="expected a DataParallel, got Tanh"):
         patch_replication_callback(nn.Tanh())  # type: ignore[arg-type]

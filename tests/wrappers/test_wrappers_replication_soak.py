@@ -1,4 +1,4 @@
-"""A thousand forwards of copies that synchronise, many of which go wrong on purpose."""
+"""A thousand forwards of synchronised copies, many of which fail on purpose."""
 
 import copy
 import random
@@ -22,11 +22,11 @@ KINDS = ("nothing", "fail", "skip", "extra", "callback", "eval")
 
 
 class PlannedError(Exception):
-    """What a copy or a callback raises on purpose."""
+    """An error that a copy or a callback raises on purpose."""
 
 
 class Plan:
-    """What goes wrong, in which copy, before which layer; shared by all copies of a model."""
+    """A fault, its copy and its layer; shared by all copies of a model."""
 
     def __init__(self) -> None:
         self.kind = "nothing"
@@ -37,7 +37,7 @@ class Plan:
 
 
 class Block(nn.Module):
-    """A linear and a normalised layer that may do what is planned."""
+    """A linear and a normalisation layer with the planned fault."""
 
     copy_id = 0
 
@@ -76,7 +76,7 @@ def _expected(plan: Plan, num_copies: int) -> type[Exception] | None:
 
 
 def _follow(plan: Plan, wrapped: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output, and the gradient of all weights."""
+    """Return the output and the gradient of all weights."""
     wrapped.train(plan.kind != "eval")
     wrapped.zero_grad()
     output = wrapped(batch)
@@ -86,7 +86,7 @@ def _follow(plan: Plan, wrapped: nn.Module, batch: Tensor) -> tuple[Tensor, Tens
 
 
 def _soak() -> dict[tuple[str, int], int]:
-    """Return how often each kind was met with each number of chunks."""
+    """Return how often each fault occurred with each number of chunks."""
     chance, seen = random.Random(0), {}
     torch.manual_seed(0)
     plan = Plan()
@@ -103,7 +103,7 @@ def _soak() -> dict[tuple[str, int], int]:
         num_copies = len(batch.chunk(len(wrapper.device_ids)))
         plan.kind, plan.layer = chance.choice(KINDS), chance.randrange(3)
         plan.copy_id = chance.randrange(num_copies)
-        # With one copy an extra call or a missing one is in order, and the reference does it too.
+        # With one copy an extra or missing call is allowed; the reference makes the same calls.
         reference = revert_sync_batchnorm(copy.deepcopy(model))
         expected = _expected(plan, num_copies)
         seen[plan.kind, num_copies] = seen.get((plan.kind, num_copies), 0) + 1

@@ -19,7 +19,7 @@ from stepwrap.wrappers import (
 
 STEPS = 50
 BATCH = 32
-# Rounding of fp32 grows over the steps; in fp64 it stays far below.
+# Rounding errors grow over the steps; in fp64 they stay far below the fp32 tolerance.
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 

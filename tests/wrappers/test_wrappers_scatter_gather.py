@@ -1,4 +1,4 @@
-"""Batches split over copies, and outputs joined again."""
+"""Splitting batches over copies and joining their outputs."""
 
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
@@ -29,7 +29,7 @@ def echo(copies: int, **options: Any) -> ReplicationCallbackDataParallel:
 
 @pytest.mark.parametrize("size", range(9))
 @pytest.mark.parametrize("copies", [1, 2, 3, 4])
-def test_chunks_are_those_of_torch(size: int, copies: int) -> None:
+def test_chunks_equal_torchs(size: int, copies: int) -> None:
     model = echo(copies)
     batch = torch.arange(size * 2).view(size, 2)
     joined = model(batch)["inputs"][0]
@@ -62,7 +62,7 @@ def test_nested_inputs() -> None:
 
 
 def test_keywords_follow_the_chunks() -> None:
-    """Two chunks for three devices give two copies, whatever the keywords are."""
+    """Two chunks for three devices give two copies, independent of the keywords."""
     model = echo(3)
     assert model(torch.arange(4), mode="predict")["kwargs"]["mode"] == ["predict", "predict"]
     assert torch.equal(model(x=torch.arange(4))["kwargs"]["x"], torch.arange(4))

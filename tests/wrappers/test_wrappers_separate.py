@@ -1,4 +1,4 @@
-"""A model whose children are averaged one by one, over real processes."""
+"""A model whose children are averaged separately, in several processes."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ STEPS = 6
 
 
 def gan_alone(accumulate: int) -> Tensor:
-    """Train on both ranks' batches in one process, by plain optimizers."""
+    """Train on both ranks' batches in one process with plain optimizers."""
     model = Gan()
     adam = torch.optim.Adam(model.generator.parameters(), lr=0.01)
     descent = torch.optim.SGD(model.discriminator.parameters(), lr=0.1, momentum=0.9)
@@ -70,7 +70,7 @@ def test_two_optimizers_equal_one_process(
 ) -> None:
     model = Gan(freeze=freeze)
     if dist.get_rank():
-        # The ranks begin with the first one's weights.
+        # All ranks start with rank 0's weights.
         for parameter in model.parameters():
             parameter.data.add_(1.0 if parameter.requires_grad else 0.0)
     wrapper = SeparateDistributedDataParallel(model, **options)
@@ -164,7 +164,7 @@ class Direct(SupervisedModel):
 
 
 class Mixed(nn.Module):
-    """Its second child cannot be wrapped."""
+    """A model whose second child cannot be wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_refusals_leave_the_model_alone() -> None:
 
 
 class Versioned(nn.Linear):
-    """Adds one to weights of its first version."""
+    """A layer that adds one to weights of its first version when loading."""
 
     _version = 2
 
@@ -231,7 +231,7 @@ def test_without_a_group() -> None:
 @pytest.mark.parametrize("kind", [SeparateDistributedDataParallel, StepDistributedDataParallel])
 @on_ranks(4)
 def test_a_group_of_ranks(kind: Any) -> None:
-    """Ranks 0 and 2 train as a pair, and so do ranks 1 and 3."""
+    """Ranks 0 and 2 train as a pair, as do ranks 1 and 3."""
     pairs = [dist.new_group([first, first + 2]) for first in (0, 1)]
     own = pairs[dist.get_rank() % 2]
     by_rank = [batches(3, dtype=torch.float64, seed=rank) for rank in range(4)]
@@ -246,7 +246,7 @@ def test_a_group_of_ranks(kind: Any) -> None:
 
 @on_ranks(4)
 def test_children_with_split_layers() -> None:
-    """The generator is split over pairs of ranks, which see the batches of two ranks."""
+    """The generator is split over pairs of ranks; there are batches for two data ranks."""
     mesh = build_mesh({"data": 2, "tensor": 2})
     plan = {"generator.0": "colwise", "generator.2": "rowwise"}
     model = Gan()

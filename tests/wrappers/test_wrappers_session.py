@@ -1,4 +1,4 @@
-"""Meetings of copies: replies, failures, copies that stay away, and time limits."""
+"""Meetings of copies: replies, errors, missing copies and time limits."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def total(messages: list[int]) -> list[int]:
 
 
 def meeting(combine: Callable[[list[Any]], list[Any]] = total, layer: str = "bn") -> Any:
-    """Return a forward that meets the other copies once, with the message 1."""
+    """Return a forward that meets the other copies once with the message 1."""
     return lambda session, copy_id: session.rendezvous(layer.format(copy_id), copy_id, 1, combine)
 
 
@@ -44,7 +44,7 @@ def test_combine_runs_once_and_outside_the_lock() -> None:
 
     def combine(messages: list[int]) -> list[int]:
         calls.append(messages)
-        # Would wait for ever for a lock that its caller holds.
+        # This would hang on a lock that its caller holds.
         run_threads([lambda: session.finish(0)])
         return total(messages)
 
@@ -55,7 +55,7 @@ def test_combine_runs_once_and_outside_the_lock() -> None:
 
 
 class PickyError(Exception):
-    """Its constructor takes other arguments than it keeps."""
+    """An error whose constructor takes other arguments than `args`."""
 
     def __init__(self, layer: str, *, value: float) -> None:
         super().__init__(f"{layer} got {value}")
@@ -63,14 +63,14 @@ class PickyError(Exception):
 
 
 class PrefixingError(Exception):
-    """Its constructor takes a part of the text that it keeps."""
+    """An error whose constructor takes only a part of its text."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(f"no layer {layer}")
 
 
 class StrangeError(Exception):
-    """Cannot be constructed a second time."""
+    """An error that cannot be constructed a second time."""
 
     def __new__(cls, *args: Any) -> "StrangeError":
         if args == ("twice",):
@@ -112,13 +112,13 @@ def test_a_failing_copy_wakes_the_others(error: BaseException, seen: type[BaseEx
 
 
 def test_the_first_error_is_the_cause_of_all() -> None:
-    """Copy 1 wakes copy 0, whose end does not hide the first error."""
+    """The error of copy 1 wakes copy 0, whose end does not hide it."""
 
     def forward(session: ReplicationSession, copy_id: int) -> Any:
         if copy_id == 1:
             raise ValueError("first")
         if copy_id == 2:
-            # Nobody else comes here: copies 0 and 1 are missing, and have failed.
+            # The other copies do not come: copies 0 and 1 are missing and have failed.
             time.sleep(0.1)
             return session.rendezvous("other", copy_id, 0, total)
         return session.rendezvous("bn", copy_id, 0, total)
@@ -171,7 +171,7 @@ def test_a_combine_with_too_few_replies() -> None:
         session.rendezvous("", 0, 1, lambda messages: [])
 
 
-def test_abort_wakes_everybody() -> None:
+def test_abort_wakes_all_copies() -> None:
     session = ReplicationSession(3, LIMIT_S)
     error = OSError(5, "gone")
 
@@ -189,7 +189,7 @@ def test_abort_wakes_everybody() -> None:
         assert one.__cause__ is error
 
 
-def test_the_timeout_names_who_is_missing() -> None:
+def test_the_timeout_names_missing_copies() -> None:
     session = ReplicationSession(4, timeout_s=0.1)
 
     def forward(copy_id: int) -> Any:
@@ -212,13 +212,13 @@ def test_a_slow_combine_is_waited_for() -> None:
 
 
 def test_an_interrupt_of_a_waiting_copy() -> None:
-    """The main thread waits, and the other copies get the interrupt."""
+    """The main thread waits; the other copies get the interrupt."""
     session = ReplicationSession(3, LIMIT_S)
     results: list[Any] = []
 
     def interrupt() -> None:
         time.sleep(0.1)
-        # To this very thread: a signal that another one takes does not wake it.
+        # Send it to this thread, because a signal handled by another one does not wake it.
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def other() -> None:
@@ -228,7 +228,7 @@ def test_an_interrupt_of_a_waiting_copy() -> None:
             results.append(error)
 
     threads = [threading.Thread(target=work, daemon=True) for work in (interrupt, other)]
-    # A shell makes background processes ignore the signal.
+    # Background processes of a shell ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for thread in threads:
@@ -284,11 +284,11 @@ def test_sessions_at_the_same_time_do_not_mix() -> None:
 
 
 class PlannedError(Exception):
-    """Raised by a soaked copy or combine."""
+    """An error raised on purpose by a copy or by `combine`."""
 
 
 def _soaked(chance: random.Random, num_copies: int) -> tuple[str, list[int], Callable[..., Any]]:
-    """Return what goes wrong, how often each copy calls, and the forward of the copies."""
+    """Return the planned fault, the number of calls of each copy, and the copies' forward."""
     kind = chance.choice(["nothing", "copy", "skip", "extra", "combine"])
     calls = [chance.randint(1, 3)] * num_copies
     odd = chance.randrange(num_copies)
@@ -315,7 +315,7 @@ def _soaked(chance: random.Random, num_copies: int) -> tuple[str, list[int], Cal
 
 
 def test_soak() -> None:
-    """1,000 sessions that end well or badly; none hangs, and no thread stays."""
+    """1,000 sessions succeed or fail; none hangs, and no thread remains."""
     chance = random.Random(0)
     before = set(threading.enumerate())
     seen = set()

@@ -1,4 +1,4 @@
-"""Clipping, loss scaling and states of optimizers whose parameters are spread over ranks."""
+"""Clipping, loss scaling and states of optimizers with sharded parameters."""
 
 import math
 from copy import deepcopy
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 
-# torch's own classes, imported without its warning.
+# torch's classes, imported without their warning.
 from stepwrap.wrappers.optimizers.post_local_sgd import PostLocalSGDOptimizer
 from stepwrap.wrappers.optimizers.post_local_sgd import (
     TorchZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
@@ -24,7 +24,7 @@ from stepwrap.wrappers.sharding.layout import is_sharded, layout_of, local_part
 
 
 def _twins(kind: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
-    # torch's tensor-parallel layers compute in equal parts only.
+    # torch's tensor-parallel layers need equal parts.
     width = 8 if "tensor" in kind else 6
     return net(dtype, width=width), spread(net(dtype, width=width), kind)
 
@@ -68,7 +68,7 @@ def _clipped(kind: str, clip: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("norm_type", [2.0, *slow(1.0, math.inf)])
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
-def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type: float) -> None:
+def test_clipping_by_norm_equals_one_process(size: int, kind: str, norm_type: float) -> None:
     norms = _clipped(kind, {"max_norm": 0.02, "norm_type": norm_type})
     assert min(norms) > 0.02
     assert gathered(norms) == [norms] * size
@@ -76,7 +76,7 @@ def test_clipping_by_norm_is_that_of_one_process(size: int, kind: str, norm_type
 
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
-def test_clipping_by_value_is_that_of_one_process(size: int, kind: str) -> None:
+def test_clipping_by_value_equals_one_process(size: int, kind: str) -> None:
     _clipped(kind, {"type": "value", "clip_value": 0.01})
 
 
@@ -108,7 +108,7 @@ def test_a_norm_that_is_not_finite_raises_on_all_ranks(kind: str) -> None:
 def test_an_infinity_in_one_ranks_part_stops_all(
     size: int, kind: str, fused: bool, clip: bool
 ) -> None:
-    """One rank's part of one gradient is infinite: no parameter moves; then training continues."""
+    """With an infinity in one rank's part no parameter changes; then training continues."""
     _, model = _twins(kind, torch.float32)
     amp = AmpOptimWrapper(
         torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused),
@@ -150,11 +150,11 @@ def _readable(state: Any) -> Any:
 @pytest.mark.parametrize(("size", "kind"), CASES)
 @on_ranks("size")
 def test_a_plain_state_loads_into_shards(size: int, kind: str, optim: str) -> None:
-    """A plain state loads into parts, training continues exactly, and the state is whole again."""
+    """Training continues exactly from a plain state, and the saved state is whole again."""
     plain, model = _twins(kind)
     reference = _wrapper(plain, optim)
     _steps(plain, reference, range(2))
-    # torch's load_state_dict shares the tensors that it takes.
+    # torch's load_state_dict keeps references to the tensors.
     saved = deepcopy(reference.state_dict())
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         local_part(mine).data.copy_(other[layout_of(mine).slices])
@@ -243,7 +243,7 @@ def test_post_local_sgd_takes_and_gives_plain_states() -> None:
 
 
 def test_the_implementation_is_not_loaded() -> None:
-    """Fused kernels of the saved run may not be had here."""
+    """Fused kernels of the saved run may not be available here."""
     first = OptimWrapper(torch.optim.AdamW(net().parameters(), fused=True))
     second = OptimWrapper(torch.optim.AdamW(net().parameters(), lr=0.5, foreach=True))
     second.load_state_dict(first.state_dict())
@@ -252,7 +252,7 @@ def test_the_implementation_is_not_loaded() -> None:
 
 
 @on_ranks(2)
-def test_a_group_of_optimizers_is_spread_where_a_member_is() -> None:
+def test_a_group_of_optimizers_is_sharded_if_a_member_is() -> None:
     _, model = _twins("fsdp")
     plain = net()
     group = OptimWrapperDict(a=_wrapper(model, "sgd"), b=_wrapper(plain, "sgd"))

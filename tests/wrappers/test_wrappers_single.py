@@ -1,4 +1,4 @@
-"""The order of a step, and the wrapper for one device."""
+"""The order of calls in a step, and the wrapper for one device."""
 
 import copy
 import pickle

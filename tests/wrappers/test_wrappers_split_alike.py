@@ -1,4 +1,4 @@
-"""Gradients that should be the same on all ranks of a tensor group, compared once."""
+"""Gradients that must be equal on all ranks of a tensor group are compared once."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ PLAN = {"first": "colwise", "second": "rowwise"}
 
 
 class Net(nn.Module):
-    """`enter` stands before the split layers, `scale` between them, `last` behind."""
+    """A net with `enter` before the split layers, `scale` between them and `last` after them."""
 
     def __init__(self, scales: bool = False) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_gradients_that_differ_are_named(kind: str) -> None:
 def test_all_tensor_groups_raise() -> None:
     net = _split()
     optim = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
-    # The second tensor group alone sees different batches.
+    # Only the ranks of the second tensor group see different batches.
     text = _step(net, optim, _inputs(max(dist.get_rank(), 1)))
     assert "must be the same on all ranks" in text
 
@@ -128,6 +128,6 @@ def test_an_optimizer_made_before_layers_are_split() -> None:
     text = "^SGD has parameters that do not belong to the model any more, because splitting"
     with pytest.raises(RuntimeError, match=text):
         optim.update_params(model(_inputs()).sum())
-    # What is not split is as it was, and its optimizer with it.
+    # The layers that are not split, and their optimizer, still work.
     enter = OptimWrapper(torch.optim.SGD(model.enter.parameters(), lr=0.1))
     enter.update_params(model(_inputs()).sum())

@@ -37,7 +37,7 @@ def _batch(seed: int) -> list[Tensor]:
 
 
 def _whole(model: nn.Module) -> Tensor:
-    """All weights as one vector; every rank must call this."""
+    """Return all weights as one vector; every rank must call this."""
     placed: list[Any] = [as_global(one.detach(), one) for one in model.parameters()]
     wholes = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in placed]
     return torch.cat([one.flatten() for one in wholes])

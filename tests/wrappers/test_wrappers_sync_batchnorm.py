@@ -63,7 +63,6 @@ def _layer(kind: str, dtype: torch.dtype = F32, **options: Any) -> Any:
 
 
 def _plain(kind: str) -> Any:
-    """Return torch's layer in fp64."""
     return with_parameters(PLAIN[kind](CHANNELS).double())
 
 
@@ -170,7 +169,7 @@ def test_precision(kind: str, mean: float) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_precision_of_large_inputs(precision: Any) -> None:
-    """Inputs that are worked on in parts, of which each copy has several."""
+    """Inputs that are processed in several parts per copy."""
     torch.manual_seed(0)
     x = torch.randn(8, 3, 200, 300) * torch.tensor([0.5, 1, 2])[:, None, None] + 1e3
     layer = SynchronizedBatchNorm2d(3, precision=precision)
@@ -199,7 +198,7 @@ def test_halves(dtype: torch.dtype, bound: float) -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 30.0])
 def test_halves_are_rounded_once(mean: float) -> None:
-    """The only error of outputs and input gradients is the rounding to bfloat16, to 8 bits."""
+    """The only error of outputs and input gradients is the final rounding to bfloat16's 8 bits."""
     given, layer = case("2d", torch.bfloat16, mean=mean), _layer("2d")
     got, expected = train(layer, _parallel(layer, _halves("2d")), given), reference(given)
     for name in ("y", "dx"):
@@ -247,7 +246,7 @@ def test_gradcheck(eps_mode: Any) -> None:
     parallel = _parallel(layer, [2, 3])
     x = torch.randn(5, 2, 2, dtype=F64, requires_grad=True)
 
-    # Called for values; gradcheck changes those of the parameters in place.
+    # The parameters are read from the layer, because gradcheck changes them in place.
     def call(x: Tensor, *_: Tensor) -> Tensor:
         return parallel(x * torch.tensor([[0.5], [2.0]]))
 
@@ -300,7 +299,7 @@ def test_shared_layer_and_buffers_in_place() -> None:
 
 
 def test_copies_that_share_their_buffers() -> None:
-    """Copies made by other code: the shared statistics are updated once."""
+    """With copies made by other code the shared statistics are updated once."""
     copies = [_layer("1d", F64) for _ in range(3)]
     for one in copies[1:]:
         one._buffers.update(copies[0]._buffers)
@@ -363,7 +362,7 @@ def test_wrong_inputs(kind: str, shape: tuple[int, ...], kind_of_error: Any, tex
 
 
 class _Skipping(nn.Module):
-    """Normalises only chunks that begin with a positive value."""
+    """A model that normalises only chunks that begin with a positive value."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -390,7 +389,7 @@ def test_replicas_that_skip_the_layer_or_fail() -> None:
 
 
 def test_copies_of_a_layer_in_use() -> None:
-    """In the middle of a replication, and afterwards; copies are independent."""
+    """Copies made during and after a replication are independent."""
     layer, second = _layer("1d", F64), _layer("1d", F64)
     x = case("1d", F64).inputs[0]
     expected = _parallel(second, [8, 8])(x)
@@ -418,7 +417,7 @@ def test_no_second_derivative() -> None:
 
 
 def test_nothing_of_the_graph_is_kept() -> None:
-    """Without the garbage collector: the tensors of a step go with its last reference."""
+    """The tensors of a step are freed with their last reference, without the garbage collector."""
     import gc
     import weakref
 
@@ -473,9 +472,9 @@ assert torch.allclose(whole, plain.eval()(x).relu(), atol=1e-6)
 
 @pytest.mark.slow
 def test_compiled_models() -> None:
-    """The layer is left out of compiled graphs in training, and part of them in evaluation.
+    """Compiled graphs exclude the layer in training and include it in evaluation.
 
-    In a process of its own: the compiler changes how the one it was loaded into ends.
+    It runs in a separate process, because the compiler changes how a process ends.
     """
     done = subprocess.run(
         [sys.executable, "-c", _COMPILED], capture_output=True, text=True, timeout=120, check=False
@@ -542,7 +541,7 @@ def test_refuses_graphs() -> None:
 
     def capture() -> None:
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            # Not an empty graph, of which torch would warn.
+            # Otherwise the graph would be empty, and torch would warn.
             torch.add(x, 1)
             parallel(x)
 

@@ -45,7 +45,7 @@ def _shards(given: Case, sizes: list[int], index: int) -> Case:
 
 
 def _whole(got: dict[str, Tensor], parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """This rank's results with the outputs of all, and the sums of the parameters' gradients."""
+    """Return this rank's results with all outputs and the summed gradients of the parameters."""
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in ("y", "dx")}
     summed = {
         name: sum(part[name] for part in parts) for name in got if name in ("dweight", "dbias")
@@ -54,7 +54,7 @@ def _whole(got: dict[str, Tensor], parts: list[dict[str, Tensor]]) -> dict[str, 
 
 
 def _error(given: Case, sizes: list[int], layer: Any = None, **options: Any) -> float:
-    """Error of this rank's results together with those of the others."""
+    """Return the error of the combined results of all ranks."""
     group = options.get("process_group")
     layer = layer or _layer(given.kind, given.inputs[0].dtype, **options)
     got = train(layer, layer, _shards(given, sizes, dist.get_rank(group)))
@@ -87,7 +87,7 @@ def test_equals_the_full_batch(world_size: int) -> None:
 
 @on_ranks(2)
 def test_one_collective_each_way() -> None:
-    """None in evaluation and for a group of one rank."""
+    """There is none in evaluation or for a group of one rank."""
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     x = torch.randn(2, CHANNELS, 2, 2, dtype=torch.float64, requires_grad=True)
     layer, plain = _layer("2d", torch.float64), nn.BatchNorm2d(CHANNELS).double()
@@ -138,7 +138,7 @@ def test_groups_of_some_ranks() -> None:
 
 @on_ranks(2)
 def test_mistakes_of_one_rank() -> None:
-    """An error on every rank that names the one, and no hang; the next call works."""
+    """Every rank raises an error that names the rank, and the next call works."""
     first = dist.get_rank() == 0
     x = torch.randn(4, CHANNELS)
     layer = _layer("1d", torch.float32)
@@ -197,7 +197,7 @@ def _layers() -> tuple[SynchronizedBatchNorm1d, SynchronizedBatchNorm1d, Tensor]
 
 @on_ranks(2)
 def test_ranks_in_different_layers_get_an_error() -> None:
-    """Not wrong statistics, and not wrong gradients."""
+    """They must not get wrong statistics or gradients."""
     first, second, x = _layers()
     chosen = (first, second)[dist.get_rank()]
     text = "the ranks [0] and [1] are in different calls of SynchronizedBatchNorm1d"
@@ -208,7 +208,7 @@ def test_ranks_in_different_layers_get_an_error() -> None:
     text = "in the backward of different calls of SynchronizedBatchNorm1d"
     with raises_with(CollectiveError, text):
         output.pow(3).sum().backward()
-    # The ranks are in step again.
+    # Afterwards the ranks are in step again.
     first, _, x = _layers()
     first(x).pow(3).sum().backward()
     assert x.grad is not None
@@ -216,7 +216,7 @@ def test_ranks_in_different_layers_get_an_error() -> None:
 
 @on_ranks(2)
 def test_a_copy_that_one_rank_makes_still_synchronises() -> None:
-    """The outputs of both ranks have mean 0 together, but not alone."""
+    """The outputs of both ranks have mean 0 only together."""
     layer, _, x = _layers()
     if dist.get_rank() == 0:
         layer = copy.deepcopy(layer)

@@ -185,13 +185,13 @@ def test_torchs_layers_become_plain(shape: tuple[int, ...]) -> None:
 
 @on_ranks(2)
 def test_torchs_layers_become_plain_on_ranks() -> None:
-    """torch's own layer trains on GPUs only; reverted, each rank has its own statistics."""
+    """torch's layer trains only on GPUs; once reverted, each rank has its own statistics."""
     layer = revert_sync_batchnorm(nn.SyncBatchNorm(2))
     x = torch.randn(4, 2) + torch.distributed.get_rank()
     assert torch.equal(layer(x), nn.BatchNorm1d(2)(x))
 
 
-def test_what_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_cannot_be_converted(caplog: pytest.LogCaptureFixture) -> None:
     lazy = nn.Sequential(nn.LazyBatchNorm2d())
     with pytest.raises(TypeError, match=r"0 \(LazyBatchNorm2d\) is not initialised yet"):
         convert_sync_batchnorm(lazy)
@@ -269,7 +269,7 @@ def test_wrong_order(kind: Any) -> None:
         with pytest.raises(ValueError, match=text):
             convert_sync_batchnorm(module)
     assert not any(isinstance(one, SynchronizedBatchNorm2d) for one in wrapped.modules())
-    # What is not inside may be converted, and so may a model whose wrapper is gone.
+    # Other models may be converted, and so may a model whose wrapper has been deleted.
     convert_sync_batchnorm(_model())
     model = wrapped.module
     del wrapped, module

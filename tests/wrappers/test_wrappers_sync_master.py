@@ -1,4 +1,4 @@
-"""The protocol of masters and slaves: who takes part, replies, and what ends a wait."""
+"""The protocol of masters and slaves: participants, replies, and the end of a wait."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ def scaled(messages: Pairs) -> Pairs:
 
 
 def forward(master: SyncMaster, num_slaves: int, calls: int = 1) -> list[Any]:
-    """One forward of a layer; its slaves are gone afterwards, as copies are."""
+    """Run one forward of a layer, whose slaves are deleted afterwards like copies."""
     pipes = [master.register_slave(i) for i in range(1, num_slaves + 1)]
 
     def slave(pipe: SlavePipe) -> list[Any]:
@@ -31,7 +31,7 @@ def forward(master: SyncMaster, num_slaves: int, calls: int = 1) -> list[Any]:
 
 
 def test_a_forward_with_fewer_copies() -> None:
-    """Two slaves, one, none (a single chunk), and more again."""
+    """The number of slaves falls from two to none (a single chunk) and rises again."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     for num_slaves in (2, 1, 0, 3, 0, 0, 1):
         results = forward(master, num_slaves, calls=2)
@@ -43,7 +43,7 @@ def test_a_forward_with_fewer_copies() -> None:
 
 
 def test_slaves_that_never_ran_are_forgotten() -> None:
-    """A forward in eval mode registers copies and does not synchronise."""
+    """A forward in eval mode registers copies but does not synchronise."""
     master = SyncMaster(scaled, timeout_s=LIMIT_S)
     unused = [master.register_slave(i) for i in (1, 2)]
     assert master.nr_slaves == 2
@@ -94,7 +94,7 @@ def test_a_failing_callback(
 
 
 def test_a_slave_that_does_not_run() -> None:
-    """The time limit, and a slave whose copy has gone."""
+    """The master times out, or raises if the slave's copy has been deleted."""
     master = SyncMaster(scaled, timeout_s=0.05)
     silent = master.register_slave(1)
     with pytest.raises(ReplicationError, match="copy 1"):
@@ -152,7 +152,7 @@ def test_a_new_replication_ends_the_old_one() -> None:
 
 
 class Layer:
-    """Holds a master whose callback is a method of the layer, as synchronised layers do."""
+    """A layer whose master calls a method of the layer, like synchronised layers."""
 
     def __init__(self) -> None:
         self.offset = 0

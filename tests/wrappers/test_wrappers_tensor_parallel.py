@@ -1,4 +1,4 @@
-"""What a plan can ask for, and what a split layer is."""
+"""Plans for splitting layers, and the split layers."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_wrong_styles(style: Any, text: str) -> None:
 
 
 def test_tied_weights_stay_tied_or_are_refused() -> None:
-    # Only one of the two layers is split; both are, over different dimensions.
+    # Split one of the two layers, or both over different dimensions.
     for plan in (PLAN, {**PLAN, **HEAD, "table": "colwise"}):
         with pytest.raises(ValueError, match=r"table.weight and head.weight are one parameter"):
             check_plan(Net(tied=True), plan, 2)
@@ -159,7 +159,7 @@ class Block(nn.Module):
 
 
 def _compiled_blocks(count: int) -> int:
-    # Here, since it loads the compiler.
+    # Imported here because it loads the compiler.
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -177,7 +177,7 @@ def _compiled_blocks(count: int) -> int:
 @pytest.mark.slow
 @on_ranks(2)
 def test_equal_blocks_are_compiled_once() -> None:
-    """Otherwise torch would stop at eight, and run the other blocks uncompiled."""
+    """Otherwise torch would stop after eight blocks and run the others uncompiled."""
     assert _compiled_blocks(2) == _compiled_blocks(12) > 0
 
 

@@ -1,4 +1,4 @@
-"""The state of FSDP2 that torch does not document: what is used of it, and what if it changes."""
+"""Undocumented state of FSDP2 that the library uses, and errors if it changes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +26,8 @@ def _model() -> Any:
 
 @on_ranks(2)
 def test_the_state_of_torch_is_as_it_was() -> None:
-    """What the names hold between a forward under `no_sync` and the next one."""
-    # From 2.15 on torch keeps neither of them.
+    """Checks the private attributes between a forward under `no_sync` and the next one."""
+    # From 2.15 on torch does not set `_orig_dtype` and `unsharded_accumulated_grad`.
     is_new = torch.__version__ >= (2, 15)
     model = _model()
     planted = {name for name in vars(model.module) if callable(vars(model.module)[name])}

@@ -1,4 +1,4 @@
-"""Several batches by one call: what as many calls of `train_step` do, bit for bit."""
+"""Training several batches by one call equals as many calls of `train_step` bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ Make = Callable[[nn.Module], OptimWrapper]
 
 
 class Model(SupervisedModel):
-    """A perceptron with dropout, and a preprocessor if one is given."""
+    """A perceptron with dropout and an optional preprocessor."""
 
     def __init__(self, preprocessor: DataPreprocessor | None = None) -> None:
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
@@ -58,7 +58,7 @@ def train(
     preprocessor: Callable[[], DataPreprocessor | None] = lambda: None,
     before: Callable[[int, Any, OptimWrapper], None] = lambda *_: None,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
-    """Weights and state, the logs, and the wrapper; None: by `train_step`."""
+    """Return weights and state, logs and wrapper; `blocks=None` uses `train_step`."""
     torch.manual_seed(0)
     model = Model(preprocessor())
     prepare = Preparation(compile={"step": True, "min_steps": 0} if compiled else False)
@@ -71,7 +71,7 @@ def train(
         if blocks is None:
             logs.append(wrapper.train_step(data[start], optim))
         else:
-            # Read one after the other, as from a loader.
+            # Pass an iterator, like a loader's.
             logs += wrapper.train_steps(iter(data[start : start + blocks]), optim)
     states = optim.optimizer.state_dict()["state"].values()
     weights = [*model.state_dict().values(), *(v for one in states for v in one.values())]

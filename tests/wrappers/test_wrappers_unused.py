@@ -1,4 +1,4 @@
-"""Parameters that some step does not use, under DistributedDataParallel."""
+"""Parameters that some steps do not use, under DistributedDataParallel."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ Steps = list[bool]
 
 
 class Switched(BaseModel):
-    """Uses `spare` in some steps only; `frozen` shifts the indices of the others."""
+    """A model that uses `spare` only in some steps; `frozen` shifts the indices of the others."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_separate_children_name_theirs() -> None:
 
 
 class Fragile(torch.autograd.Function):
-    """Raises in the backward if `fails` is set."""
+    """A layer that raises in the backward if `fails` is set."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, fails: bool) -> Tensor:
@@ -120,7 +120,7 @@ class Fragile(torch.autograd.Function):
 
 
 class Breaking(BaseModel):
-    """Two layers, between which the backward may fail."""
+    """A model of two layers between which the backward may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def test_a_backward_that_failed_is_reported(kind: Any, wrapper: Any, every: int)
 
 
 class Halves(BaseModel):
-    """Uses one of two layers, and the other one only if `both` is set."""
+    """A model that uses one of two layers, and the other only if `both` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_an_update_that_failed_is_forgotten() -> None:
 
 
 @on_ranks(2)
-def test_other_errors_stay_as_they_are() -> None:
+def test_other_errors_are_unchanged() -> None:
     model = StepDistributedDataParallel(Switched([True] * 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.train_step([torch.ones(2, 5), torch.zeros(2)], sgd(model))
@@ -285,7 +285,7 @@ def test_thawed_parameters_are_named() -> None:
 
 
 def _train_in_phases(wrapper: Any, data: list[list[Tensor]]) -> Tensor:
-    """As the error advises: wrapped while all is trained, then frozen, then thawed."""
+    """Follow the advice of the error: wrap before freezing, then freeze, then unfreeze."""
     optim = sgd(wrapper)
     for index, batch in enumerate(data):
         wrapper.module.net[2].requires_grad_(index >= 2)
@@ -304,7 +304,7 @@ def test_training_as_the_error_advises_equals_one_process() -> None:
 
 @on_ranks(2)
 def test_separate_names_thawed_parameters_too() -> None:
-    """A child that was frozen entirely has no wrapper that could check it."""
+    """A child that was entirely frozen has no wrapper that could check it."""
     model = Gan()
     wrapper = SeparateDistributedDataParallel(model)
     model.features.requires_grad_(True)

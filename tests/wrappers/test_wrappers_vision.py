@@ -1,4 +1,4 @@
-"""Models of torchvision and timm. `make test-vision` runs these tests where torchvision works."""
+"""Models of torchvision and timm. `make test-vision` runs these tests if torchvision works."""
 
 from __future__ import annotations
 

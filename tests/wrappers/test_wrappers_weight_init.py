@@ -1,4 +1,4 @@
-"""`init_cfg` and `init_weights()`, by the examples of mmengine's documentation."""
+"""`init_cfg` and `init_weights()`, with the examples of mmengine's documentation."""
 
 import logging
 import math
@@ -54,7 +54,7 @@ def constant(value: float, **further: Any) -> dict[str, Any]:
 
 
 def weights(module: nn.Module) -> dict[str, float]:
-    """The weights and biases that are the same in all places."""
+    """Return the weights and biases whose elements are all equal."""
     values = {name: one.unique() for name, one in module.named_parameters()}
     return {name: one.item() for name, one in values.items() if one.numel() == 1}
 
@@ -102,14 +102,14 @@ def test_several_settings_are_applied_in_order() -> None:
         ({"type": "Kaiming"}, 0, math.sqrt(2 / 100)),
         ({"type": "Kaiming", "mode": "fan_in", "distribution": "uniform"}, 0, math.sqrt(2 / 300)),
         ({"type": "Caffe2Xavier"}, 0, math.sqrt(1 / 300)),
-        # The standard normal between -2 and 2.
+        # The standard normal distribution between -2 and 2.
         ({"type": "TruncNormal"}, 0, 0.8796),
-        # The mean is outside of the interval, which holds 2.3 % of the normal.
+        # The mean is outside the interval, which holds 2.3 % of the distribution.
         ({"type": "TruncNormal", "mean": 3, "std": 0.5}, 1.8137, 0.1691),
     ],
 )
 def test_distributions(init_cfg: dict[str, Any], mean: float, std: float) -> None:
-    """Of 30,000 weights, to four standard errors."""
+    """Mean and deviation of 30,000 weights are within four standard errors."""
     torch.manual_seed(0)
     layer = nn.Linear(300, 100)
     initialize(layer, {**init_cfg, "layer": "Linear", "bias_prob": 0.01})
@@ -121,7 +121,7 @@ def test_distributions(init_cfg: dict[str, Any], mean: float, std: float) -> Non
         assert layer.weight.abs().max() <= 2
 
 
-def test_random_values_equal_those_of_mmengine() -> None:
+def test_random_values_equal_mmengines() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = pytest.importorskip(
@@ -161,7 +161,7 @@ def test_init_weights_initialises_submodules(caplog: pytest.LogCaptureFixture) -
 
 
 def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As a whole, as a part, and in a dict with other entries."""
+    """From a file of the whole model, of a part, and of a dict with other entries."""
     filled = {name: torch.full_like(one, 7.0) for name, one in Toy().state_dict().items()}
     torch.save(filled, tmp_path / "whole.pth")
     torch.save({"state_dict": {"blocks.0.linear.weight": torch.tensor([[7.0]])}}, tmp_path / "part")
@@ -179,7 +179,7 @@ def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 class _Pickled:
-    """Not to be unpickled."""
+    """An object that must not be unpickled."""
 
 
 def test_wrong_pretrained_files(tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def test_wrong_pretrained_files(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_settings(init_cfg: Any, error: type[Exception], message: str) -> None:
-    """The constructor of the model raises."""
+    """The model's constructor raises."""
     with pytest.raises(error, match=message):
         Toy(init_cfg)
 
 
-def test_wrong_settings_that_the_modules_tell() -> None:
+def test_wrong_settings_found_by_the_modules() -> None:
     with pytest.raises(ValueError, match="^module did not have attribute nope.*Net has .*'reg'"):
         initialize(Net(), constant(1, override={"name": "nope", "type": "Xavier"}))
     with pytest.raises(ValueError, match="distribution must be 'normal' or 'uniform', got 'gauss'"):

@@ -1,4 +1,4 @@
-"""Whether a model is wrapped, and what wraps it."""
+"""Whether a model is wrapped, and by which wrapper."""
 
 from typing import Any
 
@@ -59,19 +59,17 @@ def test_wrappers_that_need_a_group(wrapper: Any, text: str) -> None:
 
 
 class OwnSingle(SingleDevice):
-    """A wrapper that a user names."""
+    """A user's registered wrapper."""
 
 
 class Passing(SingleDevice):
-    """Passes unknown options to its base class."""
+    """A wrapper that passes unknown options to its base class."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
 
 
 class OwnDDP(StepDistributedDataParallel):
-    """A wrapper with a custom step."""
-
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, torch.Tensor]:
         return super().train_step(data, optim_wrapper)
 
@@ -156,11 +154,11 @@ def test_in_a_group() -> None:
 
 
 class OwnParallel(DataParallel[nn.Module]):
-    """A wrapper that a user derives."""
+    """A user's subclass of a wrapper."""
 
 
 class OwnDistributed(DistributedDataParallel):
-    """A wrapper that a user derives."""
+    """A user's subclass of a wrapper."""
 
 
 def _nested(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A model of ragged sequences, its global batches, and what plain PyTorch makes of them."""
+"""A model of ragged sequences, its global batches, and plain PyTorch training on them."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ Batch = dict[str, Tensor]
 
 
 class Tagger(BaseModel):
-    """Tags every place of a sequence; its loss is a mean over what `counted` says."""
+    """A model that tags every place of a sequence; its loss is a mean over `counted`."""
 
     def __init__(self, counted: str = "tokens", dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def count_of_mask(batch: Batch) -> Tensor:
     return batch["mask"].sum()
 
 
-# By what the loss counts, the setting.
+# The `loss_weight` setting for each `counted`.
 SETTINGS: dict[str, Any] = {
     "samples": "samples",
     "tokens": "tokens",
@@ -56,7 +56,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def global_batch(update: int, dtype: torch.dtype = torch.float64) -> Batch:
-    """Return the samples of an update; the labels of some are wholly ignored."""
+    """Return the samples of an update; all labels of some samples are ignored."""
     generator = torch.Generator().manual_seed(100 + update)
     inputs = torch.randn(SAMPLES, LENGTH, FEATURES, generator=generator, dtype=torch.float64)
     labels = torch.randint(CLASSES, (SAMPLES, LENGTH), generator=generator)
@@ -67,7 +67,7 @@ def global_batch(update: int, dtype: torch.dtype = torch.float64) -> Batch:
 
 
 def split(batch: Batch, pieces: int, seed: int) -> list[Batch]:
-    """Cut a global batch into pieces of unequal sizes, one sample at least."""
+    """Split a global batch into pieces of unequal sizes with at least one sample."""
     cuts = sorted(random.Random(seed).sample(range(1, SAMPLES), pieces - 1))
     bounds = [0, *cuts, SAMPLES]
     places = zip(bounds, bounds[1:], strict=False)
@@ -77,7 +77,7 @@ def split(batch: Batch, pieces: int, seed: int) -> list[Batch]:
 def train_whole(
     counted: str, updates: int, dtype: torch.dtype = torch.float64, *, clip: bool = False
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Train on whole batches by hand; return the weights and the loss of every update."""
+    """Train on whole batches in plain PyTorch; return the weights and each update's loss."""
     model = Tagger(counted, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     losses = []
@@ -109,11 +109,11 @@ class Weighted:
     """How a global batch is trained in pieces.
 
     Attributes:
-        counted: what the loss is a mean over, a key of `SETTINGS`.
+        counted: the unit of the loss's mean, a key of `SETTINGS`.
         dtype: "fp64" or "fp32"; "bf16" and "fp16" under autocast over weights in fp32.
-        accumulate: micro-batches of an update, on each rank.
+        accumulate: micro-batches per update on each rank.
         clip: whether gradients are clipped by their norm.
-        updates: how many global batches.
+        updates: number of global batches.
     """
 
     counted: str = "tokens"
@@ -129,7 +129,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class Apart:
-    """What came out: the largest differences to whole batches in plain PyTorch."""
+    """The largest differences from whole batches in plain PyTorch."""
 
     cell: Weighted
     weights: float
@@ -140,7 +140,7 @@ class Apart:
 
     @property
     def is_within(self) -> bool:
-        """Whether they keep to the bound; a NaN does not."""
+        """Return whether they are within the bound; a NaN is not."""
         bound = BOUNDS[self.cell.dtype]
         return self.weights <= bound and self.losses <= bound
 
@@ -194,14 +194,14 @@ def pieces_of(cell: Weighted, update: int, mesh: Any) -> list[Batch]:
 
 
 def train(wrapper: Any, optim_wrapper: OptimWrapper, cell: Weighted, mesh: Any) -> list[float]:
-    """Train; returns the loss of every update, averaged over pieces and ranks by weight."""
+    """Train; return each update's loss, averaged over pieces and ranks by weight."""
     losses = []
     for update in range(cell.updates):
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in pieces_of(cell, update, mesh):
             loss = wrapper.train_step(batch, optim_wrapper)["loss"]
             weight = float(optim_wrapper.last_weight)  # type: ignore[arg-type]
-            # A mean over nothing is a NaN.
+            # The mean of nothing is NaN.
             sums[0] += loss.item() * weight if weight else 0.0
             sums[1] += weight
         if dist.is_initialized():
