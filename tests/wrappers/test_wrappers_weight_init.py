@@ -178,6 +178,20 @@ def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "linear.weight" in caplog.text
 
 
+def test_an_override_loads_pretrained_weights_into_its_submodule_last(tmp_path: Path) -> None:
+    state = {"linear.weight": torch.tensor([[7.0]]), "linear.bias": torch.tensor([8.0])}
+    torch.save({f"teacher.{name}": one for name, one in state.items()}, tmp_path / "file.pth")
+    pretrained = {"type": "Pretrained", "checkpoint": str(tmp_path / "file.pth")}
+    override = {"name": "blocks.0", "prefix": "teacher", **pretrained}
+    model = Toy(constant(1, override=override), constant(2))
+    model.init_weights()
+    inner = {"blocks.0.linear.weight": 7, "blocks.0.linear.bias": 8}
+    assert weights(model) == {"linear.weight": 1, "linear.bias": 0, "custom.scale": 1, **inner}
+    net = Net()
+    with pytest.raises(ValueError, match="file.pth has no weights of Conv2d$"):
+        initialize(net, constant(1, override={"name": "reg", **pretrained}))
+
+
 class _Pickled:
     """An object that must not be unpickled."""
 
@@ -215,6 +229,12 @@ def test_wrong_pretrained_files(tmp_path: Path) -> None:
             '^`override` must contain the key "n',
         ),
         (constant(1, override={"name": "l", "val": 3}), ValueError, '^`override` need "type" key'),
+        (constant(1, override={"name": "l", **constant(2)}), TypeError, "takes no 'layer': remove"),
+        (
+            constant(1, override={"name": "l", "type": "Caffe2Xavier", "override": {"name": "m"}}),
+            TypeError,
+            "^the override of 'l' initialises all layers inside 'l' and takes no 'override'",
+        ),
     ],
 )
 def test_wrong_settings(init_cfg: Any, error: type[Exception], message: str) -> None:

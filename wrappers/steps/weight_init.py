@@ -76,7 +76,7 @@ def initialize(module: nn.Module, init_cfg: InitSettings) -> None:
     - ``layer``: the class names of the layers to initialise. Subclasses are included.
     - ``override``: a list of mappings, each with the ``name`` of a submodule. All layers of this
       submodule, whatever their class, are initialised by the other keys of its mapping, or by the
-      outer mapping if it has only a name.
+      outer mapping if it has only a name. An override takes no ``layer`` or ``override``.
 
     Pretrained takes none of ``bias``, ``layer`` and ``override``. It takes ``checkpoint``, a file
     that contains only weights, and ``prefix``: only weights whose names begin with the prefix are
@@ -174,32 +174,23 @@ _REQUIRED = {"Constant": "val", _PRETRAINED: "checkpoint"}
 
 @dataclass(frozen=True)
 class _Entry:
-    """A checked mapping of ``init_cfg``; ``overrides`` are pairs of submodule name and entry."""
+    """A checked mapping of ``init_cfg``, or of its ``override`` for the submodule ``name``."""
 
     kind: str
     options: Mapping[str, Any]
     bias: float
     layers: frozenset[str]
-    overrides: tuple[tuple[str, _Entry], ...] = ()
+    name: str | None = None
 
     def apply(self, module: nn.Module) -> None:
+        part = module if self.name is None else _submodule(module, self.name)
         if self.kind == _PRETRAINED:
-            _load(module, **self.options)
+            _load(part, **self.options)
             return
-        for one in module.modules():
-            if self.layers & {base.__name__ for base in type(one).__mro__}:
+        for one in part.modules():
+            names = {base.__name__ for base in type(one).__mro__}
+            if self.name is not None or self.layers & names:
                 self._fill(one)
-        for name, entry in self.overrides:
-            try:
-                inner = module.get_submodule(name)
-            except AttributeError:
-                known = [child for child, _ in module.named_children()]
-                raise ValueError(
-                    f"module did not have attribute {name}, the name of an override in init_cfg; "
-                    f"{type(module).__name__} has {known}"
-                ) from None
-            for one in inner.modules():
-                entry._fill(one)
 
     def _fill(self, module: nn.Module) -> None:
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
@@ -209,8 +200,21 @@ class _Entry:
             init.constant_(bias, self.bias)
 
 
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        known = [child for child, _ in module.named_children()]
+        raise ValueError(
+            f"module did not have attribute {name}, the name of an override in init_cfg; "
+            f"{type(module).__name__} has {known}"
+        ) from None
+
+
 def _parse(init_cfg: InitSettings | None) -> list[_Entry]:
-    return [_parse_one(one) for one in _mappings("init_cfg", () if init_cfg is None else init_cfg)]
+    """Return the entries in the order in which they apply: each before its overrides."""
+    given = _mappings("init_cfg", () if init_cfg is None else init_cfg)
+    return [entry for one in given for entry in _parse_one(one)]
 
 
 def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
@@ -221,7 +225,7 @@ def _mappings(name: str, given: Any) -> list[Mapping[str, Any]]:
     return list(entries)
 
 
-def _parse_one(cfg: Mapping[str, Any]) -> _Entry:
+def _parse_one(cfg: Mapping[str, Any]) -> list[_Entry]:
     given = dict(cfg)
     kind = given.pop("type", None)
     if kind not in _FILLS:
@@ -240,21 +244,26 @@ def _parse_one(cfg: Mapping[str, Any]) -> _Entry:
     if not isinstance(layers, Sequence) or not all(isinstance(name, str) for name in layers):
         raise TypeError(f"layer must be a str or a list of str, but got {layers!r}")
     outer = _Entry(kind, given, _pop_bias(given), frozenset(layers))
-    inner = [_parse_override(one, outer) for one in _mappings("override", overrides)]
-    return replace(outer, overrides=tuple(inner))
+    return [outer, *(_parse_override(one, outer) for one in _mappings("override", overrides))]
 
 
-def _parse_override(cfg: Mapping[str, Any], outer: _Entry) -> tuple[str, _Entry]:
+def _parse_override(cfg: Mapping[str, Any], outer: _Entry) -> _Entry:
     given = dict(cfg)
     name = given.pop("name", None)
     if not isinstance(name, str):
         raise ValueError(f'`override` must contain the key "name", but got {dict(cfg)}')
     if not given:
-        return name, outer
+        return replace(outer, name=name)
     if "type" not in given:
         # mmengine raises the same message.
         raise ValueError(f'`override` need "type" key, but got {given}')
-    return name, _parse_one(given)
+    for key in ("layer", "override"):
+        if key in given:
+            raise TypeError(
+                f"the override of {name!r} initialises all layers inside {name!r} and takes no "
+                f"{key!r}: remove it, or use another mapping in the list of init_cfg"
+            )
+    return replace(_parse_one(given)[0], name=name)
 
 
 def _pop_bias(options: dict[str, Any]) -> float:
