@@ -27,6 +27,7 @@ from stepwrap.wrappers import (
     StepDataParallel,
     StepDistributedDataParallel,
     StepFullyShardedDataParallel,
+    compile_step,
     parse_losses,
 )
 from stepwrap.wrappers.steps.plain_models import BatchMismatchError, MissingLossError
@@ -244,6 +245,38 @@ def test_errors_name_the_remedy(model: str, change: Any, error: Any, text: str) 
         batch[new] = batch.pop(old)
     with pytest.raises(error, match=text):
         SingleDevice(net).train_step(batch, OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1)))
+
+
+class Classifier(Net):
+    """Has the interface of a classifier of transformers."""
+
+    def forward(self, image: Tensor, labels: Tensor | None = None, mode: str = "tensor") -> Any:
+        if labels is None:
+            return transformers.modeling_outputs.SequenceClassifierOutput(logits=self.head(image))
+        return super().forward(image, labels, mode)
+
+
+def error_of_a_batch(batch: dict[str, Tensor], compiled: bool) -> Exception:
+    """Return the error for a batch after four batches that fit."""
+    model = Classifier()
+    wrapper: Any = SingleDevice(model)
+    if compiled:
+        compile_step(wrapper, min_steps=0, backend="eager")
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        wrapper.train_step({"image": torch.ones(2, 4), "labels": torch.tensor([0, 1])}, optim)
+    assert not compiled or wrapper.train_step.programs
+    with pytest.raises((MissingLossError, BatchMismatchError)) as caught:
+        wrapper.train_step(batch, optim)
+    return caught.value
+
+
+@pytest.mark.parametrize("keys", [["image"], ["image", "label"]])
+def test_a_compiled_step_explains_errors_like_the_usual_step(keys: list[str]) -> None:
+    batch = {key: torch.ones(2, 4) for key in keys}
+    usual, compiled = (error_of_a_batch(batch, flag) for flag in (False, True))
+    assert f"The batch has the keys {', '.join(keys)}" in str(usual)
+    assert (type(compiled), str(compiled)) == (type(usual), str(usual))
 
 
 class Detector(nn.Module):

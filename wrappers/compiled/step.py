@@ -128,7 +128,7 @@ class CompiledStep:
                 optim_wrapper.update_params(total)
             return detached(logs)
         except BaseException as error:
-            wrapper._raise_explained(error, stage)
+            wrapper._raise_explained(error, stage, data)
             raise
 
     def _is_ready(self, optim_wrapper: Any) -> bool:
