@@ -22,17 +22,35 @@ from torch.distributed import distributed_c10d
 from stepwrap.collectives import all_gather_object, trace_collectives
 from stepwrap.loops import EpochTrainLoop, Hook, LoopState, ValLoop
 from stepwrap.runner import Runner
-from stepwrap.wrappers import OptimWrapper, StepDistributedDataParallel, SupervisedModel
+from stepwrap.wrappers import (
+    OptimWrapper,
+    SeparateDistributedDataParallel,
+    StepDistributedDataParallel,
+    SupervisedModel,
+)
 
 ABSENT = 1
 # Public since torch 2.14, which deprecates the private name.
 set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
-def wrapped() -> tuple[StepDistributedDataParallel, OptimWrapper]:
-    model = SupervisedModel(nn.Linear(4, 3), nn.CrossEntropyLoss())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return StepDistributedDataParallel(model), OptimWrapper(optimizer)
+class SharedLogs(SupervisedModel):
+    """Adds up its losses over the ranks before the update."""
+
+    def parse_losses(self, losses: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        total, logs = super().parse_losses(losses)
+        summed = logs["loss"].clone()
+        dist.all_reduce(summed)
+        return total, {"loss": summed}
+
+
+def wrapped(wrapper: str = "ddp") -> tuple[Any, OptimWrapper]:
+    kind = SharedLogs if wrapper == "separate" else SupervisedModel
+    model = kind(nn.Linear(4, 3), nn.CrossEntropyLoss())
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    if wrapper == "separate":
+        return SeparateDistributedDataParallel(model), optim
+    return StepDistributedDataParallel(model), optim
 
 
 def batches(count: int) -> list[list[Tensor]]:
@@ -91,8 +109,8 @@ def train(traced: bool, how: str, place: str, folder: Path) -> str:
     return error_of_run(traced, folder, Runner(model, loop, optim_wrapper=optim, hooks=hooks).train)
 
 
-def train_by_hand(folder: Path) -> str:
-    model, optim = wrapped()
+def train_by_hand(folder: Path, wrapper: str) -> str:
+    model, optim = wrapped(wrapper)
 
     def loop() -> None:
         for step, batch in enumerate(batches(4)):
@@ -154,8 +172,9 @@ def test_a_loop_names_the_rank_that_does_not_come(
 
 
 @pytest.mark.slow
-def test_a_step_by_hand_names_the_rank_that_does_not_come(tmp_path: Path) -> None:
-    texts = run_ranks(train_by_hand, 3, tmp_path)
+@pytest.mark.parametrize("wrapper", ["ddp", "separate"])
+def test_a_step_by_hand_names_the_rank_that_does_not_come(wrapper: str, tmp_path: Path) -> None:
+    texts = run_ranks(train_by_hand, 3, tmp_path, wrapper)
     for rank in (0, 2):
         assert re.search(
             r"^CollectiveError: train_step\(\) must be reached by all 3 ranks, but did not finish "

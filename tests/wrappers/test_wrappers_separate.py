@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from step_models import batches, classifier, flat, mlp, of_all_ranks, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
+    BaseModel,
     Preparation,
     SeparateDistributedDataParallel,
     SingleDevice,
@@ -91,6 +94,35 @@ def test_a_model_without_a_training_step() -> None:
     net = mlp(torch.float64)
     train_plainly(net, of_all_ranks(by_rank, 2), momentum=0.9)
     assert_near(flat(wrapper), flat(net), 1e-12)
+
+
+@dataclass
+class Logits(OrderedDict[str, Any]):
+    """An output without a loss."""
+
+    logits: Tensor
+
+
+class Untargeted(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor, mode: str = "tensor") -> Any:
+        return Logits(self.net(x))
+
+
+class OwnStep(Untargeted):
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return super().train_step(data, optim_wrapper)
+
+
+@pytest.mark.parametrize("kind", [Untargeted, OwnStep])
+@on_ranks(2)
+def test_a_batch_without_targets_is_described(kind: Any) -> None:
+    wrapper = SeparateDistributedDataParallel(kind())
+    with raises_with(ValueError, "Logits has no loss", "The batch has the keys x"):
+        wrapper.train_step({"x": torch.ones(4, 6)}, sgd(wrapper))
 
 
 @on_ranks(2)

@@ -243,10 +243,13 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self, error: BaseException, stage: str = "update", data: Any = None
     ) -> None:
         if stage == "update":
-            _explain_unused(error, self._trainable)
-            # Keeps only the text, because the error would keep the graph in memory.
-            self._failure = self._failure or f"{type(error).__name__}: {error}"
+            self._explain_update(error)
         super()._raise_explained(error, stage, data)
+
+    def _explain_update(self, error: BaseException) -> None:
+        _explain_unused(error, self._trainable)
+        # Keeps only the text, because the error would keep the graph in memory.
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -124,10 +124,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     def _raise_explained(
         self, error: BaseException, stage: str = "update", data: Any = None
     ) -> None:
-        if stage == "forward":
-            super()._raise_explained(error, stage, data)
         for child in self._wrapped() if stage == "update" else ():
-            child._raise_explained(error)
+            child._explain_update(error)
+        super()._raise_explained(error, stage, data)
 
     def _wrapped(self) -> list[_Child]:
         return [child for child in self.module.children() if isinstance(child, _Child)]
