@@ -200,7 +200,10 @@ class Monitor:
     def _fail_all(self) -> None:
         # Later calls check this flag and fail.
         self.is_ended = True
-        for call in list(self._cache.values()):
+        pool = self._pool()
+        # An iterator without tasks in flight is not in the cache.
+        open_inputs = [] if pool is None else list(pool._open_inputs)
+        for call in [*self._cache.values(), *open_inputs]:
             call.fail(self.end_error())
         self._failed.set()
 
@@ -334,7 +337,7 @@ class Dispatcher:
                 waiting.insert(0, lost)
             else:
                 call = self._calls.get(job)
-                name = f"task {chunk}" if call is None else call._call.task_name(job, chunk)
+                name = f"task {chunk}" if call is None else call._call.task_name(chunk)
                 error = death_error(name, worker, exitcode, self._options.task_timeout)
                 self._done.append((job, chunk, (False, error)))
         self._backlog.extendleft(reversed(waiting))

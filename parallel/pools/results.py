@@ -28,6 +28,7 @@ class Call:
     Attributes:
         pool: a reference that keeps the pool alive until the call ends.
         chunksize: items per task; 0 if the call is a single task.
+        items: the number of items in all tasks so far.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Call:
         self.name = name
         self.pool = pool
         self.chunksize = chunksize
+        self.items = 0
         self._bar: Any = None
         if progress:
             from rich.progress import Progress
@@ -50,20 +52,27 @@ class Call:
             self._task = self._bar.add_task(name, total=total)
             self._bar.start()
 
-    def advance(self) -> None:
+    def advance(self, chunk: int) -> None:
+        """Advance the bar by the items of a chunk."""
         if self._bar is not None:
-            self._bar.advance(self._task, self.chunksize)
+            self._bar.advance(self._task, len(self._range(chunk)))
 
     def stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def task_name(self, job: int, chunk: int) -> str:
-        """Return the name of a task for messages, with the range of its items if it has several."""
-        if self.chunksize > 1:
-            begin = chunk * self.chunksize
-            return f"tasks {begin} to {begin + self.chunksize - 1} of {self.name}"
-        return f"task {chunk if self.chunksize else job} of {self.name}"
+    def task_name(self, chunk: int) -> str:
+        """Return the name of a task for messages, with its items if the call has items."""
+        if not self.chunksize:
+            return self.name
+        items = self._range(chunk)
+        if len(items) == 1:
+            return f"item {items[0]} of {self.name}"
+        return f"items {items[0]} to {items[-1]} of {self.name}"
+
+    def _range(self, chunk: int) -> range:
+        begin = chunk * self.chunksize
+        return range(begin, min(begin + self.chunksize, self.items))
 
 
 class AsyncResult:
@@ -170,6 +179,7 @@ class MapResult(AsyncResult):
         call: Call,
     ) -> None:
         self._left = -(-length // call.chunksize)
+        call.items = length
         self._value: list[Any] = [None] * length
         self._error: BaseException | None = None
         # `set` is also called in the caller's thread, for tasks that cannot be sent.
@@ -186,7 +196,7 @@ class MapResult(AsyncResult):
             self._value[begin : begin + len(value)] = value
         elif self._error is None:
             self._error = value
-        self._call.advance()
+        self._call.advance(chunk)
         with self._counting:
             self._left -= 1
             is_last = self._left == 0
@@ -303,6 +313,7 @@ class IMapIterator:
             if chunk in self._in_flight:
                 self._arrived[chunk] = outcome
                 self._in_flight.discard(chunk)
+                self._call.advance(chunk)
                 self._update()
 
     def fail(self, error: BaseException) -> None:
@@ -327,7 +338,6 @@ class IMapIterator:
             return False
         success, value = self._arrived.pop(number)
         self._taken += 1
-        self._call.advance()
         if not success:
             if isinstance(value, StopIteration):
                 # As in generators: StopIteration would silently end a loop over the results.
@@ -359,6 +369,7 @@ class IMapIterator:
                 # The call has ended in the meantime.
                 return
             self._in_flight.add(number)
+            self._call.items += len(chunk)
             self._cache[self._job] = self
             self._count += 1
         try:
@@ -382,18 +393,19 @@ class IMapIterator:
         """Notify waiting threads after a change.
 
         Leave the cache if no task is in flight, and then release the pool if the input has ended.
+        The bar stops at that time, because the results may not be taken.
         """
         if not self._in_flight:
             self._cache.pop(self._job, None)
             if self._source is None and self._on_end is not None:
                 self._on_end()
+                self._call.stop_bar()
                 # These refer to the pool.
                 self._submit = self._on_end = self._call.pool = None
         self._changed.notify_all()
 
     def _end(self) -> NoReturn:
         """Raise the error of the input or StopIteration."""
-        self._call.stop_bar()
         error, self._input_error = self._input_error, None
         raise StopIteration if error is None else error
 

@@ -130,3 +130,27 @@ def test_stop_iteration_of_a_task_does_not_end_the_results(pool, method):
         assert isinstance(caught.value.__cause__, StopIteration)
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+@pytest.mark.parametrize("method", ["map_async", "imap", "imap_unordered"])
+def test_progress_counts_items_and_ends_with_the_pool(method, capsys):
+    """The last chunk has a single item."""
+    may_end = threading.Event()
+    with ThreadPool(2) as pool:
+        getattr(pool, method)(
+            lambda number: number == 2 or may_end.wait(60), range(3), 2, progress=True
+        )
+        # It comes after the result of the last chunk.
+        assert pool.apply(work.square, (3,)) == 9
+        pool.terminate()
+        assert "33%" in capsys.readouterr().out
+        may_end.set()
+
+
+@pytest.mark.parametrize("items", [3, 30])
+def test_progress_ends_with_the_pool_if_no_task_runs(pool, items, capsys):
+    iterator = pool.imap(work.square, iter(range(items)), lookahead=3, progress=True)
+    assert next(iterator) == 0
+    assert pool.map(work.square, range(6), 1) == [n * n for n in range(6)]
+    pool.terminate()
+    assert "imap(square)" in capsys.readouterr().out
