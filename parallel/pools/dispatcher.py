@@ -77,9 +77,14 @@ class Monitor:
         self._thread.start()
         self._started.result()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread is the pool's."""
+        return threading.current_thread() is self._thread
+
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the pool has ended; return whether it has, in its own thread immediately."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return False
         # Needed before `join`: in Python 3.11, an interrupted `join` marks the thread as ended.
         if not self._finished.wait(timeout):
@@ -93,7 +98,7 @@ class Monitor:
 
     def wait_failed(self) -> None:
         """Wait until the unfinished calls of a stopped pool have failed."""
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._failed.wait()
 
     def check(self) -> None:

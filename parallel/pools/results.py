@@ -227,8 +227,10 @@ class IMapIterator:
     ) -> None:
         self._job = job
         self._cache = cache
-        # None after the input has ended.
-        self._source: Iterator[list[Any]] | None = _chunks_of(iterable, call.chunksize)
+        # None after the input has ended. `iter` is called when the first item is read.
+        self._source: Iterator[Any] | None = itertools.chain.from_iterable((iterable,))
+        # The items of the next chunk that have been read.
+        self._chunk: list[Any] = []
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
         self._on_end: Callable[[], object] | None = on_end
@@ -255,7 +257,8 @@ class IMapIterator:
 
         Raises:
             StopIteration: there are no further results.
-            TimeoutError: the result did not arrive within ``timeout`` seconds.
+            TimeoutError: the result did not arrive within ``timeout`` seconds. An item of the input
+                that takes longer is awaited first.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -280,17 +283,17 @@ class IMapIterator:
     def feed(self, deadline: float = math.inf) -> None:
         """Read input until enough chunks are in flight, unless another thread is reading.
 
-        Read at least one chunk, then stop early at the deadline (of ``time.monotonic``), or if
-        reading is slow and the next result has arrived.
+        Read at least one item. If reading is slow, stop early at the deadline (of
+        ``time.monotonic``), or if the next result has arrived.
         """
         if not self._wants_more() or not self._reading.acquire(blocking=False):
             return
-        began = time.monotonic()
+        slow_from = time.monotonic() + _SLOW_INPUT_S
         try:
             while self._wants_more():
                 self._read_one()
                 now = time.monotonic()
-                if now >= deadline or (now - began > _SLOW_INPUT_S and self._has_result()):
+                if now > slow_from and (now >= deadline or self._has_result()):
                     break
         finally:
             self._reading.release()
@@ -301,11 +304,27 @@ class IMapIterator:
         with self._changed:
             return bool(self._values) or self._next_chunk() is not None
 
-    def read_all(self) -> None:
-        """Read the rest of the input; called by the pool."""
-        with self._reading:
+    def read_all(self, deadline: float = math.inf) -> None:
+        """Read the rest of the input, at most until the deadline; called by ``join``.
+
+        The results need not be taken, so only the chunks in flight are limited.
+        """
+        if not self._reading.acquire(timeout=_time_until(deadline)):
+            return
+        try:
             while self._source is not None:
-                self._read_one()
+                with self._changed:
+                    is_full = len(self._in_flight) >= self._ahead
+                    if is_full:
+                        self._changed.wait(_time_until(deadline))
+                if not is_full:
+                    self._read_one()
+                if time.monotonic() >= deadline:
+                    break
+        finally:
+            self._reading.release()
+            with self._changed:
+                self._changed.notify_all()
 
     def set(self, chunk: int, outcome: Outcome) -> None:
         """Store the results of one chunk; called by the pool."""
@@ -347,12 +366,12 @@ class IMapIterator:
         return bool(self._values)
 
     def _read_one(self) -> None:
-        """Read a chunk and submit it to the workers. The caller must hold ``_reading``."""
-        source, number = self._source, self._count
+        """Read an item and submit a complete chunk. The caller must hold ``_reading``."""
+        source = self._source
         if source is None:
             return
         try:
-            chunk = next(source)
+            self._chunk.append(next(source))
         except StopIteration:
             self._end_input()
             return
@@ -363,6 +382,13 @@ class IMapIterator:
             # Raise Ctrl-C immediately, not after the results of the items read before it.
             self._end_input()
             raise
+        if len(self._chunk) == self._call.chunksize:
+            self._submit_chunk()
+
+    def _submit_chunk(self) -> None:
+        """Submit the items that have been read to the workers."""
+        number, chunk = self._count, self._chunk
+        self._chunk = []
         with self._changed:
             submit = self._submit
             if self._source is None or submit is None:
@@ -384,6 +410,8 @@ class IMapIterator:
             raise
 
     def _end_input(self, error: BaseException | None = None) -> None:
+        if self._chunk:
+            self._submit_chunk()
         with self._changed:
             if self._source is not None:
                 self._source, self._input_error = None, error
@@ -417,18 +445,6 @@ class IMapUnorderedIterator(IMapIterator):
         return next(iter(self._arrived), None)
 
 
-def _chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of ``size`` items; before an error of the input, yield the remaining items."""
-    items = iter(iterable)
-    while True:
-        chunk: list[Any] = []
-        try:
-            # `list(islice())` would lose these items if the input raises.
-            chunk.extend(itertools.islice(items, size))
-        except BaseException:
-            if chunk:
-                yield chunk
-            raise
-        if not chunk:
-            return
-        yield chunk
+def _time_until(deadline: float) -> float:
+    """Return the seconds until a deadline, as a timeout that locks accept."""
+    return max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
