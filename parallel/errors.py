@@ -17,7 +17,7 @@ class WorkerDiedError(RuntimeError):
     """A task is lost because the worker that ran it has ended.
 
     Attributes:
-        task: the task, such as "task 17 of map(square)".
+        task: the task, such as "item 17 of map(square)" or "apply(square)".
         worker: the index of the worker in the pool.
         pid: the worker's process id.
         exitcode: as in ``multiprocessing.Process.exitcode``; None if it is not known.

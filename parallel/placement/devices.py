@@ -76,7 +76,10 @@ def find_rooms(
 
 
 def _one_device(name: object, setting: str) -> torch.device:
-    allowed = f'allowed are "cpu" and "cuda:<index>" (GPUs here: {torch.cuda.device_count()})'
+    allowed = (
+        f'allowed are "cpu", "cuda:<index>" (GPUs here: {torch.cuda.device_count()}) and, with '
+        'free_mib, other types with an index, such as "mps:0"'
+    )
     if not isinstance(name, str | torch.device):
         raise TypeError(f"{setting}: {name!r} is not a device; {allowed}")
     try:

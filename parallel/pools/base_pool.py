@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -228,7 +230,9 @@ class BasePool:
     ) -> IMapIterator:
         """Return an iterator over the values of a function, in the order of the items.
 
-        The thread that takes values reads further input each time; ``join`` reads the rest.
+        A list or another sequence is read, and its tasks begin, at once. Other inputs may wait, so
+        reading begins with the first value taken. The thread that takes values reads further input
+        each time; ``join`` reads the rest.
 
         Args:
             chunksize: items per task.
@@ -267,16 +271,22 @@ class BasePool:
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended, after ``close`` or ``terminate``.
 
+        After ``close``, read the rest of the input of all iterators, with at most ``lookahead``
+        items in flight.
+
         Raises:
             ValueError: the pool still accepts calls.
-            TimeoutError: the workers have not ended within ``timeout`` seconds after the input of
-                all iterators was read.
+            TimeoutError: the workers have not ended within ``timeout`` seconds. An item of an input
+                that takes longer is awaited first.
         """
         if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
-        for iterator in list(self._open_inputs):
-            iterator.read_all()
-        if not self._monitor.join(timeout):
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # In a callback, which delays all results, `read_all` could wait forever.
+        if not self._monitor.is_current:
+            for iterator in list(self._open_inputs):
+                iterator.read_all(deadline)
+        if not self._monitor.join(None if timeout is None else deadline - time.monotonic()):
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")
 
     def size(self) -> int:
@@ -373,7 +383,9 @@ def _submit_lazily(
     iterator = kind(job, pool._cache, iterable, submit, end, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)
     pool._open_jobs.add(job)
-    iterator.feed()
+    # Other inputs may block.
+    if isinstance(iterable, Sequence):
+        iterator.feed(deadline=0.0)
     return iterator
 
 

@@ -77,9 +77,14 @@ class Monitor:
         self._thread.start()
         self._started.result()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this thread is the pool's."""
+        return threading.current_thread() is self._thread
+
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the pool has ended; return whether it has, in its own thread immediately."""
-        if threading.current_thread() is self._thread:
+        if self.is_current:
             return False
         # Needed before `join`: in Python 3.11, an interrupted `join` marks the thread as ended.
         if not self._finished.wait(timeout):
@@ -93,7 +98,7 @@ class Monitor:
 
     def wait_failed(self) -> None:
         """Wait until the unfinished calls of a stopped pool have failed."""
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._failed.wait()
 
     def check(self) -> None:
@@ -200,7 +205,10 @@ class Monitor:
     def _fail_all(self) -> None:
         # Later calls check this flag and fail.
         self.is_ended = True
-        for call in list(self._cache.values()):
+        pool = self._pool()
+        # An iterator without tasks in flight is not in the cache.
+        open_inputs = [] if pool is None else list(pool._open_inputs)
+        for call in [*self._cache.values(), *open_inputs]:
             call.fail(self.end_error())
         self._failed.set()
 
@@ -334,7 +342,7 @@ class Dispatcher:
                 waiting.insert(0, lost)
             else:
                 call = self._calls.get(job)
-                name = f"task {chunk}" if call is None else call._call.task_name(job, chunk)
+                name = f"task {chunk}" if call is None else call._call.task_name(chunk)
                 error = death_error(name, worker, exitcode, self._options.task_timeout)
                 self._done.append((job, chunk, (False, error)))
         self._backlog.extendleft(reversed(waiting))

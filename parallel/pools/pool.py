@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import BrokenPoolError, TimeoutError
 from .base_pool import BasePool
-from .worker import CtxPoolStorage, WithContext, enter
+from .worker import WithContext, enter
 
 __all__ = ["CtxPool", "CtxThreadPool", "P2PPool", "Pool", "ThreadPool"]
 
@@ -99,7 +99,7 @@ class P2PPool(Pool):
 class _InContexts(BasePool):
     """A pool with one context per worker, the first argument of the functions it calls."""
 
-    _holder: Any = CtxPoolStorage
+    _is_of_threads = False
     _contexts: Sequence[Any] | None
 
     def _initializers(self) -> Initializers:
@@ -111,12 +111,12 @@ class _InContexts(BasePool):
                 f"{len(contexts)} contexts, {len(initializers)} workers"
             )
         return [
-            (enter, (self._holder, context, *beginning))
+            (enter, (self._is_of_threads, context, *beginning))
             for context, beginning in zip(contexts, initializers, strict=True)
         ]
 
     def _bind_context(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        return WithContext(func, self._holder)
+        return WithContext(func)
 
 
 class CtxPool(_InContexts, Pool):
@@ -205,13 +205,15 @@ class CtxThreadPool(_InContexts, ThreadPool):
     ``BasePool`` describes the other arguments.
 
     Args:
+        initializer: called first in each thread, with ``initargs``; it finds the context in
+            ``CtxPoolStorage.storage``.
         worker_contexts: one context per thread (default: None for all).
 
     Raises:
         ValueError: the numbers of contexts and threads differ.
     """
 
-    _holder = threading.local()
+    _is_of_threads = True
 
     def __init__(
         self,

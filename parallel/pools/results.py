@@ -28,6 +28,7 @@ class Call:
     Attributes:
         pool: a reference that keeps the pool alive until the call ends.
         chunksize: items per task; 0 if the call is a single task.
+        items: the number of items in all tasks so far.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Call:
         self.name = name
         self.pool = pool
         self.chunksize = chunksize
+        self.items = 0
         self._bar: Any = None
         if progress:
             from rich.progress import Progress
@@ -50,20 +52,27 @@ class Call:
             self._task = self._bar.add_task(name, total=total)
             self._bar.start()
 
-    def advance(self) -> None:
+    def advance(self, chunk: int) -> None:
+        """Advance the bar by the items of a chunk."""
         if self._bar is not None:
-            self._bar.advance(self._task, self.chunksize)
+            self._bar.advance(self._task, len(self._range(chunk)))
 
     def stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def task_name(self, job: int, chunk: int) -> str:
-        """Return the name of a task for messages, with the range of its items if it has several."""
-        if self.chunksize > 1:
-            begin = chunk * self.chunksize
-            return f"tasks {begin} to {begin + self.chunksize - 1} of {self.name}"
-        return f"task {chunk if self.chunksize else job} of {self.name}"
+    def task_name(self, chunk: int) -> str:
+        """Return the name of a task for messages, with its items if the call has items."""
+        if not self.chunksize:
+            return self.name
+        items = self._range(chunk)
+        if len(items) == 1:
+            return f"item {items[0]} of {self.name}"
+        return f"items {items[0]} to {items[-1]} of {self.name}"
+
+    def _range(self, chunk: int) -> range:
+        begin = chunk * self.chunksize
+        return range(begin, min(begin + self.chunksize, self.items))
 
 
 class AsyncResult:
@@ -170,6 +179,7 @@ class MapResult(AsyncResult):
         call: Call,
     ) -> None:
         self._left = -(-length // call.chunksize)
+        call.items = length
         self._value: list[Any] = [None] * length
         self._error: BaseException | None = None
         # `set` is also called in the caller's thread, for tasks that cannot be sent.
@@ -186,7 +196,7 @@ class MapResult(AsyncResult):
             self._value[begin : begin + len(value)] = value
         elif self._error is None:
             self._error = value
-        self._call.advance()
+        self._call.advance(chunk)
         with self._counting:
             self._left -= 1
             is_last = self._left == 0
@@ -217,8 +227,10 @@ class IMapIterator:
     ) -> None:
         self._job = job
         self._cache = cache
-        # None after the input has ended.
-        self._source: Iterator[list[Any]] | None = _chunks_of(iterable, call.chunksize)
+        # None after the input has ended. `iter` is called when the first item is read.
+        self._source: Iterator[Any] | None = itertools.chain.from_iterable((iterable,))
+        # The items of the next chunk that have been read.
+        self._chunk: list[Any] = []
         self._input_error: BaseException | None = None
         self._submit: Callable[[int, list[Any]], None] | None = submit
         self._on_end: Callable[[], object] | None = on_end
@@ -245,7 +257,8 @@ class IMapIterator:
 
         Raises:
             StopIteration: there are no further results.
-            TimeoutError: the result did not arrive within ``timeout`` seconds.
+            TimeoutError: the result did not arrive within ``timeout`` seconds. An item of the input
+                that takes longer is awaited first.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -270,17 +283,17 @@ class IMapIterator:
     def feed(self, deadline: float = math.inf) -> None:
         """Read input until enough chunks are in flight, unless another thread is reading.
 
-        Read at least one chunk, then stop early at the deadline (of ``time.monotonic``), or if
-        reading is slow and the next result has arrived.
+        Read at least one item. If reading is slow, stop early at the deadline (of
+        ``time.monotonic``), or if the next result has arrived.
         """
         if not self._wants_more() or not self._reading.acquire(blocking=False):
             return
-        began = time.monotonic()
+        slow_from = time.monotonic() + _SLOW_INPUT_S
         try:
             while self._wants_more():
                 self._read_one()
                 now = time.monotonic()
-                if now >= deadline or (now - began > _SLOW_INPUT_S and self._has_result()):
+                if now > slow_from and (now >= deadline or self._has_result()):
                     break
         finally:
             self._reading.release()
@@ -291,11 +304,27 @@ class IMapIterator:
         with self._changed:
             return bool(self._values) or self._next_chunk() is not None
 
-    def read_all(self) -> None:
-        """Read the rest of the input; called by the pool."""
-        with self._reading:
+    def read_all(self, deadline: float = math.inf) -> None:
+        """Read the rest of the input, at most until the deadline; called by ``join``.
+
+        The results need not be taken, so only the chunks in flight are limited.
+        """
+        if not self._reading.acquire(timeout=_time_until(deadline)):
+            return
+        try:
             while self._source is not None:
-                self._read_one()
+                with self._changed:
+                    is_full = len(self._in_flight) >= self._ahead
+                    if is_full:
+                        self._changed.wait(_time_until(deadline))
+                if not is_full:
+                    self._read_one()
+                if time.monotonic() >= deadline:
+                    break
+        finally:
+            self._reading.release()
+            with self._changed:
+                self._changed.notify_all()
 
     def set(self, chunk: int, outcome: Outcome) -> None:
         """Store the results of one chunk; called by the pool."""
@@ -303,6 +332,7 @@ class IMapIterator:
             if chunk in self._in_flight:
                 self._arrived[chunk] = outcome
                 self._in_flight.discard(chunk)
+                self._call.advance(chunk)
                 self._update()
 
     def fail(self, error: BaseException) -> None:
@@ -327,7 +357,6 @@ class IMapIterator:
             return False
         success, value = self._arrived.pop(number)
         self._taken += 1
-        self._call.advance()
         if not success:
             if isinstance(value, StopIteration):
                 # As in generators: StopIteration would silently end a loop over the results.
@@ -337,12 +366,12 @@ class IMapIterator:
         return bool(self._values)
 
     def _read_one(self) -> None:
-        """Read a chunk and submit it to the workers. The caller must hold ``_reading``."""
-        source, number = self._source, self._count
+        """Read an item and submit a complete chunk. The caller must hold ``_reading``."""
+        source = self._source
         if source is None:
             return
         try:
-            chunk = next(source)
+            self._chunk.append(next(source))
         except StopIteration:
             self._end_input()
             return
@@ -353,12 +382,20 @@ class IMapIterator:
             # Raise Ctrl-C immediately, not after the results of the items read before it.
             self._end_input()
             raise
+        if len(self._chunk) == self._call.chunksize:
+            self._submit_chunk()
+
+    def _submit_chunk(self) -> None:
+        """Submit the items that have been read to the workers."""
+        number, chunk = self._count, self._chunk
+        self._chunk = []
         with self._changed:
             submit = self._submit
             if self._source is None or submit is None:
                 # The call has ended in the meantime.
                 return
             self._in_flight.add(number)
+            self._call.items += len(chunk)
             self._cache[self._job] = self
             self._count += 1
         try:
@@ -373,6 +410,8 @@ class IMapIterator:
             raise
 
     def _end_input(self, error: BaseException | None = None) -> None:
+        if self._chunk:
+            self._submit_chunk()
         with self._changed:
             if self._source is not None:
                 self._source, self._input_error = None, error
@@ -382,18 +421,19 @@ class IMapIterator:
         """Notify waiting threads after a change.
 
         Leave the cache if no task is in flight, and then release the pool if the input has ended.
+        The bar stops at that time, because the results may not be taken.
         """
         if not self._in_flight:
             self._cache.pop(self._job, None)
             if self._source is None and self._on_end is not None:
                 self._on_end()
+                self._call.stop_bar()
                 # These refer to the pool.
                 self._submit = self._on_end = self._call.pool = None
         self._changed.notify_all()
 
     def _end(self) -> NoReturn:
         """Raise the error of the input or StopIteration."""
-        self._call.stop_bar()
         error, self._input_error = self._input_error, None
         raise StopIteration if error is None else error
 
@@ -405,18 +445,6 @@ class IMapUnorderedIterator(IMapIterator):
         return next(iter(self._arrived), None)
 
 
-def _chunks_of(iterable: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield lists of ``size`` items; before an error of the input, yield the remaining items."""
-    items = iter(iterable)
-    while True:
-        chunk: list[Any] = []
-        try:
-            # `list(islice())` would lose these items if the input raises.
-            chunk.extend(itertools.islice(items, size))
-        except BaseException:
-            if chunk:
-                yield chunk
-            raise
-        if not chunk:
-            return
-        yield chunk
+def _time_until(deadline: float) -> float:
+    """Return the seconds until a deadline, as a timeout that locks accept."""
+    return max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))

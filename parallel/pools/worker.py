@@ -316,25 +316,45 @@ def _encoding_error(reason: BaseException, value: object) -> Exception:
     return EncodingError(f"{type(reason).__name__}: {reason}"[:_TEXT_LIMIT], text)
 
 
-class CtxPoolStorage:
-    """The context of this worker process.
+class _Storage(type):
+    """Defines ``CtxPoolStorage.storage``, which may differ between threads."""
+
+    _of_process: Any = None
+    _of_thread = threading.local()
+
+    @property
+    def storage(cls) -> Any:
+        return getattr(cls._of_thread, "storage", cls._of_process)
+
+    @storage.setter
+    def storage(cls, context: Any) -> None:
+        if hasattr(cls._of_thread, "storage"):
+            cls._of_thread.storage = context
+        else:
+            cls._of_process = context
+
+    def enter_thread(cls) -> None:
+        """Give this thread a separate context, None at first."""
+        cls._of_thread.storage = None
+
+
+class CtxPoolStorage(metaclass=_Storage):
+    """The context of this worker.
 
     Attributes:
-        storage: the context; None in a process that is not a worker of a ``CtxPool``.
+        storage: the context of this thread of a ``CtxThreadPool``, otherwise the one of this worker
+            process of a ``CtxPool``; None elsewhere.
     """
-
-    storage: Any = None
 
 
 class WithContext:
     """A function that is called with the worker's context before its own arguments."""
 
-    def __init__(self, func: Callable[..., Any], holder: Any = CtxPoolStorage) -> None:
+    def __init__(self, func: Callable[..., Any]) -> None:
         self.func = func
-        self._holder = holder
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.func(self._holder.storage, *args, **kwargs)
+        return self.func(CtxPoolStorage.storage, *args, **kwargs)
 
 
 def proxy_ctx_caller(
@@ -357,9 +377,14 @@ def proxy_ctx_caller(
 
 
 def enter(
-    holder: Any, context: Any, initializer: Callable[..., object] | None, initargs: Sequence[Any]
+    is_thread: bool,
+    context: Any,
+    initializer: Callable[..., object] | None,
+    initargs: Sequence[Any],
 ) -> None:
-    """Store the worker's context in the holder for ``WithContext``, then call the initializer."""
-    holder.storage = context
+    """Store the context of the worker, a process or a thread, then call the initializer."""
+    if is_thread:
+        CtxPoolStorage.enter_thread()
+    CtxPoolStorage.storage = context
     if initializer is not None:
         initializer(*initargs)

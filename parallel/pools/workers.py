@@ -290,5 +290,5 @@ def death_error(
     how = how_it_ended(exitcode)
     if exitcode is not None and exitcode >= 0:
         how += " (os._exit or sys.exit in the task)"
-    verb = "are" if task.startswith("tasks") else "is"
+    verb = "are" if task.startswith("items ") else "is"
     return WorkerDiedError(f"{task} {verb} lost: {where} {how}", task=task, **details)

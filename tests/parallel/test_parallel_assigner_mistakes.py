@@ -40,7 +40,8 @@ def place(**settings: Any) -> ModelAssigner:
         ({"models": nn.Linear(2, 2)}, TypeError, "a list or dict of models, got one model"),
         ({"models": [Placed(), "actor"]}, TypeError, "model 1 is a str and has no method `to`"),
         ({"devices": ["cuda", "cpu"]}, ValueError, "'cuda' is not one device, it has no index"),
-        ({"devices": ["gpu0"]}, ValueError, "'gpu0' is not a device; allowed are .cpu. and .cuda"),
+        ({"devices": ["gpu0"]}, ValueError, "'gpu0' is not a device; allowed are .cpu., .cuda"),
+        ({"devices": ["mps"]}, ValueError, "with free_mib, other types with an index, such as"),
         ({"devices": [0]}, TypeError, "0 is not a device"),
         ({"devices": ["meta"]}, ValueError, "the meta device holds no values"),
         ({"devices": ["cpu", "cpu:0"]}, ValueError, "cpu is listed more than once"),
@@ -74,6 +75,10 @@ def test_mistakes(settings: dict[str, Any], kind: type[Exception], text: str) ->
     settings = {"models": [Placed(), Placed()], **settings}
     with pytest.raises(kind, match=text):
         place(**settings)
+
+
+def test_other_devices_need_their_memory() -> None:
+    assert place(free_mib={"mps:0": 10}).assignment == [torch.device("mps:0")] * 2
 
 
 def test_a_wrong_name_has_the_nearest_one() -> None:

@@ -144,7 +144,7 @@ def test_input_is_read_as_results_are_taken(pool):
             yield n
 
     iterator = pool.imap(work.square, numbers(), lookahead=5)
-    assert 1 <= len(read) <= 5
+    assert not read
     assert [next(iterator) for _ in range(10)] == [n * n for n in range(10)]
     assert len(read) <= 15
     assert set(read) == {threading.current_thread()}

@@ -1,5 +1,7 @@
 """Calls that are interrupted or have slow input do not block other calls."""
 
+import itertools
+import queue
 import threading
 import time
 
@@ -120,6 +122,84 @@ def test_slow_input_does_not_hold_up_a_time_out(method):
         assert next(iterator) is True
 
 
+def test_slow_input_is_read_item_by_item(pool):
+    """Between the items of a chunk, the deadline and available results are checked."""
+    read = []
+
+    def numbers():
+        for number in range(25):
+            time.sleep(0.02)
+            read.append(number)
+            yield number
+
+    iterator = pool.imap(work.square, numbers(), 5)
+    with pytest.raises(TimeoutError):
+        iterator.next(timeout=0)
+    assert len(read) == 1
+    assert next(iterator) == 0
+    count = len(read)
+    assert next(iterator) == 1
+    assert len(read) == count + 1
+    assert list(iterator) == [n * n for n in range(2, 25)]
+
+
+def test_tasks_of_a_list_begin_at_once():
+    begun = threading.Event()
+    with ThreadPool(1) as pool:
+        iterator = pool.imap(lambda event: event.set(), [begun])
+        assert begun.wait(20)
+        assert list(iterator) == [None]
+
+
+def test_join_reads_as_far_ahead_as_allowed():
+    """Within its timeout, and again from there."""
+    read = []
+    may_end = threading.Event()
+
+    def numbers():
+        for number in range(300):
+            read.append(number)
+            yield number
+
+    with ThreadPool(2) as pool:
+        iterator = pool.imap(lambda number: may_end.wait(60) and number, numbers(), 3, lookahead=6)
+        pool.close()
+        with pytest.raises(TimeoutError, match=r"have not ended within 0\.05 s"):
+            pool.join(0.05)
+        assert len(read) <= 6
+        may_end.set()
+        pool.join(60)
+        assert list(iterator) == list(range(300))
+
+
+def test_join_of_an_endless_input(pool):
+    iterator = pool.imap(work.square, itertools.count())
+    pool.close()
+    with pytest.raises(TimeoutError, match=r"have not ended within 0\.05 s"):
+        pool.join(0.05)
+    assert [next(iterator) for _ in range(50)] == [n * n for n in range(50)]
+
+
+def test_join_in_a_callback():
+    """It raises, because only its thread could deliver the results for which it would wait."""
+    errors = queue.SimpleQueue()
+
+    def join(_):
+        try:
+            pool.join()
+        except TimeoutError as error:
+            errors.put(error)
+
+    may_end = threading.Event()
+    with ThreadPool(2) as pool:
+        iterator = pool.imap(work.square, iter(range(9)), lookahead=1)
+        pool.apply_async(may_end.wait, (60,), callback=join)
+        pool.close()
+        may_end.set()
+        assert "have not ended" in str(errors.get(timeout=20))
+        assert list(iterator) == [n * n for n in range(9)]
+
+
 @pytest.mark.parametrize("method", ["imap", "imap_unordered"])
 def test_stop_iteration_of_a_task_does_not_end_the_results(pool, method):
     """Otherwise the rest would be lost silently."""
@@ -130,3 +210,27 @@ def test_stop_iteration_of_a_task_does_not_end_the_results(pool, method):
         assert isinstance(caught.value.__cause__, StopIteration)
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+@pytest.mark.parametrize("method", ["map_async", "imap", "imap_unordered"])
+def test_progress_counts_items_and_ends_with_the_pool(method, capsys):
+    """The last chunk has a single item."""
+    may_end = threading.Event()
+    with ThreadPool(2) as pool:
+        getattr(pool, method)(
+            lambda number: number == 2 or may_end.wait(60), range(3), 2, progress=True
+        )
+        # It comes after the result of the last chunk.
+        assert pool.apply(work.square, (3,)) == 9
+        pool.terminate()
+        assert "33%" in capsys.readouterr().out
+        may_end.set()
+
+
+@pytest.mark.parametrize("items", [3, 30])
+def test_progress_ends_with_the_pool_if_no_task_runs(pool, items, capsys):
+    iterator = pool.imap(work.square, iter(range(items)), lookahead=3, progress=True)
+    assert next(iterator) == 0
+    assert pool.map(work.square, range(6), 1) == [n * n for n in range(6)]
+    pool.terminate()
+    assert "imap(square)" in capsys.readouterr().out

@@ -52,7 +52,8 @@ def test_death_loses_one_task(pool, death):
     after = [pool.apply_async(work.nap_and_square, (n,)) for n in range(6)]
     with pytest.raises(WorkerDiedError, match=words) as caught:
         lost.get(20)
-    assert f"apply({func.__name__})" in str(caught.value)
+    assert str(caught.value).startswith(f"apply({func.__name__}) is lost")
+    assert caught.value.task == f"apply({func.__name__})"
     assert caught.value.pid != os.getpid()
     assert caught.value.exitcode == {"killed": -9, "segfault": -11, "exit": 3}[death]
     assert [one.get(20) for one in before + after] == [n * n for n in range(6)] * 2
@@ -73,11 +74,23 @@ def test_death_in_a_map(pool, death):
     assert [one.get(20) for one in results] == [n * n for n in range(300) if n != 150]
 
 
-def test_chunk_is_lost_as_a_whole(pool):
-    with pytest.raises(WorkerDiedError, match=r"^tasks 2 to 3 of map\(kill_at_3\) are lost"):
-        pool.map(work.kill_at_3, range(6), 2)
-    with pytest.raises(WorkerDiedError, match=r"^task 3 of map\(kill_at_3\) is lost"):
-        pool.map(work.kill_at_3, range(6), 1)
+@pytest.mark.parametrize(
+    ("items", "chunksize", "name"),
+    [
+        (6, 2, "items 2 to 3 of {} are lost"),
+        (6, 1, "item 3 of {} is lost"),
+        (5, 3, "items 3 to 4 of {} are lost"),
+        (4, 3, "item 3 of {} is lost"),
+    ],
+)
+def test_chunk_is_lost_as_a_whole(pool, items, chunksize, name):
+    """The error names its items; the last chunk may be short."""
+    with pytest.raises(WorkerDiedError) as caught:
+        pool.map(work.kill_at_3, range(items), chunksize)
+    assert str(caught.value).startswith(name.format("map(kill_at_3)"))
+    with pytest.raises(WorkerDiedError) as caught:
+        list(pool.imap(work.kill_at_3, iter(range(items)), chunksize))
+    assert str(caught.value).startswith(name.format("imap(kill_at_3)"))
     assert pool.apply(work.square, (3,)) == 9
 
 

@@ -7,10 +7,12 @@ from pool_checks import nothing_left
 
 from stepwrap.parallel import (
     BrokenPoolError,
+    CtxPoolStorage,
     CtxThreadPool,
     PoolTerminatedError,
     RemoteError,
     ThreadPool,
+    proxy_ctx_caller,
 )
 
 
@@ -106,3 +108,31 @@ def test_contexts_of_two_pools_keep_apart():
         assert pool.apply(lambda context: context) is None
     with pytest.raises(ValueError, match="Context number is not equal"):
         CtxThreadPool(2, worker_contexts=[1])
+
+
+def test_context_without_the_argument():
+    """Initializers and functions that do not get it find it, each thread its own."""
+    seen = []
+    barrier = threading.Barrier(2)
+
+    def initialize(*words):
+        barrier.wait(20)
+        seen.append((CtxPoolStorage.storage, *words))
+
+    def find(context, _):
+        barrier.wait(20)
+        return context, CtxPoolStorage.storage, proxy_ctx_caller(lambda found: found, ())
+
+    with CtxThreadPool(2, initialize, ("x",), worker_contexts=["a", "b"]) as pool:
+        found = pool.map(find, range(2), 1)
+        assert sorted(found) == [("a", "a", "a"), ("b", "b", "b")]
+        assert sorted(seen) == [("a", "x"), ("b", "x")]
+        assert CtxPoolStorage.storage is None
+    with CtxThreadPool(1) as pool:
+
+        def store(_):
+            CtxPoolStorage.storage = "new"
+
+        pool.apply(store)
+        assert pool.apply(lambda context: context) == "new"
+    assert CtxPoolStorage.storage is None
