@@ -23,7 +23,12 @@ from .state import LoopState, Phase
 # The number of entries of a batch, or kinds of samples, that are shown.
 _SHOWN = 6
 _NOTED = "_stepwrap_noted"
-_ACTIVITIES = {Phase.TRAIN: "training", Phase.VAL: "validation", Phase.TEST: "test"}
+_ACTIVITIES = {
+    Phase.TRAIN: "training",
+    Phase.VAL: "validation",
+    Phase.TEST: "test",
+    Phase.PREDICT: "prediction",
+}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 

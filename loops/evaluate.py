@@ -330,6 +330,13 @@ class TestLoop(_EvalLoop):
     step_name = "test_step"
 
 
+class PredictLoop(_EvalLoop):
+    """The loop of ``Runner.predict``: calls ``test_step`` on each batch, for ``PredictionHook``."""
+
+    phase = Phase.PREDICT
+    step_name = "test_step"
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into eval mode, and restore the flag of every submodule afterwards."""

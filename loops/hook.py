@@ -102,7 +102,7 @@ class Hook:
         """
 
     def on_eval_start(self, state: LoopState) -> None:
-        """An evaluation starts; ``state.phase`` is VAL or TEST."""
+        """An evaluation starts; ``state.phase`` is VAL, TEST or PREDICT."""
 
     def on_eval_batch_start(self, state: LoopState, batch: Any) -> None:
         """An evaluation batch was read."""

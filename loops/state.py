@@ -247,6 +247,7 @@ class Phase(Enum):
     TRAIN = "train"
     VAL = "val"
     TEST = "test"
+    PREDICT = "predict"
 
 
 @runtime_checkable

@@ -26,12 +26,12 @@ from ..loops import (
     LoopState,
     PredictionHook,
     Stateful,
-    TestLoop,
     find_checkpoint,
     load_checkpoint,
     mix_seed,
     seed_rng,
 )
+from ..loops.evaluate import PredictLoop
 from ..registry import (
     Config,
     config_from_dict,
@@ -271,7 +271,7 @@ class Runner:
         if loader is None:
             loader = _loader_of(_required("predict", "a loader or test_loop", self._test_loop))
         hook = PredictionHook(path, loader)
-        self._evaluate(TestLoop(loader), checkpoint, HookList([*self._hooks, hook]))
+        self._evaluate(PredictLoop(loader), checkpoint, HookList([*self._hooks, hook]))
         return broadcast(hook.count)
 
     def _evaluate(

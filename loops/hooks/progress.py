@@ -38,6 +38,7 @@ from .profile import resident_bytes
 _GIB = 2.0**30
 # A cause that limits the speed is printed again when its share has grown by this much.
 _SHARE_GROWTH = 0.25
+_VERBS = {Phase.TEST: "testing", Phase.PREDICT: "predicting"}
 
 
 def _display_kind() -> type[TerminalDisplay] | type[NotebookDisplay] | None:
@@ -206,7 +207,7 @@ class ProgressHook(Hook):
     def _progress(self, state: LoopState) -> Progress:
         shown = Progress("" if state.run_dir is None else state.run_dir.name)
         if self._eval_batches is not None:
-            verb = "testing" if state.phase is Phase.TEST else "validating"
+            verb = _VERBS.get(state.phase, "validating")
             words = [verb, state.eval_set, f"batch {self._eval_batches}"]
             shown.evaluation = " ".join(filter(None, words))
         words = [f"memory {resident_bytes() / _GIB:.2f} GiB"]

@@ -65,6 +65,7 @@ def test_checkpoint_and_data_can_be_chosen(run: Path, capsys: Capture) -> None:
         assert main(["predict", "points.yaml", *words]) == 0
         out = capsys.readouterr().out
         assert f"predictions: {size} samples in {data}.npz" in out
+        assert out.startswith("predict epoch 4 step 48 done\n")
         assert "checkpoint: runs/points/checkpoints/step_00000048" in out
         expected = _scores(load_model("runs/points", "latest"), size)
         with np.load(run / f"{data}.npz") as arrays:
@@ -84,6 +85,7 @@ def test_a_rank_that_fails_leaves_nothing_behind(
     code, _, err = start("predict", "runs/points", *words, *bad).finish()
     assert code == 1
     assert ("SIGKILL" if deadly == "deadly=true" else "sample 19 is broken") in err
+    assert deadly == "deadly=true" or "batch 7 of the prediction" in err
     assert sorted(tmp_path.iterdir()) == before
 
 
