@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ...registry import did_you_mean
+from ...registry.directions import direction_of
 
 _FIXED = {"step", "epoch", "phase", "time"}
 _SKIPPED = {"checkpoints", "ledger", "media", "profile", "tensorboard", "wandb"}
@@ -26,7 +27,6 @@ _MARKS = ("metrics.jsonl", "config.yaml", "events.jsonl")
 _INTERVALS = 750
 _LARGEST_FILE, _TAIL_BYTES = 4 << 20, 1 << 14
 _MAX_SETTINGS, _MAX_DEPTH, _MAX_TEXT, _MAX_RUNS = 3000, 50, 300, 2000
-_LOWER_IS_BETTER = re.compile(r"loss|error|err|perplexity|ppl|mse|mae|rmse", re.IGNORECASE)
 
 Json = dict[str, Any]
 
@@ -197,8 +197,8 @@ class Run:
         for name, phase, steps, _, values in self.curves():
             finite = [at for at, value in enumerate(values) if math.isfinite(value)]
             if finite and (phase != "train" or "loss" in name):
-                higher = directions.get(name)
-                higher = not _LOWER_IS_BETTER.search(name) if higher is None else higher
+                # Of training values, only losses are included.
+                higher = phase != "train" and direction_of(name, directions) is not False
                 best = (max if higher else min)(finite, key=values.__getitem__)
                 last = finite[-1]
                 found[f"{phase}/{name}"] = Extreme(

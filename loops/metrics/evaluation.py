@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from ...collectives import (
     get_rank,
 )
 from ...registry import METRICS, nearest
+from ...registry.directions import direction_by_words, direction_of
 from ..data.loaders import SeededSamples
 from ..error_notes import add_note, describe, name_of
 from ..state import LoopState
@@ -40,14 +40,6 @@ logger = logging.getLogger(__name__)
 AnyMetric: TypeAlias = "Metric | BaseMetric"
 
 _GLOBAL_BACKENDS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
-# Words in the name of a metric, or of its class, from which the direction follows.
-_LOWER_IS_BETTER = frozenset(
-    ["err", "error", "errors", "loss", "losses", "mae", "mse", "nll", "perplexity", "rmse"]
-)
-_HIGHER_IS_BETTER = frozenset(
-    ["acc", "accuracy", "auc", "auroc", "f1", "iou", "precision", "recall"]
-)
-_WORD = re.compile(r"[A-Z]?[a-z]+[0-9]*|[A-Z]+[0-9]*(?![a-z])")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -139,34 +131,14 @@ def directions_of(metrics: Mapping[str, AnyMetric]) -> dict[str, bool | None]:
     return found
 
 
-def direction_of(name: str, known: Mapping[str, bool | None]) -> bool | None:
-    """Return whether higher values of the result ``name`` are better; None if unknown.
-
-    Args:
-        name: a result, such as "accuracy" or "scores/f1".
-        known: the result of ``directions_of``.
-    """
-    above, _, last = name.rpartition("/")
-    direction = known.get(name)
-    if direction is None:
-        direction = _direction_by_words(last)
-    return direction_of(above, known) if direction is None and above else direction
-
-
 def _direction(name: str, metric: nn.Module | BaseMetric) -> bool | None:
     # A wrapper of torchmetrics has the direction of the metric inside it.
     parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
     directions = {getattr(part, "higher_is_better", None) for part in parts} & {True, False}
     if directions:
         return directions.pop() if len(directions) == 1 else None
-    by_name = _direction_by_words(name.rpartition("/")[2])
-    return _direction_by_words(type(metric).__name__) if by_name is None else by_name
-
-
-def _direction_by_words(text: str) -> bool | None:
-    words = {word.lower() for word in _WORD.findall(text)}
-    lower, higher = bool(words & _LOWER_IS_BETTER), bool(words & _HIGHER_IS_BETTER)
-    return None if lower == higher else higher
+    by_name = direction_by_words(name.rpartition("/")[2])
+    return direction_by_words(type(metric).__name__) if by_name is None else by_name
 
 
 def merge_metrics(metrics: Mapping[str, AnyMetric], group: dist.ProcessGroup | None = None) -> None:

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...loops.metrics.evaluation import direction_of, directions_of
+from ...loops.metrics.evaluation import directions_of
 from ...registry import ConfigError, Problem, RunSections, did_you_mean
+from ...registry.directions import direction_of
 from ..failure import Terminated, as_mistakes_in
 from ..finders.sweep import Sweep, as_overrides, check_space, is_pruned, read_space
 from ..guard import raising_stops

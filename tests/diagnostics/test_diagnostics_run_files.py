@@ -62,12 +62,14 @@ def test_many_records_keep_their_extremes(tmp_path: Path) -> None:
 
 
 def test_best_values_use_the_direction_of_the_metric(tmp_path: Path) -> None:
-    records = [record(n, "val", score=float(n), wer=float(n), val_loss=float(n)) for n in (1, 2, 3)]
-    known = write_folder(
-        tmp_path / "known", records, environment={"higher_is_better": {"wer": False}}
-    )
+    names = ("score", "val_loss", "wer", "noisy/wer", "wers/noisy", "terrain")
+    records = [record(n, "val", **dict.fromkeys(names, float(n))) for n in (1, 2, 3)]
+    records += [record(n, lossy=float(n)) for n in (1, 2, 3)]
+    directions = {"wer": False, "noisy/wer": False, "wers": False}
+    known = write_folder(tmp_path / "known", records, environment={"higher_is_better": directions})
     best = {name: one.best_step for name, one in read(known).extremes().items()}
-    assert best == {"val/score": 3, "val/wer": 1, "val/val_loss": 1}
+    found = {"score": 3, "val_loss": 1, "wer": 1, "noisy/wer": 1, "wers/noisy": 1, "terrain": 3}
+    assert best == {f"val/{name}": step for name, step in found.items()} | {"train/lossy": 1}
 
 
 def test_the_status_of_an_empty_folder_is_unknown(tmp_path: Path) -> None:
