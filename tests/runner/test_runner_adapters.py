@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from weights import apart, whole_weights
 
 from stepwrap.loops import CheckpointError, find_checkpoint, load_checkpoint
 from stepwrap.registry import ConfigError
-from stepwrap.runner import Runner, load_model
+from stepwrap.runner import Runner, add_adapter, load_model
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.failure import BuildError
 
@@ -306,6 +307,19 @@ def test_mistakes_in_the_section(name: str) -> None:
         Runner.from_config({key: one for key, one in config.items() if one is not None})
     for text in texts:
         assert text in str(error.value)
+
+
+def test_without_peft_the_error_names_the_extra(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (run / "tuned.yaml").write_text("_base_: points.yaml\nadapter:\n  r: 2\n  rank: 2\n")
+    for command in ("check", "train"):
+        assert main([command, "tuned.yaml"]) == 2
+        remedy = "adapters need peft: pip install 'stepwrap[peft]'"
+        assert capsys.readouterr().err.splitlines()[0] == f"tuned.yaml:2: adapter: {remedy}"
+    with pytest.raises(ImportError, match=r"adapters need peft: pip install 'stepwrap\[peft\]'"):
+        add_adapter(nn.Linear(2, 2), None)
 
 
 def test_an_initial_value_that_needs_the_base_is_refused_on_meta() -> None:
