@@ -351,19 +351,22 @@ class SWAHook(_AveragingHook):
         self._measured_at = self._count
 
 
-def _batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the BatchNorm layers with running statistics, by name."""
-    named = user_model(model).named_modules()
-    layers = {plain_name(n): one for n, one in named if isinstance(one, _BatchNorm)}
-    return {name: one for name, one in layers.items() if one.running_mean is not None}
+def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers with running statistics in the state dict of the model.
+
+    A layer of which an adapter trains a copy is not in it.
+    """
+    model = user_model(model)
+    saved = {id(one) for one in model.state_dict(keep_vars=True).values()}
+    layers = [one for one in model.modules() if isinstance(one, _BatchNorm)]
+    return [one for one in layers if one.running_mean is not None and id(one.running_mean) in saved]
 
 
 def _running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        f"{name}.{key}" if name else key: buffer
-        for name, layer in _batch_norms(model).items()
-        for key, buffer in layer.named_buffers(recurse=False)
-    }
+    """Return the buffers of BatchNorm layers by their names in the state dict."""
+    found = {id(one) for layer in _batch_norms(model) for one in layer.buffers(recurse=False)}
+    state = user_model(model).state_dict(keep_vars=True)
+    return {plain_name(name): one for name, one in state.items() if id(one) in found}
 
 
 def _update_batch_norms(state: LoopState) -> None:
@@ -373,7 +376,7 @@ def _update_batch_norms(state: LoopState) -> None:
     """
     model: Any = state.model
     features = model_features(model)
-    layers = _batch_norms(model).values()
+    layers = _batch_norms(model)
     momenta = [layer.momentum for layer in layers]
     flags = [(module, module.training) for module in model.modules()]
     # Bypass DDP, whose forward would replace the statistics of this rank.

@@ -14,6 +14,7 @@ from parallel_runs import BATCH, PLAN, Sentences, Transformer, settings
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 from weights import apart, whole_weights
 
 from stepwrap.loops import CheckpointError, find_checkpoint, load_checkpoint
@@ -48,15 +49,10 @@ def base(dtype: str) -> dict[str, Tensor]:
 
 def by_hand(section: dict[str, Any], dtype: str = "float64", amp: bool = False) -> nn.Module:
     """Train by plain peft and PyTorch on whole batches; return the net."""
-    import peft
-
     net = Transformer(dtype)
     net.load_state_dict({n.removeprefix("net."): one for n, one in base(dtype).items()})
-    kind = getattr(peft, section.get("type", "LoraConfig"))
-    config = kind(**{key: one for key, one in section.items() if key != "type"})
     torch.manual_seed(0)
-    peft.get_peft_model(net, config)
-    trained = [one for one in net.parameters() if one.requires_grad]
+    trained = with_adapter(net, section)
     optimizer: Any = torch.optim.AdamW(trained, lr=1e-2)
     if dtype == "float32":
         # AdamW amplifies the rounding errors of small gradients.
@@ -68,6 +64,15 @@ def by_hand(section: dict[str, Any], dtype: str = "float64", amp: bool = False) 
         loss.backward()
         optimizer.step()
     return net
+
+
+def with_adapter(net: nn.Module, section: dict[str, Any]) -> list[nn.Parameter]:
+    """Add an adapter by plain peft, and return the parameters to train."""
+    import peft
+
+    kind = getattr(peft, section.get("type", "LoraConfig"))
+    peft.get_peft_model(net, kind(**{key: one for key, one in section.items() if key != "type"}))
+    return [one for one in net.parameters() if one.requires_grad]
 
 
 def parameters(net: nn.Module) -> dict[str, Tensor]:
@@ -204,9 +209,10 @@ def test_merged_exported_and_continued(capsys: Capture) -> None:
 class Normed(nn.Sequential):
     """A net whose running statistics change in training even in frozen layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "float32") -> None:
         layers = nn.Embedding(12, 8), nn.Flatten(), nn.BatchNorm1d(48), nn.Linear(48, 72)
         super().__init__(*layers, nn.Unflatten(1, (12, 6)))
+        self.to(getattr(torch, dtype))
 
 
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
@@ -230,6 +236,69 @@ def test_averages_and_running_statistics(ranks: int) -> None:
     assert torch.equal(merged.net[2].running_mean, own["net.2.running_mean"])
     assert merged.net[2].running_mean.abs().max() > 0
     assert main(["export", "runs/ema", "--to", "peft"]) == 0
+
+
+SAVED = {"no module": [], "a layer": ["3"], "BatchNorm": ["2"]}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "saved"),
+    [
+        ("single", "BatchNorm"),
+        *slow(("single", "no module"), ("single", "a layer"), ("ddp", "BatchNorm")),
+        *slow(("ddp", "a layer"), ("fsdp", "BatchNorm"), ("fsdp", "a layer")),
+    ],
+)
+def test_swa_is_the_average_of_torch(wrapper: str, saved: str) -> None:
+    ranks = 1 if wrapper == "single" else 2
+    targets = [name for name in ("0", "3") if name not in SAVED[saved]]
+    section = {"r": 2, "target_modules": targets, "modules_to_save": SAVED[saved]}
+    torch.manual_seed(7)
+    net = Normed("float64")
+    torch.save({f"net.{n}": one for n, one in net.state_dict().items()}, "base.pt")
+    # As many batches in each update as there are ranks.
+    words = [whole[at::ranks] for whole in Sentences().words.split(BATCH) for at in range(ranks)]
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(with_adapter(net, section), lr=1e-2)
+    # AveragedModel passes the count as a tensor, and its reciprocal would be in float32.
+    rule = get_swa_multi_avg_fn()
+    average = AveragedModel(net, multi_avg_fn=lambda mean, own, n: rule(mean, own, int(n)))
+    steps = [words[at : at + ranks] for at in range(0, len(words), ranks)] * 2
+    for number, batches in enumerate(steps, 1):
+        optimizer.zero_grad()
+        for one in batches:
+            loss = nn.functional.cross_entropy(net(one[:, :-1]), one[:, 1:])
+            (loss / ranks).backward()
+        optimizer.step()
+        if number >= 3 and number % 2:
+            average.update_parameters(net)
+    update_bn([one[:, :-1] for one in words], average)
+
+    config = settings(ranks, adapter=section, load_from="base.pt", run_dir="runs/swa")
+    config["model"]["net"] = {"type": Normed, "dtype": "float64"}
+    config["wrapper"] = {"type": wrapper}
+    config["data"]["val"] = config["data"]["train"]
+    config["metrics"] = {"loss": {"type": "MeanLoss"}}
+    config["hooks"] |= {"swa": {"from_step": 3, "every": 2}}
+    config["hooks"]["checkpoint"] = {"every_steps": 3, "keep_last": None}
+    found = run_ranks(_swa, ranks, config) if ranks > 1 else [_swa(config)]
+    expected = outputs(average.module)
+    loss = nn.functional.cross_entropy(expected, Sentences().words[:, 1:]).item()
+    for losses in found:
+        assert losses == pytest.approx([loss] * 3, rel=1e-12)
+    merged = load_model("runs/swa").net
+    torch.testing.assert_close(outputs(merged), expected, rtol=0, atol=1e-12)
+
+
+def _swa(config: dict[str, Any]) -> list[float]:
+    """Return the loss after a training, of its checkpoint, and after a resume in the middle."""
+    trained = Runner.from_config(config)
+    losses = [trained.train().metrics["loss"]]
+    losses.append(Runner.from_config(config).validate("latest")["loss"])
+    first = find_checkpoint("runs/swa", before=5)
+    assert first is not None
+    resumed = Runner.from_config({**config, "run_dir": "runs/resumed"})
+    return [*losses, resumed.train(resume=first).metrics["loss"]]
 
 
 def _train(config: dict[str, Any]) -> None:
