@@ -46,7 +46,7 @@ class Export:
         inputs: shapes of the program's inputs by name, with "batch" as the size of the batch
             dimension; empty for ``.safetensors``, which has only weights.
         difference: the largest absolute difference between the outputs of the file and the
-            model's, on the example batch and on a part of it.
+            model's, on the example batch; for a program also on a part of it.
     """
 
     path: Path
@@ -111,7 +111,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
     Args:
         model: a model on the CPU, as ``load_model`` returns it.
         path: the new file; its suffix determines the format.
-        batch: a batch of at least two samples, as the loader yields it.
+        batch: a batch as the loader yields it; of at least two samples for a program.
 
     Raises:
         ExportError: the model cannot be exported, or the difference is too large.
@@ -132,7 +132,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
                 program, outputs = _traced(outputs)
                 write = _as_pt2 if path.suffix == ".pt2" else _as_onnx
                 run = write(program, outputs, draft)
-            difference = _compare(outputs, run)
+            difference = _compare(outputs, run, is_program=path.suffix != ".safetensors")
         # Large ONNX models have a second file with weights. Move the main file last, so that it
         # never exists without the other one.
         files = sorted(Path(folder).iterdir(), key=lambda one: one == draft)
@@ -174,7 +174,7 @@ def export_adapter(
         PeftModel.from_pretrained(base.get_submodule(adapter.net), str(draft))
         outputs = _TensorForward(adapter.model, batch)
         with evaluation_mode(adapter.model), evaluation_mode(base), torch.no_grad():
-            difference = _compare(outputs, _TensorForward(base, batch))
+            difference = _compare(outputs, _TensorForward(base, batch), is_program=False)
         check_export(path, "peft")
         os.replace(draft, path)
     return Export(path, {}, difference)
@@ -240,6 +240,7 @@ def _traced(outputs: _TensorForward) -> tuple[ExportedProgram, _TensorForward]:
 
     Both have only the inputs that the outputs depend on.
     """
+    _require_tensors(outputs)
     program = _exported(outputs)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     names = program.graph_signature.user_inputs
@@ -249,6 +250,16 @@ def _traced(outputs: _TensorForward) -> tuple[ExportedProgram, _TensorForward]:
     model, leaves, structure = outputs.model, outputs._leaves, outputs._structure
     outputs = _TensorForward(model, tree_unflatten(leaves, structure), used)
     return _exported(outputs), outputs
+
+
+def _require_tensors(outputs: _TensorForward) -> None:
+    results = outputs(*outputs.inputs)
+    if isinstance(results, list) and results and isinstance(results[0], Mapping):
+        raise ExportError(
+            f"{type(outputs.model).__name__} returns a list with a dict for each sample, as "
+            "detectors do, and a program returns tensors with one row for each sample; export the "
+            "weights, to safetensors"
+        )
 
 
 def _is_used(node: torch.fx.Node) -> bool:
@@ -320,29 +331,39 @@ def _as_onnx(program: ExportedProgram, outputs: _TensorForward, path: Path) -> C
     return run
 
 
-def _compare(outputs: _TensorForward, run: Callable[..., Any]) -> float:
+def _compare(outputs: _TensorForward, run: Callable[..., Any], *, is_program: bool) -> float:
     """Return the largest difference between an exported form and the model.
+
+    Args:
+        outputs: the model.
+        run: the exported form.
+        is_program: whether the size of the batch may vary; then a part of the batch is compared
+            as well.
 
     Raises:
         ExportError: the difference is too large, or the number or shapes of the outputs differ.
     """
-    size = _batch_size(outputs)
+    batches = {"the batch": outputs.inputs}
+    if is_program:
+        size = _batch_size(outputs)
+        count = max(1, size // 2)
+        batches[f"its first {count} samples"] = tuple(
+            one[:count] if one.ndim and len(one) == size else one for one in outputs.inputs
+        )
     differences = [0.0]
-    for count in (size, max(1, size // 2)):
-        inputs = [one[:count] if one.ndim and len(one) == size else one for one in outputs.inputs]
+    for name, inputs in batches.items():
         expected, found = (_tensors(one(*inputs)) for one in (outputs, run))
         if [one.shape for one in expected] != [one.shape for one in found]:
             raise ExportError(
                 f"the exported form returns tensors of shapes {[tuple(o.shape) for o in found]} "
-                f"for {count} samples, and the model {[tuple(o.shape) for o in expected]}"
+                f"for {name}, and the model {[tuple(o.shape) for o in expected]}"
             )
         for own, other in zip(expected, found, strict=True):
             own, other = own.double(), other.double()
             difference = (own - other).abs().max().item() if own.numel() else 0.0
             if not torch.allclose(own, other, _RTOL, _ATOL, equal_nan=True):
                 raise ExportError(
-                    f"the exported form differs from the model by {difference:.3g}, for {count} "
-                    "samples of the batch"
+                    f"the exported form differs from the model by {difference:.3g}, for {name}"
                 )
             differences.append(difference)
     return max(differences)

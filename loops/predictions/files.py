@@ -132,6 +132,15 @@ def _as_list(value: Any) -> Any:
     return value.tolist()
 
 
+def require_arrays(fields: Fields) -> None:
+    """Raise ValueError if no field can be an array of an ``.npz`` file."""
+    if fields.keys() <= {INDEX}:
+        raise ValueError(
+            "an .npz file holds a number or an array of numbers for each sample, and no field of "
+            "the predictions is one; write to .jsonl or .parquet instead"
+        )
+
+
 def merge_parts(parts: Iterable[Path], path: Path, fields: Fields) -> int:
     """Merge parts by index into ``path`` and return the number of rows.
 
@@ -235,6 +244,7 @@ def _fitted(table: Any, schema: Any) -> Any:
 
 def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
     total = fields[INDEX].count
+    require_arrays(fields)
     for name, field in fields.items():
         if field.count != total or len(field.shapes) != 1:
             shapes = ", ".join(map(str, sorted(field.shapes)))
@@ -243,11 +253,6 @@ def _write_arrays(rows: Iterable[Row], path: Path, fields: Fields) -> int:
                 f"in {field.count} of {total} samples and has the shapes {shapes}; write to .jsonl "
                 "instead"
             )
-    if len(fields) == 1:
-        raise ValueError(
-            "an .npz file holds numbers, and no field of the predictions is numeric; write to "
-            ".jsonl instead"
-        )
     folder = tempfile.TemporaryDirectory(prefix=f"{path.name}-", dir=path.parent)
     with folder as place, ExitStack() as stack:
         raw = {name: Path(place, str(at)) for at, name in enumerate(fields)}

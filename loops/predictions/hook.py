@@ -16,7 +16,17 @@ from ...collectives import all_gather_object, broadcast, get_rank, get_world_siz
 from ..data.sampler import sampler_of
 from ..hook import Hook
 from ..state import LoopState
-from .files import INDEX, Field, Fields, PartWriter, add_field, check_path, merge_parts, part_of
+from .files import (
+    INDEX,
+    Field,
+    Fields,
+    PartWriter,
+    add_field,
+    check_path,
+    merge_parts,
+    part_of,
+    require_arrays,
+)
 from .rows import rows_of
 
 logger = logging.getLogger(__name__)
@@ -83,6 +93,8 @@ class PredictionHook(Hook):
         first = self._samples
         for index, row in zip(indices or range(first, first + len(rows)), rows, strict=True):
             self._part.write(index, row)
+        if self.path.suffix == ".npz":
+            require_arrays(self._part.fields)
         self._batches += 1
         self._samples += len(rows)
 

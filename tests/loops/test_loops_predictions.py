@@ -260,7 +260,7 @@ def test_a_stopped_evaluation_writes_no_file(tmp_path: Path) -> None:
     [
         (".jsonl", lambda x: {"index": x[0][:, 0]}, ValueError, "test_step returns a field of"),
         (".jsonl", lambda x: x[0].to(torch.complex64), TypeError, "got complex numbers"),
-        (".npz", lambda x: ["a"] * len(x[0]), ValueError, "no field of the predictions is num"),
+        (".npz", lambda x: ["a"] * len(x[0]), ValueError, "is one; write to .jsonl or .parquet"),
         (".jsonl", lambda x: x[0].mean(), TypeError, "each of the 2 samples of a batch, got float"),
         (".jsonl", lambda x: {"loss": 0.5}, TypeError, "each of the 2 samples"),
         (

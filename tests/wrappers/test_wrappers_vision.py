@@ -93,3 +93,15 @@ def test_the_configs_of_the_page_train(tmp_path: Path) -> None:
         lines = (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         assert any(key in str(record) for record in records)
+    # Detectors pad the images of a batch, so that predictions depend on the other images in it.
+    for ranks in (1, 2):
+        words = ("--data", "val", "--out", f"{ranks}.jsonl", "data.test.batch_size=1")
+        run(
+            "-m", "stepwrap.runner", "predict", "runs/boxes", "--nproc", ranks, *words, cwd=tmp_path
+        )
+    one, two = ((tmp_path / f"{ranks}.jsonl").read_text() for ranks in (1, 2))
+    assert one == two
+    rows = [json.loads(line) for line in one.splitlines()]
+    assert len(rows) == 8
+    assert all({"boxes", "scores", "labels"} <= {*row["preds"]} for row in rows)
+    run("-m", "stepwrap.runner", "export", "runs/boxes", "--to", "safetensors", cwd=tmp_path)
