@@ -30,7 +30,7 @@ from ...registry.directions import direction_by_words, direction_of
 from ..data.loaders import SeededSamples
 from ..error_notes import add_note, describe, name_of
 from ..state import LoopState
-from .inputs import MetricInputs
+from .inputs import MetricInputs, MetricInputsError
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -89,10 +89,17 @@ def _arguments(
     needed = [key for key, p in named.items() if p.default is inspect.Parameter.empty]
     missing = [key for key in needed if key not in outputs]
     if missing:
-        raise ValueError(
-            f"metric {name!r} ({type(metric).__name__}) needs {', '.join(needed)}, but the step "
-            f"returned {', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
+        text = (
+            f"{type(metric).__name__} needs {', '.join(needed)}, but the step returned "
+            f"{', '.join(map(str, outputs)) or 'nothing'}: {', '.join(missing)} missing"
         )
+        if "loss" in missing:
+            text += (
+                "; a model that computes losses in training mode only, such as a detector, has "
+                "none in evaluation: remove this metric, or give the model a val_step and a "
+                "test_step that return a loss"
+            )
+        raise MetricInputsError(f"metrics.{name}", text)
     return (), {key: outputs[key] for key in named if key in outputs}
 
 

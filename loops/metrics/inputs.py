@@ -11,10 +11,10 @@ from ..error_notes import add_note, describe, name_of
 
 
 class MetricInputsError(ValueError):
-    """Raised if the step's outputs do not have what ``MetricInputs`` selects.
+    """Raised if the step's outputs lack what a metric needs, or what ``MetricInputs`` selects.
 
     Attributes:
-        setting: the key path of the setting in a config, such as "metrics.error.head".
+        setting: the key path in a config, such as "metrics.error" or "metrics.error.head".
     """
 
     def __init__(self, setting: str, text: str) -> None:

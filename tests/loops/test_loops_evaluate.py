@@ -117,7 +117,9 @@ def test_a_model_without_the_step_is_named() -> None:
 
 
 def test_missing_metric_inputs_name_both_sides() -> None:
-    with pytest.raises(ValueError, match=r"'acc' \(MulticlassAccuracy\) needs preds, target") as e:
+    with pytest.raises(
+        ValueError, match=r"metrics.acc: MulticlassAccuracy needs preds, target"
+    ) as e:
         feed_metrics({"acc": MulticlassAccuracy(3)}, {"logits": 1, "target": 2}, None)
     assert "returned logits, target: preds missing" in str(e.value)
 

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from torchmetrics import Metric
 from weights import apart, whole_weights
 
+from stepwrap.registry import config_from_dict, dump_config
 from stepwrap.runner import Runner, load_model
 from stepwrap.runner.command.cli import main
 
@@ -181,3 +182,14 @@ def test_the_weights_are_exported_and_programs_are_refused(capsys: Capture) -> N
         assert main(["export", "runs/shapes", "--to", kind]) == 2
         text = "Detector returns a list with a dict for each sample, as detectors do"
         assert text in capsys.readouterr().err
+
+
+def test_a_metric_of_the_loss_is_an_error_that_says_why(capsys: Capture) -> None:
+    config = config_of(1, metrics={"loss": {"type": "MeanLoss"}})
+    dump_config(config_from_dict(config), "shapes.yaml")
+    assert main(["train", "shapes.yaml"]) == 2
+    lines = Path("shapes.yaml").read_text().splitlines()
+    number = lines.index("  loss:") + 1
+    error = capsys.readouterr().err
+    assert f"shapes.yaml:{number}: metrics.loss: MeanLoss needs loss, num_samples, but" in error
+    assert "a detector, has none in evaluation: remove this metric" in error
