@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import enum
+import functools
 import logging
 import math
 import multiprocessing
@@ -63,7 +64,7 @@ class Monitor:
         self._engine = pool._engine
         self._cache = pool._cache
         self._process = os.getpid()
-        self._get = pool._outqueue.get if is_plain else self._get_of_pool
+        self._get = pool._outqueue.get if is_plain else functools.partial(_get_result, self._pool)
         # `wake` only interrupts `get` of the engine, so other queues must be polled.
         is_woken = is_plain and pool._outqueue is pool._engine
         self._poll_s = None if is_woken else _CHECK_S
@@ -117,12 +118,6 @@ class Monitor:
         """Return the error of calls that the pool did not finish."""
         text = "the pool was terminated before the result was ready"
         return self.broken or PoolTerminatedError(text)
-
-    def _get_of_pool(self, timeout: float | None) -> Any:
-        pool = self._pool()
-        if pool is None:
-            raise TimeoutError("the pool has been collected")
-        return pool.pool_outqueue_get(timeout)
 
     def _run(self) -> None:
         try:
@@ -211,6 +206,13 @@ class Monitor:
         for call in [*self._cache.values(), *open_inputs]:
             call.fail(self.end_error())
         self._failed.set()
+
+
+def _get_result(reference: weakref.ref[Any], timeout: float | None) -> Any:
+    pool = reference()
+    if pool is None:
+        raise TimeoutError("the pool has been collected")
+    return pool.pool_outqueue_get(timeout)
 
 
 def _stop_at_exit(monitor: Monitor) -> None:

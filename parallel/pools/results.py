@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any, NoReturn
+from typing import Any
 
 from ..errors import TimeoutError
 
@@ -267,7 +267,8 @@ class IMapIterator:
                 if self._values or self._take():
                     return self._values.popleft()
                 if self._source is None and self._taken >= self._count:
-                    self._end()
+                    error, self._input_error = self._input_error, None
+                    raise StopIteration if error is None else error
                 left = deadline - time.monotonic()
                 if left <= 0:
                     name = self._call.name
@@ -431,11 +432,6 @@ class IMapIterator:
                 # These refer to the pool.
                 self._submit = self._on_end = self._call.pool = None
         self._changed.notify_all()
-
-    def _end(self) -> NoReturn:
-        """Raise the error of the input or StopIteration."""
-        error, self._input_error = self._input_error, None
-        raise StopIteration if error is None else error
 
 
 class IMapUnorderedIterator(IMapIterator):
