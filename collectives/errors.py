@@ -49,8 +49,8 @@ class Call:
         describe: function that returns a description of this rank's arguments: a text, or the keys
             of a dict. Tracing requires the same description on all ranks unless ``has_headers``.
         detail: a text such as "from rank 0", which must be the same on all ranks.
-        has_headers: whether tracing adds no header exchange, because the call exchanges headers
-            itself or must not exchange any (barriers, messages, ``wait`` of async calls).
+        has_headers: if True, tracing adds no header exchange: the call exchanges headers itself or
+            must not exchange any (barriers, messages, ``wait`` of async calls).
     """
 
     name: str

@@ -47,9 +47,9 @@ class TensorBaseDistBackend(BaseDistBackend):
     """Base class of object collectives for a library that only moves tensors.
 
     Subclasses must override the five hooks that begin with an underscore, and the properties of
-    ``BaseDistBackend``. The hooks may work in place, and tensors may be of any type. A size is a
-    tensor of one element that ``int()`` accepts. If ``_object_to_tensor`` or ``_tensor_to_object``
-    fails on one rank, every rank raises.
+    ``BaseDistBackend``. The hooks may work in place, and tensors may be objects of any class. Their
+    sizes are sent as tensors of one element, which ``int()`` must accept. If ``_object_to_tensor``
+    or ``_tensor_to_object`` fails on one rank, every rank raises.
     """
 
     @abstractmethod
@@ -107,8 +107,8 @@ class TensorBaseDistBackend(BaseDistBackend):
         placeholder = self._object_to_tensor(None)
         (tensor, own_size), problem = self._encode(obj) if is_source else (placeholder, None)
         size = int(self._broadcast(own_size, src))
-        # Receivers pad a placeholder. It may be longer than the object, and padding cannot shorten
-        # it, so the source pads to its length as well.
+        # Receivers pad a placeholder to receive into. Padding cannot shorten it, so if it is longer
+        # than the object, the source pads the object to the length of the placeholder.
         padded_size = max(size, int(placeholder[1]))
         tensor = self._broadcast(self._pad_tensor(tensor, padded_size), src)
         received: T | None = obj

@@ -111,7 +111,7 @@ class CollectiveGroup:
         group, self.group = self.group, None
         self.destroyed = True
         if group is not None and group is not dist.group.WORLD:
-            # Destroying the default group has destroyed this one too.
+            # torch raises ValueError if the group was destroyed together with the default group.
             with contextlib.suppress(ValueError):
                 dist.destroy_process_group(group)
 

@@ -46,9 +46,9 @@ def collect_results(
 
     Raises:
         NotImplementedError: the device is unknown.
-        AssertionError: the device is not "cpu" and ``tmpdir`` is given.
+        AssertionError: the device is not "cpu", and ``tmpdir`` or ``remove_tmpdir`` is given.
         TypeError, ValueError: on every rank, if some rank's results are not a sequence or its size
-            is negative; or if ``remove_tmpdir`` is given without ``tmpdir``.
+            is negative; only on this rank, if it passes ``remove_tmpdir`` without ``tmpdir``.
         CollectiveError: see ``all_gather_object_cpu``.
     """
     if device not in ("cpu", "gpu", "npu"):

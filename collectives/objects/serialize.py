@@ -124,7 +124,7 @@ def tensor2obj(tensor: torch.Tensor) -> Any:
 
 
 class PackedObject(NamedTuple):
-    """A pickle and the large buffers that it refers to, without copies of these.
+    """A pickle and the large buffers that it refers to, which are not copied.
 
     Attributes:
         pieces: the bytes to send, in order.

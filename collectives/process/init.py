@@ -34,8 +34,8 @@ _FIRST_PORT, _PORTS = 12_000, 20_000
 _HOST = re.compile(r"((?:\[[^\]]+\]|[^,\[\]])+)(?:,|$)")
 _RANGES = re.compile(r"\[([^\]]*)\]")
 _TIMES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-# Private functions of torch that clear DTensor's caches, which hold meshes and so groups. Other
-# versions of torch may lack some of them.
+# Private functions of torch that clear DTensor's caches. These caches hold meshes, which hold
+# groups. Other versions of torch may lack some of the functions.
 _CACHE_CLEARERS = (
     ("debug", "_clear_sharding_prop_cache"),
     ("_redistribute", "clear_redistribute_planner_cache"),
@@ -115,7 +115,7 @@ def meet_at_master(
 
     The store is torchrun's if torchrun shares its store; otherwise rank 0 opens one at MASTER_ADDR
     and MASTER_PORT. If all ranks are on this host, rank 0's store listens on the loopback interface
-    only, and so does gloo unless GLOO_SOCKET_IFNAME is set.
+    only, and so does gloo on Linux unless GLOO_SOCKET_IFNAME is set.
 
     Args:
         rank: default: RANK.

@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-# Import this module before any group exists: its default arguments keep the default group of the
-# time of import, and its threads, alive. Otherwise the first DistributedDataParallel imports it.
+# Import this module before any group exists, because DistributedDataParallel imports it later. Its
+# default arguments keep alive the default group that exists during the import, with its threads.
 import torch.distributed.nn.functional
 
 from ..errors import CollectiveError, Group
@@ -73,8 +73,8 @@ def get_local_rank() -> int:
 
     The first of these that exists is used: LOCAL_RANK, SLURM_LOCALID, the rank modulo
     LOCAL_WORLD_SIZE, the host names of the group's ranks. In a process group, SLURM_LOCALID of an
-    interactive shell is ignored. Host names are exchanged once, through the group's store: every
-    rank must call this, and the first call waits until all lower ranks have called it.
+    interactive shell is ignored. If host names are used, every rank must call this: the first call
+    exchanges them through the group's store and waits until all lower ranks have called it.
 
     Raises:
         CollectiveError: lower ranks have not called it within the store's timeout; it names them.

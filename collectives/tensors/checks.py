@@ -124,7 +124,7 @@ def tensor_of(name: str, value: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def checking(name: str, group: Group, describe: Callable[[], str]) -> Iterator[None]:
-    """Surround the checks of this rank's arguments before a collective without header exchange.
+    """Surround the argument checks of a collective that exchanges headers only while tracing.
 
     While tracing, an error in this context is raised on all ranks: this rank reports it in the
     header exchange that precedes the collective.

@@ -38,9 +38,9 @@ def all_reduce_dict(
     Args:
         py_dict: tensors or numbers by key; a Python float counts as float64.
         reduce_op: "sum", "mean", "min" or "max".
-        to_float: if True, results are floating-point: float64 for integers, whose sums are exact
-            before this conversion, and float32 for half types. If False, dtypes are kept; only the
-            mean of integers is float64 in any case.
+        to_float: if True, results are floating-point: float64 for integers and float32 for half
+            types. A sum of integers is exact before it becomes float64. If False, dtypes are kept,
+            but the mean of integers is float64 in any case.
 
     Raises:
         TypeError, ValueError: on every rank, if the operation is unknown, a value is neither a

@@ -32,7 +32,7 @@ _CARRIERS: Final = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-# torch has no arithmetic for other dtypes: fewer than 8 bits, uninterpreted bits, quantized.
+# torch has no arithmetic for other dtypes: quantized ones, raw bits, and fewer than 8 bits.
 _REDUCED: Final = {
     *_CARRIERS,
     *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint64),
@@ -172,7 +172,7 @@ class Reduction:
             return work
         is_elsewhere = self._dst is not None and self._dst != dist.get_rank()
         if is_elsewhere and total.data_ptr() == self._tensor.data_ptr():
-            # Clones, because gloo writes partial sums into the memory of ranks without a result.
+            # Clone, because gloo writes partial sums into the memory of ranks other than `dst`.
             total = total.clone()
         self._parts = [total]
         sent = torch.view_as_real(total) if total.is_complex() else total
@@ -199,7 +199,7 @@ class Reduction:
         return total.to(self._tensor.device, dtype)
 
     def wide_result(self, to_float: bool) -> torch.Tensor:
-        """Return the result in a dtype that can hold it: float64 for a mean of integers."""
+        """Return the result, float64 for a mean of integers; ``to_float``: see all_reduce_dict."""
         dtype, total = self._tensor.dtype, self._fold()
         is_integer = not (dtype.is_floating_point or dtype.is_complex)
         is_float = is_integer and (to_float or self._op == "mean")

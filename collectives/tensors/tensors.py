@@ -46,8 +46,8 @@ def all_reduce(data: torch.Tensor, op: str = "sum", group: Group = None) -> None
 
     Raises:
         TypeError, ValueError: the data is not a dense tensor, or the operation is unknown or not
-            defined for its dtype. Only this rank raises it, and the others raise a CollectiveError
-            that names this rank at the timeout. While tracing, all ranks raise it immediately.
+            defined for its dtype. Only this rank raises it. At the timeout the others raise a
+            CollectiveError that names this rank. While tracing, all raise that error immediately.
     """
     world_size = live_world_size(group)
     with checking("all_reduce", group, lambda: f"{op} of {describe_tensor(data)}"):

@@ -20,7 +20,7 @@ from ..errors import Call, CollectiveError, Group, Place, describe_places, user_
 from ..process.ranks import live_world_size, members
 from . import tracing as trace
 
-# Ranks that wait for each other time out within this many seconds of each other.
+# If ranks wait for each other, all of them time out within this many seconds after the first one.
 _PATIENCE_S = 1.0
 # Seconds to wait for a rank whose process is known to run: it may be slow on an overloaded host.
 _BUSY_S = 20.0
@@ -131,7 +131,7 @@ def _is_of_the_transport(error: BaseException) -> bool:
 
 
 class _FailureHistory(NamedTuple):
-    """Keys in the store: for this rank's reports of failures, and for ranks that did not answer."""
+    """The keys of this rank's reports in the store, and the keys of ranks that did not answer."""
 
     posted: set[str]
     silent: set[str]
@@ -171,7 +171,7 @@ def _withdraw_failure(group: Group) -> None:
 
 
 def _ask_in_time(own: Place, ranks: list[int], group: Group) -> _Answers:
-    """Return the result of ``_ask``, even if the store's process has died or was stopped."""
+    """Return the result of ``_ask``, or only this rank's place if the store does not respond."""
     known: list[_Answers] = []
     has_store = threading.Event()
     patience = _PATIENCE_S + (trace.ANSWER_S if trace.is_answering() else 0.0)

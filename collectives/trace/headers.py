@@ -15,7 +15,7 @@ from ..process.ranks import comm_device, members
 
 # One network packet, into which most objects fit.
 _BYTES = 1024
-# Digests of the call and of the compared text, the sender's host, two flags with a 62-bit size.
+# Digest of the call, digest of the compared text, sender's host, and two flag bits above the size.
 _FIELDS = struct.Struct("<8s8s8sQ")
 INLINE_BYTES = _BYTES - _FIELDS.size
 _FAILED, _FOREIGN = 1 << 63, 1 << 62
@@ -85,7 +85,7 @@ def exchange_headers(
 def raise_disagreement(
     call: Call, problem: Exception | None = None, failed_to: str = "take part"
 ) -> None:
-    """Raise an error with the ranks' differences on all of them; every rank must call this."""
+    """Raise an error that describes how the ranks differ; every rank must call this."""
     own = call.here(f"cannot {failed_to}: {text_of(problem)}" if problem else "").encode()
     sizes = gather_numbers([len(own)], call.group)
     padded = bytearray(own.ljust(max(sizes)[0]))

@@ -20,7 +20,8 @@ from ..errors import Call, call_site, user_site
 from ..process.ranks import distributed_available, process_space
 from .headers import exchange_headers, raise_disagreement
 
-# Seconds between a rank's checks for questions, and seconds that the asking rank waits for answers.
+# A rank asks the others for their positions through the store. They check for such a question every
+# _POLL_S seconds, and the rank that asks waits ANSWER_S seconds for their answers.
 _POLL_S = 0.5
 ANSWER_S = 2.0
 IN = "is in"
@@ -61,8 +62,9 @@ def trace_collectives(on: bool = True) -> None:
     """Switch the tracing of collectives on or off; every rank must do the same.
 
     While tracing, each collective is recorded. Before it runs, the ranks compare their calls and
-    the structure of their arguments in one small extra exchange. Errors report where missing ranks
-    are. The environment variable STEPWRAP_COLLECTIVE_TRACE=1 switches tracing on from the start.
+    the structure of their arguments in one small extra exchange, unless the collective exchanges
+    headers anyway. ``synchronize`` compares nothing. Errors report where missing ranks are. The
+    environment variable STEPWRAP_COLLECTIVE_TRACE=1 switches tracing on from the start.
     """
     global _is_on
     _is_on = on
@@ -77,7 +79,7 @@ def is_tracing() -> bool:
 
 @contextlib.contextmanager
 def answering(progress: Callable[[], str]) -> Iterator[None]:
-    """Answer other ranks' questions about this rank's position in a thread, during this context."""
+    """Run a thread in this context that reports this rank's position to other ranks that ask."""
     global _progress
     outer, _progress = _progress, progress
     _Responder.start_once()
@@ -94,7 +96,7 @@ def is_in_progress() -> bool:
 
 
 def is_answering() -> bool:
-    """Return whether this rank answers questions; a rank that does not must not ask any."""
+    """Return whether this rank answers questions; it may only ask other ranks if it does."""
     return _Responder.running is not None and _Responder.running.world() is dist.group.WORLD
 
 
@@ -162,7 +164,7 @@ class _Responder(threading.Thread):
         self.world = weakref.ref(world)
         self.rank, self.store = world.rank(), world.get_group_store()
         self.ended = threading.Event()
-        # Register before the start, because ranks that ask wait longer for registered processes.
+        # Register before the start: other ranks wait longer for answers of registered processes.
         with contextlib.suppress(RuntimeError):
             self.store.set(f"{_WATCHED}/{self.rank}", f"{process_space().hex()} {os.getpid()}")
 
