@@ -112,4 +112,4 @@ class TorchCUDADist(TorchCPUDist):
             )
 
     def _device(self) -> torch.device:
-        return comm_device(prefer=torch.device("cuda", torch.cuda.current_device()))
+        return comm_device(prefer=torch.device("cuda"))

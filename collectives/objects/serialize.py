@@ -38,11 +38,8 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # NumPy lacks these dtypes. Only these are viewed as bytes, which takes twice as long.
 _WITHOUT_NUMPY = {torch.bfloat16, torch.complex32, *_FLOAT8}
-# Modules that every rank can import: this package, its dependencies and the standard library.
-_KNOWN_MODULES = {
-    *("builtins", "collections", "datetime", "decimal"),
-    *("numpy", "pathlib", "stepwrap", "torch"),
-}
+# Modules that every rank can import.
+_KNOWN_MODULES = {"builtins", "collections", "datetime", "decimal", "numpy", "pathlib", "torch"}
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType)
 
 
