@@ -50,7 +50,7 @@ class Channel:
     def _set_ends(self, reader: socket.socket, writer: socket.socket) -> None:
         self.reader, self.writer = reader, writer
         self._made_in, self._forks = os.getpid(), _forks
-        # A socket that is collected while it is open warns.
+        # If an open socket is garbage-collected, Python warns, so the ends are closed first.
         weakref.finalize(self, _close, reader, writer).atexit = False
 
     def __getstate__(self) -> Any:
@@ -105,7 +105,7 @@ class Channel:
             try:
                 return self._receive(socket.MSG_DONTWAIT)
             except BlockingIOError:
-                # Also after a wait, because another reader may have taken the message.
+                # No message has arrived, or another reader took the one that ended the last wait.
                 poller = select.poll()
                 poller.register(self.reader, select.POLLIN)
                 wait(poller, deadline, timeout_s)
@@ -136,7 +136,7 @@ class Channel:
 
 
 def wait(poller: select.poll, deadline: float, timeout_s: float) -> list[tuple[int, int]]:
-    """Wait for events of the poller and return them, possibly none before the deadline.
+    """Wait for events of the poller and return them; the list may be empty before the deadline.
 
     Raises:
         TimeoutError: the deadline has passed without an event.

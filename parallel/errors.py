@@ -44,7 +44,7 @@ class TaskTimeoutError(WorkerDiedError, TimeoutError):
 
 
 class BrokenPoolError(BrokenExecutor):
-    """The pool cannot run tasks because its workers fail to start."""
+    """The pool cannot run tasks, for example because its workers fail to start."""
 
 
 class PoolTerminatedError(RuntimeError):

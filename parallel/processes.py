@@ -49,7 +49,10 @@ def use_one_thread() -> None:
 
 
 class ProcessException(RuntimeError):
-    """A process failed. The text contains the tracebacks; ``__cause__`` is the first exception."""
+    """A process failed. ``__cause__`` is the first exception, if the process reported one.
+
+    The text contains the tracebacks, or describes how the process ended.
+    """
 
 
 class ThreadException(RuntimeError):
@@ -167,7 +170,7 @@ class Process(BaseProcess):
 
     @property
     def exception(self) -> ProcessException | None:
-        """The exception raised, or how the process ended without one; None if it has not failed."""
+        """A ``ProcessException`` if the process has failed, otherwise None."""
         if self._exception is None and self._close_report.alive:
             # Read the exit code first: a process that has ended has already written its report.
             exitcode = self.exitcode
@@ -185,7 +188,7 @@ class Process(BaseProcess):
         return self._exception
 
     def watch(self) -> None:
-        """Raise ``exception`` if there is one, after the failed process has ended (at most 5 s)."""
+        """Raise ``exception`` if there is one, after waiting at most 5 s for the process to end."""
         error = self.exception
         if error is not None:
             self.join(_EXIT_S)

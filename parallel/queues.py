@@ -55,8 +55,8 @@ class SimpleQueue:
             timeout: the longest wait in seconds (default: no limit).
 
         Raises:
-            TimeoutError: the queue stayed empty for ``timeout`` seconds; a subclass of the built-in
-                error and of multiprocessing's.
+            TimeoutError: the queue stayed empty for ``timeout`` seconds. The class is a subclass of
+                the built-in ``TimeoutError`` and of multiprocessing's.
             OSError: the queue is closed in this process.
             ValueError: ``timeout`` is negative.
         """
@@ -87,9 +87,10 @@ class SimpleQueue:
 class SimpleP2PQueue(SimpleQueue):
     """A queue between two processes, each of which notices when the other has ended.
 
-    After the queue was passed to another process, the first ``put`` or ``get`` makes a process the
-    writer or the reader; the other call then raises ``OSError``. ``get`` raises ``EOFError`` if the
-    queue is empty and the writer has ended; ``put`` raises ``BrokenPipeError`` if the reader has.
+    Once the queue has been passed to another process, the first ``put`` of a process makes it the
+    writer, and the first ``get`` makes it the reader. Afterwards ``get`` raises ``OSError`` in the
+    writer, and ``put`` in the reader. ``get`` raises ``EOFError`` if the queue is empty and the
+    writer has ended; ``put`` raises ``BrokenPipeError`` if the reader has ended.
 
     Args:
         copy_tensor: see ``SimpleQueue``.

@@ -1,4 +1,4 @@
-"""The arguments of a placement: checks them, groups models that share parameters, moves models."""
+"""Functions that check the arguments of a placement, group models and move them to devices."""
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ _STARTS = 20
 _ROUNDS = 12
 _PAIRS_IN_ROUND = 10_000
 _PAIRS_IN_ALL = 300_000
-# The number of rows that are improved at once, times the pairs of models; fits the CPU's cache.
+# Rows improved at once, times pairs of models. Tensors of this size fit into the CPU's cache.
 _PAIRS = 50_000
 # Smaller differences between costs are rounding errors.
 _SAME = 1e-12
 # Sizes that exactly fill a capacity may exceed it by this fraction, because of rounding.
 _ROUNDING = 1e-9
-# The cost of missing memory, per total size of all models; it outweighs all other costs.
+# The cost of lacking as much memory as all models need. It outweighs all other costs.
 _OVERFLOW = 1e6
 # The maximum number of steps of `pack`, including backtracking; they take about 0.3 s.
 _TRIES = 100_000
@@ -327,9 +327,9 @@ def pack(sizes: list[float], capacities: list[float]) -> tuple[list[int] | None,
 
 
 def _choices(wanted: list[float], model: int, free: list[float], spare: float) -> Iterator[int]:
-    """Return the devices with space for a model, fullest first, one of equally full ones."""
+    """Return the devices with space for a model, fullest first; of equally full ones, only one."""
     size, least = wanted[model], wanted[-1] - _TOLERANCE_MIB
-    # Space that is too small for all remaining models is lost; at most `spare` may be lost.
+    # Space is lost if not even the smallest model fits; at most `spare` may be lost.
     lost = sum(room for room in free if room < least)
     fitting = {}
     for device, room in enumerate(free):

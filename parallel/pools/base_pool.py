@@ -79,7 +79,7 @@ class BasePool:
         self._ctx = default_context() if context is None else context
         self._jobs = itertools.count()
         self._cache: dict[int, Any] = {}
-        # Iterators that have not read all of their input, and their jobs.
+        # Iterators that still have input to read or tasks in flight, and their jobs.
         self._open_inputs: set[IMapIterator] = set()
         self._open_jobs: set[int] = set()
         self._engine = self._make_engine()
@@ -95,7 +95,7 @@ class BasePool:
         return self._engine, self._engine
 
     def pool_inqueue_put(self, obj: Any) -> None:
-        """Send a task to the workers; None ends one worker."""
+        """Send a task to the workers; to end them, the pool sends None once per worker."""
         self._inqueue.put(obj)
 
     def pool_outqueue_get(self, timeout: float | None) -> Any:
@@ -173,7 +173,7 @@ class BasePool:
             progress: show a progress bar.
 
         Raises:
-            Exception: the first error of a task that arrived.
+            Exception: a task failed; if several did, the error that arrived first.
             ValueError: the pool is closed, or ``chunksize`` is below 1.
         """
         values: list[Any] = self.map_async(func, iterable, chunksize, progress=progress).get()
@@ -230,13 +230,14 @@ class BasePool:
     ) -> IMapIterator:
         """Return an iterator over the values of a function, in the order of the items.
 
-        A list or another sequence is read, and its tasks begin, at once. Other inputs may wait, so
-        reading begins with the first value taken. The thread that takes values reads further input
-        each time; ``join`` reads the rest.
+        If the input is a list or another sequence, its first items are read, and their tasks begin,
+        at once. Other inputs may block, so they are first read when a value is taken. The thread
+        that takes values reads further input each time; ``join`` reads the rest.
 
         Args:
             chunksize: items per task.
-            lookahead: items to read in advance (default: 32 per worker, at least two chunks).
+            lookahead: items to read in advance (default: 32 or two chunks per worker, whichever is
+                more).
             progress: show a progress bar.
 
         Raises:
@@ -276,13 +277,13 @@ class BasePool:
 
         Raises:
             ValueError: the pool still accepts calls.
-            TimeoutError: the workers have not ended within ``timeout`` seconds. An item of an input
-                that takes longer is awaited first.
+            TimeoutError: the workers have not ended within ``timeout`` seconds. The error may come
+                later, because reading an item of the input is not interrupted.
         """
         if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # In a callback, which delays all results, `read_all` could wait forever.
+        # Not in a callback: it delays all results, so `read_all` could wait for them forever.
         if not self._monitor.is_current:
             for iterator in list(self._open_inputs):
                 iterator.read_all(deadline)
@@ -390,7 +391,7 @@ def _submit_lazily(
 
 
 def _chunks_ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
-    """Return how many chunks of an input may be read whose values have not been taken."""
+    """Return the maximum number of chunks that are read before their values are taken."""
     if lookahead is None:
         # At least two chunks per worker, however large they are.
         return max(-(-_LOOKAHEAD * workers // chunksize), 2 * workers)

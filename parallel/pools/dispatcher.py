@@ -84,7 +84,7 @@ class Monitor:
         return threading.current_thread() is self._thread
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the pool has ended; return whether it has, in its own thread immediately."""
+        """Wait until the pool has ended; return whether it has. The pool's thread does not wait."""
         if self.is_current:
             return False
         # Needed before `join`: in Python 3.11, an interrupted `join` marks the thread as ended.

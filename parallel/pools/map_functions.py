@@ -15,7 +15,7 @@ class MapFunctions:
 
     Args:
         calls: the unfinished calls by job.
-        open_jobs: the jobs of iterators that read input; without tasks they are not in ``calls``.
+        open_jobs: the jobs of unfinished iterators, which are in ``calls`` only if they have tasks.
         packing: ``copy_tensor`` and ``recurse``; see ``pack``.
     """
 
@@ -51,7 +51,7 @@ class MapFunctions:
 
 @dataclass
 class SentFunction:
-    """A map's function that a worker was sent.
+    """A map's function that was sent to a worker.
 
     Attributes:
         slot: the worker's slot that holds it.
@@ -65,7 +65,7 @@ class SentFunction:
 
 
 class SentFunctions:
-    """The functions that one worker was sent, by job, the least recently used first."""
+    """The functions that were sent to one worker, by job, the least recently used first."""
 
     def __init__(self) -> None:
         self._by_job: dict[int, SentFunction] = {}

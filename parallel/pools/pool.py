@@ -42,8 +42,9 @@ class Pool(BasePool):
             thread, if it is imported.
 
     Attributes:
-        start_patience_s: if workers are killed while they start, or cannot be started, the pool is
-            broken after this number of seconds without a ready worker. A subclass may set it.
+        start_patience_s: if workers are killed while they start, or their replacements cannot be
+            started, the pool is broken after this number of seconds without a ready worker. A
+            subclass may set it.
 
     Raises:
         RuntimeError: tensors are not copied and ``share_method`` is not "cpu" or "cuda".
@@ -170,7 +171,7 @@ class ThreadPool(BasePool):
     """A pool of threads of this process.
 
     Functions, arguments, results and errors are passed unchanged. Threads cannot be killed:
-    ``terminate`` drops tasks that have not started and leaves running ones to ``join``.
+    ``terminate`` drops the tasks that have not started; ``join`` waits for the running ones.
 
     ``BasePool`` describes the first four arguments; the others have no effect.
     """

@@ -257,8 +257,8 @@ class IMapIterator:
 
         Raises:
             StopIteration: there are no further results.
-            TimeoutError: the result did not arrive within ``timeout`` seconds. An item of the input
-                that takes longer is awaited first.
+            TimeoutError: the result did not arrive within ``timeout`` seconds. The error may come
+                later, because reading an item of the input is not interrupted.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
@@ -275,7 +275,7 @@ class IMapIterator:
                     raise TimeoutError(
                         f"the next result of {name} did not arrive within {timeout:g} s"
                     )
-                # If another thread stopped reading too early, do not wait but read.
+                # Wait, unless this thread must read because another one stopped early.
                 if self._reading.locked() or not self._wants_more():
                     self._changed.wait(None if left == math.inf else left)
 
@@ -421,8 +421,8 @@ class IMapIterator:
     def _update(self) -> None:
         """Notify waiting threads after a change.
 
-        Leave the cache if no task is in flight, and then release the pool if the input has ended.
-        The bar stops at that time, because the results may not be taken.
+        If no task is in flight, remove the call from the cache. If the input has also ended,
+        release the pool and stop the bar, because the results may never be taken.
         """
         if not self._in_flight:
             self._cache.pop(self._job, None)

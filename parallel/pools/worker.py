@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     Task = tuple[int, int, Callable[..., Any], Any, dict[str, Any]]
 
-# The header of a task: its number at this worker; its job; the bytes and the descriptors of the
-# map's function in this message; its kind; the slot for the map's function; and one bit for each
-# function slot that is still needed. Then come the function of a map, unless the worker already has
-# it, and the items of the map, or the function and arguments of a call.
+# The header of a task: its number at this worker; its job; how many bytes and descriptors of this
+# message belong to the map's function; its kind; the slot for the map's function; and one bit for
+# each function slot that is still needed. After the header, a task of a map has the function,
+# unless the worker already has it, and the items; a call has the function and its arguments.
 TASK = struct.Struct("<QIIBBBB")
 FUNCTION_SLOTS = 8
 BEGIN, CALL, MAP, STARMAP = range(4)
@@ -65,7 +65,8 @@ def worker(
     """Run tasks until ``get`` returns None or ``maxtasks`` are done.
 
     Args:
-        get: returns a task: job, chunk, function, arguments, keyword arguments.
+        get: returns a task: job, chunk, function, arguments, keyword arguments. In a process with
+            the pool's default queues, chunk is the number of the task at this worker.
         put: takes its result: job, chunk, (True, value) or (False, error).
         initializer: called first, with ``initargs``.
         maxtasks: the maximum number of tasks (default: no limit).

@@ -44,7 +44,7 @@ class WorkerHandle:
         inflight: the tasks sent and not answered, by number, oldest first.
         since: the start of ``task_timeout``: when the oldest task in flight was sent, or when the
             task before it was answered.
-        failure: the error of the initializer.
+        failure: the error of the initializer, or of ``worker`` in a pool with other queues.
     """
 
     def __init__(self, slot: int, maxtasks: int | None, packing: tuple[bool, bool]) -> None:
@@ -104,7 +104,7 @@ class WorkerHandle:
         return self.is_ready and not self.is_stopping and len(self.inflight) < limit
 
     def send(self, task: Task, functions: MapFunctions) -> None:
-        """Send a task, with a map's function until one of its tasks has succeeded."""
+        """Send a task; include its map's function until a task of the map has succeeded."""
         job, _, func, args, kwargs = task
         number = self._number + 1
         self._sent_functions.drop_ended(functions)

@@ -257,7 +257,7 @@ class Workers:
             self._close()
 
 
-# multiprocessing's exit code of a child of a fork server that was killed; the real one is unknown.
+# The exit code that multiprocessing returns if the fork server was killed; the real one is unknown.
 _UNKNOWN_TO_FORK_SERVER = 255
 
 
@@ -289,6 +289,6 @@ def death_error(
         return TaskTimeoutError(text, task=task, **details)
     how = how_it_ended(exitcode)
     if exitcode is not None and exitcode >= 0:
-        how += " (os._exit or sys.exit in the task)"
+        how += " (os._exit in the task?)"
     verb = "are" if task.startswith("items ") else "is"
     return WorkerDiedError(f"{task} {verb} lost: {where} {how}", task=task, **details)
