@@ -1,10 +1,10 @@
 """Tools that examine runs: the ledger, ``stepwrap bisect``, ``replay`` and ``verify-resume``.
 
 A ledger is a file of hashes of each step of a run; comparing two ledgers shows the first difference
-between runs. The tools attach through hooks and through commands (entry-point group
-``stepwrap.commands``). This folder may import all others, and none of them imports it; a registry
-and the entry points name its modules. Start reading in commands.py. Torch is imported lazily, so
-that the command line starts fast.
+between runs. The tools are hooks and commands (entry-point group ``stepwrap.commands``). This
+folder may import all others, but none of them imports it: its hooks are found by name in a
+registry, and its commands by their entry points. Start reading in commands.py. Torch is imported
+lazily, so that the command line starts fast.
 """
 
 from __future__ import annotations

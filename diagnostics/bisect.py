@@ -22,7 +22,7 @@ from .ledger import Difference, Ledger, LedgerError, first_difference, read_ledg
 _NAME = "stepwrap bisect"
 # The exit code if the runs differ.
 DIFFERENT = 3
-# The stages for which full ledgers also have entries by module and parameter.
+# The stages for which full ledgers also have items by module and parameter.
 _BY_PARTS = ("forward", "gradient", "update")
 # When a run is repeated, these hooks are turned off, and its ledger has these settings.
 _OFF = ("checkpoint", "progress", "log", "tensorboard", "throughput")
@@ -58,8 +58,8 @@ def run_bisect(options: Options) -> int:
 def _is_vague(found: Difference, ledgers: Sequence[Ledger]) -> bool:
     """Return whether training again can narrow the difference down.
 
-    It can if steps just before the difference have no entries, or if a ledger is not full at the
-    step that differs.
+    It can if steps just before the difference have no entries. It also can if a ledger is not full
+    at the step that differs, and full ledgers have more items in the stage that differs.
     """
     if found.agreed != found.step - 1:
         return True

@@ -98,7 +98,7 @@ verify_resume = Command(
 report = Command(
     "report",
     f"{__package__}.reports.page:run_report",
-    "write an HTML file with curves, settings and facts of runs, which needs no network",
+    "write an HTML file with curves, settings and facts of runs; it needs no network",
     (
         click.Option(
             ["--out"], type=path_name, metavar="FILE", help="the file; default: report.html"

@@ -32,7 +32,7 @@ class LedgerError(ValueError):
 
 
 class Item(NamedTuple):
-    """The hashed object of an entry.
+    """The key of one hash in an entry.
 
     Attributes:
         stage: "data", "random state", "forward", "gradient" or "update".
@@ -246,8 +246,8 @@ def first_difference(a: Ledger, b: Ledger, after: int = -1) -> Difference | None
     """Return the first difference of two ledgers, in the steps after ``after`` that both have.
 
     If several items of a step differ, the one that comes first in the entries is returned, even if
-    a lower rank has another one. Only items that both ledgers have are compared: if only one ledger
-    is full, groups are compared but not their members.
+    a later item differs on a lower rank. Only items that both ledgers have are compared: if only
+    one ledger is full, groups are compared but not their members.
 
     Returns:
         The difference, or None if the ledgers agree.

@@ -77,7 +77,7 @@ class Replayed:
 
 
 def run_replay(options: Options) -> int:
-    """Run one step of a run again, on as many ranks as it had, and print the result."""
+    """Run one step again, on as many ranks as the latest checkpoint has, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():
         raise mistake(f"stepwrap replay: --profile {trace}: its folder does not exist")
@@ -101,7 +101,7 @@ def run_replay(options: Options) -> int:
 def _report_step(watch: Watch, seen: Mapping[int, Replayed]) -> None:
     first = seen[0]
     source = first.checkpoint or "the beginning of the run"
-    print(f"step {watch.step}, from {source}, {watch.step - first.started_at - 1} steps before it")
+    print(f"step {watch.step}, from {source} ({watch.step - first.started_at - 1} steps run first)")
     for rank, one in sorted(seen.items()):
         for number, logs in enumerate(one.logs, 1):
             batch = f", batch {number}" if len(one.logs) > 1 else ""
@@ -126,7 +126,7 @@ def replay(job: Job, watch: Watch) -> Replayed:
     """
     with prepared(job):
         if watch.rank is not None and watch.rank >= get_world_size():
-            ranks = f"the run has {get_world_size()}, counted from 0"
+            ranks = f"must be below {get_world_size()}, the number of ranks"
             raise ValueError(f"--rank {watch.rank}: {ranks}")
         folder = Path(job.run.run_dir)
         path = find_checkpoint(folder, before=watch.step)

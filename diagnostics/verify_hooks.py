@@ -37,7 +37,7 @@ _is_users = cache(is_users_file)
 class KillHook(Hook):
     """Save a checkpoint after an update, and kill all ranks by SIGKILL after a later one."""
 
-    # After the checkpoint hook, whose state is saved, and after the ledger.
+    # Called after the ledger hook and after the checkpoint hook, whose state is also saved.
     order = 100
 
     def __init__(self, *, save_at: int, kill_at: int) -> None:

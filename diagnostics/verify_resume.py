@@ -48,7 +48,10 @@ def run_verify_resume(options: Options) -> int:
     if started_outside():
         raise mistake(f"{_NAME}: must be run without torchrun or srun; it starts its ranks itself")
     if options.kill_at == 1:
-        raise mistake(f"{_NAME}: --kill-at must be at least 2, to save at an earlier step, got 1")
+        raise mistake(
+            f"{_NAME}: --kill-at must be at least 2, because a checkpoint is saved at an earlier "
+            "step, got 1"
+        )
     run = read_sections(options.examined)
     if options.then:
         read_sections(options.examined, options.then)

@@ -9,9 +9,9 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-# A placeholder in a pickle. On loading, pickle replaces it with the next item of its `buffers`,
-# which may be any object. It is writable, because pickle would replace a read-only one with a
-# read-only view of the item.
+# A placeholder in a pickle. `pickle.loads` replaces it with the next item of its `buffers`, which
+# may be any object. The placeholder is writable, because pickle would replace a read-only
+# placeholder with a read-only view of the item.
 MARK = pickle.PickleBuffer(bytearray())
 # Buffers of at least this many bytes are kept out of the pickle.
 OUT_OF_BAND_BYTES = 16 * 1024

@@ -24,7 +24,7 @@ _COUNT = struct.Struct("<Q")
 
 
 def aligned_pieces(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """Return the layout of the buffers as pieces for ``write``, without copying the buffers."""
+    """Return the pieces of memory that make up the layout; the buffers are not copied."""
     index = struct.pack(f"<{len(buffers) + 1}Q", len(buffers), *(b.nbytes for b in buffers))
     pieces: list[memoryview] = []
     for buffer in (memoryview(index), *buffers):

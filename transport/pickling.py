@@ -71,7 +71,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     Functions and classes that other processes cannot import (lambdas, local ones) are sent by
     value, with only the globals that they use. Functions and classes at the top level of the script
     are sent by name, for receivers that have loaded the script, as multiprocessing's spawned
-    workers do. The script's others are sent by value; a receiver that has the name uses its own.
+    workers do. Other functions and classes of the script are sent by value, but a receiver that
+    runs the script and has the name uses its own object.
 
     Args:
         file: has ``write(bytes)``.

@@ -1,4 +1,4 @@
-"""Encode tensors outside of a pickle: as views of storages, next to the storages' contents."""
+"""Encode tensors outside of a pickle: tensors as views, and the bytes of their storages once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.hooks import warn_if_has_hooks
 from .buffers import MARK, take
 from .descriptors import Received, explaining
 
-# The size of the largest element: a multiple of it is aligned for elements of every type.
+# The bytes of the largest dtype's elements. Multiples of it are aligned offsets for every dtype.
 _ALIGNMENT = 16
 
 # The index of a view, its offset in elements, and its stride (None if unchanged).
@@ -31,8 +31,8 @@ Content = tuple[Any, ...]
 def _viewed(storage: UntypedStorage, views: list[Tensor]) -> Iterator[tuple[Content, list[Place]]]:
     """Yield new storages that contain only what the views of one storage need.
 
-    Views that may overlap share a storage. Gaps between elements are left out, unless other views
-    have elements there.
+    Views that may overlap share a storage. Gaps between elements are left out only if the views
+    that share a storage are equal.
     """
     for start, stop, numbers in _ranges(views):
         compact = _compact(storage, [views[number] for number in numbers])
@@ -59,7 +59,7 @@ def as_bytes(storage: UntypedStorage) -> Tensor:
 
 
 def rebuild(data: Any, device: torch.device | None) -> UntypedStorage:
-    """Return a storage that uses the buffer, or a copy if it is on another device."""
+    """Return a storage of the buffer's memory, or of a copy on ``device`` if that is given."""
     if not memoryview(data).nbytes:
         return torch.empty(0, dtype=torch.uint8, device=device or "cpu").untyped_storage()
     tensor = torch.frombuffer(data, dtype=torch.uint8)
@@ -124,10 +124,11 @@ def _compact(storage: UntypedStorage, views: list[Tensor]) -> tuple[Tensor, tupl
 
 
 def by_name(storage: UntypedStorage) -> Content:
-    """Return the shared memory of a storage by file name; the sender need not keep the storage.
+    """Share a storage by file name, and return how to rebuild it.
 
-    If the storage is already shared by descriptor, return the descriptor's number in this process,
-    which must then keep the storage until it is loaded.
+    The sender need not keep the storage. But if the storage is already shared by descriptor, the
+    content is the descriptor's number in this process, which must then keep the storage until it is
+    loaded.
     """
     if not storage.nbytes():
         return (_empty,)
@@ -136,16 +137,17 @@ def by_name(storage: UntypedStorage) -> Content:
         inode, device = reductions.fd_id(descriptor)  # type: ignore[no-untyped-call]
         return _of_process, os.getpid(), descriptor, inode, device, size
     manager, name, size = storage._share_filename_cpu_()
-    # Keep the file for the receiver, which decrements the count again.
+    # Count the receiver as a user, which keeps the file. The receiver decrements the count again.
     storage._shared_incref()  # type: ignore[no-untyped-call]
     _remember(name, storage)
     return _of_file, manager, name, size
 
 
 def by_descriptor(storage: UntypedStorage, descriptors: list[int]) -> Content:
-    """Return the shared memory of a storage, and append a new descriptor of it to the list.
+    """Share a storage by a new descriptor, which is appended to the list; return how to rebuild it.
 
-    Uses ``by_name`` if the storage has a file name or the sharing strategy is "file_system".
+    Uses ``by_name`` if the storage is shared by file name, or if it is not shared yet and the
+    sharing strategy is "file_system".
     """
     if not storage.nbytes():
         return (_empty,)
@@ -206,7 +208,7 @@ def _of_process(process: int, number: int, inode: int, device: int, size: int) -
     if known is not None:
         return known
     # If the sender has ended, this process may still have a descriptor of the memory, for example
-    # because it has created it.
+    # if this process created the memory.
     own = (f"/proc/self/fd/{own}" for own in os.listdir("/proc/self/fd"))
     for path in (f"/proc/{process}/fd/{number}", *own):
         with contextlib.suppress(FileNotFoundError), explaining():

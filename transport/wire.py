@@ -119,11 +119,12 @@ def _packed(
 def _pickle_parts(
     stream: bytes, parts: list[Any], descriptors: list[int], *, copy_tensor: bool
 ) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """Return a pickle of a pickle and its parts, and the large buffers among the parts.
+    """Return a pickle that contains the value's pickle and parts, and the large buffers outside it.
 
-    ``unpack`` passes these buffers, followed by the descriptors of tensors passed by reference.
+    To load the pickle, ``unpack`` supplies these buffers, and then the descriptors of tensors that
+    are passed by reference.
     """
-    # Imported late: it imports torch, which is loaded if there are tensors.
+    # Imported late, because it imports torch. If there are tensors, torch is loaded already.
     from . import tensors as _tensors
 
     def share(storage: Any) -> Any:

@@ -163,7 +163,7 @@ class Run:
         return f"{' '.join(times)} {_is_locked(self.folder / 'run.lock', self._root)}"
 
     def glance(self) -> Json:
-        """Return the entry of a list of runs, for which only the end of the records is read."""
+        """Return the run's entry in a list of runs; only the end of the records is read."""
         _, self.events = self._events.read()
         records = self._records.tail(_TAIL_BYTES)
         last: Json = records[-1] if records else {}
@@ -178,7 +178,7 @@ class Run:
         }
 
     def curves(self) -> Iterator[Curve]:
-        """Yield the curves, sorted by step.
+        """Yield the curves, each with its points sorted by step.
 
         Records may be in another order, since ``validate`` and ``test`` append results of earlier
         checkpoints.
@@ -302,7 +302,7 @@ class Run:
 def _thinned(curve: Curve, since_s: float) -> Json:
     """Return the points that a page shows, with the seconds since the first record.
 
-    Of each interval these are the lowest and the highest value, and the first that is not finite.
+    Each interval contributes its lowest and highest value, and its first that is not finite.
     """
     _, _, steps, times, values = curve
     total = len(steps)

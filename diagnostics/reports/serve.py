@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self.server.accepts(self.client_address[0], self.headers.get("Host", "")):
-            text = "stepwrap serve answers only requests to its own address on this machine"
+            text = "stepwrap serve answers only requests to its own address"
             self._reply(HTTPStatus.FORBIDDEN, "text/plain", text.encode())
             return
         address = urlsplit(self.path)

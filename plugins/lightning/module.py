@@ -32,7 +32,7 @@ _OPTIM_WRAPPER_TYPES = (
 )
 # Lightning saves these itself.
 _TORCH_KEYS = ("state", "param_groups")
-# Stored next to the optimizer wrappers' names, which are keyword arguments and have no spaces.
+# A key next to the names of optimizer wrappers. Names are keyword arguments without spaces.
 _STEP_STATES = "step_state of all ranks"
 
 
@@ -64,8 +64,8 @@ class StepLightningModule(LightningModule):
             one, or a config with the key ``optimizer``. None if the module is only evaluated.
         schedulers: a list of configs or functions. A config of a scheduler can also have ``by``
             ("step" or "epoch"), ``metric`` (the logged value that ReduceLROnPlateau watches) and
-            ``optimizer`` (its name, if there are several). A function takes the only optimizer and
-            returns a scheduler, which is stepped after each epoch.
+            ``optimizer`` (its name, if there are several). A function needs a single optimizer: it
+            takes this optimizer and returns a scheduler, which is stepped after each epoch.
         metrics: torchmetrics by name, updated with the outputs of ``val_step`` and ``test_step``.
 
     Raises:

@@ -138,9 +138,8 @@ def check_not_sharded(module: nn.Module) -> None:
     """Raise ValueError if ``module`` is sharded before it is wrapped."""
     if holds_shards(module):
         raise ValueError(
-            f"{type(module).__name__} must not be sharded yet, but it is, because a module stays "
-            "sharded after a run with fsdp: continue with the same Trainer, or load the checkpoint "
-            "into a new module"
+            f"{type(module).__name__} is sharded already (a module stays sharded after a run with "
+            "fsdp): continue with the same Trainer, or load the checkpoint into a new module"
         )
 
 

@@ -210,8 +210,8 @@ class StepFabricStrategy(FabricDDPStrategy):
     """Fabric's DDP strategy, with stepwrap's ``ddp`` wrapper or another one around modules.
 
     Args:
-        wrapper: a registered name, an import path or a class, for a subclass of
-            DistributedDataParallel. Default: "ddp".
+        wrapper: a subclass of DistributedDataParallel, or its registered name or import path.
+            Default: "ddp".
         wrapper_options: options of the wrapper and of Fabric's ``DDPStrategy``.
 
     Raises:

@@ -58,7 +58,7 @@ def test_a_step_is_the_same_bit_for_bit(run: Path, capsys: Capture, step: int, s
     printed = capsys.readouterr().out
     assert f"step {step}, from " in printed
     assert source in printed
-    assert ", 2 steps before it" in printed
+    assert "(2 steps run first)" in printed
     found = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
     assert found in printed
     records = map(json.loads, (run / "runs/metrics.jsonl").read_text().splitlines())
@@ -223,7 +223,7 @@ def test_steps_that_a_guard_skipped_are_skipped_again(run: Path, capsys: Capture
             "elsewhere is not the folder of a run: it has no config.yaml",
         ),
         (["runs", "--step", "13"], 1, "--step 13: the run ends after step 12"),
-        (["runs", "--step", "3", "--rank", "1"], 1, "--rank 1: the run has 1, counted from 0"),
+        (["runs", "--step", "3", "--rank", "1"], 1, "--rank 1: must be below 1"),
         (["runs", "--step", "3", "--profile", "no/t.json"], 2, "its folder does not exist"),
     ],
 )
