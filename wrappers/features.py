@@ -16,7 +16,7 @@ class ModelFeatures:
     """Features of a model wrapper in addition to its steps; the defaults suit a single process.
 
     Attributes:
-        data_group: the ranks that see different batches; None for all of them.
+        data_group: the ranks that see different batches; None if these are all ranks of the run.
         averages_ranks: whether a backward averages the gradients over ``data_group``.
         collective_eval: whether every rank of ``data_group`` must call each evaluation step.
         uneven_inputs: how to treat ranks with fewer batches than others; None if all ranks need the
@@ -77,8 +77,8 @@ class OptimFeatures:
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` also accepts objects with ``shape`` and
-            ``[slices]`` instead of whole tensors, so that only this rank's part is read.
+        reads_parts: whether ``load_state_dict`` also accepts objects that have a ``shape`` and can
+            be sliced, instead of whole tensors. It then reads only this rank's part of them.
         precision_context: function that returns the context in which a forward runs, such as
             autocast; None if no context is needed.
     """

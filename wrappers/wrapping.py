@@ -309,9 +309,9 @@ def auto(
     """Wrap a model by ``single``, ``ddp`` or ``fsdp``, and log the reason for the choice.
 
     Every rank must call this. The choice is ``fsdp`` if parameters are on the meta device or the
-    mesh has a shard axis, and ``single`` if only one rank sees data. Several ranks use ``ddp`` if a
-    whole copy of the model fits into the memory of each rank, otherwise ``fsdp``. A copy under ddp
-    needs this many bytes::
+    mesh has a shard axis, and ``single`` if all ranks see the same batches. Otherwise it is ``ddp``
+    if a whole copy of the model fits into the memory of each rank, and ``fsdp`` if not. A copy
+    under ddp needs this many bytes::
 
         w + 2 g + s g
 

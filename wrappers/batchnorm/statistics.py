@@ -267,7 +267,7 @@ class BackwardOptions(NamedTuple):
 
 
 def connect(options: BackwardOptions, chunks: Sequence[Chunk]) -> list[Tensor]:
-    """Return the outputs of the chunks as outputs of one autograd node; fill in values later.
+    """Return the outputs of the chunks as outputs of one autograd node; the caller fills them.
 
     The backward of a joint node gets the gradients of all chunks at once, so it never waits. The
     backwards of separate nodes would have to wait for each other. On the CPU this would be a

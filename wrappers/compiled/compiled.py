@@ -150,7 +150,7 @@ class StepVariant:
         return [one.data_ptr() for one in self._fixed] if is_graph else []
 
     def is_outdated(self, plan: GradientPlan, batch: Any) -> bool:
-        """Return whether this variant, which does not fit, became invalid soon after compiling."""
+        """Return whether a variant that does not fit was invalidated by a change after few uses."""
         return self._uses < _FEW_USES and plan == self._plan and _kind(batch) == self._kind
 
     def repeats(self, optim_wrapper: Any) -> bool:

@@ -23,8 +23,8 @@ class CudaGraph:
             place, except for the last ``given`` inputs, which are copied to fixed tensors before
             each launch.
         given: number of inputs at the end of ``inputs`` that differ from call to call.
-        changed: number of inputs, from the first given one, that the program changes; they are
-            copied back after each launch.
+        changed: number of these given inputs that the program changes, which come first among them;
+            they are copied back after each launch.
 
     Raises:
         NotCompilableError: the program does something that a graph cannot contain, such as waiting

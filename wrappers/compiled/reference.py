@@ -133,8 +133,8 @@ def largest_difference(
     First the program is compared with an eager step. Kinds of values that differ by more than
     rounding errors are then compared with an exact step: an eager step in double precision. Several
     eager steps (the usual step, and ``_NUDGES`` steps whose weights are changed by one rounding
-    error) show how far rounding alone can lead away from the exact step. The program may differ
-    from it by ``_FACTOR`` times the largest of their differences, plus the tolerances of
+    error) show how far rounding alone can lead away from the exact step. The program may be
+    ``_FACTOR`` times as far from the exact step as the farthest eager step, plus the tolerances of
     ``_is_close``.
 
     Args:

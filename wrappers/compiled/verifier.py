@@ -14,14 +14,14 @@ from .errors import NotCompilableError, first_line
 from .reference import changed_values, copied, largest_difference, random_states, set_random_states
 from .trace import StepTensors
 
-# Minimum number of steps between two additional verifications.
+# Minimum number of steps between the last verification and an additional one.
 _BETWEEN = 100
 # The allowed difference is this many times larger after the first two steps.
 _SLACK = 16.0
 
 
 class StepMismatchError(RuntimeError):
-    """Raised if a compiled step differs from the eager step after steps that were not compared."""
+    """Raised if a compiled step differs from the eager step, and earlier steps may differ too."""
 
 
 class Verifier:

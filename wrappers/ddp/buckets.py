@@ -5,7 +5,7 @@ the buckets, in the order in which the gradients became ready. With three or mor
 position of a gradient in its bucket decides in which order the ranks are added. So the first step
 after a resume would differ in the last digits from the same step of an uninterrupted run.
 
-The tests check every name with torch 2.13 and 2.15.
+The tests check every private name in ``_USED`` with torch 2.13 and 2.15.
 """
 
 from __future__ import annotations

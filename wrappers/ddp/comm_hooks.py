@@ -87,7 +87,7 @@ class FP16Compress(_Function):
 
 @COMM_HOOKS.register_module(name=["bf16_compress", "BF16Compress"])
 class BF16Compress(_Function):
-    """Average gradients in bfloat16: half the bytes of float32, its range, 8 bits of precision."""
+    """Average gradients in bfloat16: float32's range, half its bytes, only 8 bits of precision."""
 
     averages = True
 

@@ -117,7 +117,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
     """
 
     averages_ranks = True
-    # These mappings with a type are options; configs must not build objects from them.
+    # These options may have a ``type``, but the registry does not build them.
     config_plain = ("auto_wrap_policy", "param_init_fn")
     passed_on = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
@@ -251,7 +251,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
         )
 
     def update_and_detect(self, total: Tensor, optim_wrapper: OptimizerWrapper) -> None:
-        """Update, and log the gathered parameters of the last forward that got no gradient."""
+        """Update, and log which gathered parameters of the last forward got no gradient."""
         self._shows_leaves = True
         try:
             super().update_and_detect(total, optim_wrapper)

@@ -238,7 +238,7 @@ def _read_prefetch(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _read_policy(value: Any) -> tuple[BlockSpec | None, WrapPolicy | None]:
-    """Return the blocks that a wrapping policy of FSDP1 names, or its function; None if missing."""
+    """Return the blocks and the function of a wrapping policy of FSDP1; at least one is None."""
     kind, settings = _split_type(value)
     if isinstance(kind, CustomPolicy):
         raise TypeError(

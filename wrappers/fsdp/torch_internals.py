@@ -3,9 +3,9 @@
 FSDP2 holds each parameter twice: as the *shard* of this rank, and as the *whole* parameter, which
 layers use while it is gathered.
 
-The tests check every name with torch 2.13 to 2.15. The names were compared with the source of 2.11
-and 2.12. ``check_torch`` looks for all of them when a model is wrapped, and raises if torch lacks
-one, because stale gradients could then be used, or gradients be lost, without an error.
+The tests check every undocumented name with torch 2.13 to 2.15. The names were compared with the
+source of 2.11 and 2.12. ``check_torch`` looks for all of them when a model is wrapped, and raises
+if torch lacks one: stale gradients could be used, or gradients lost, without an error.
 """
 
 from __future__ import annotations

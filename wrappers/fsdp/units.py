@@ -326,7 +326,7 @@ def _own_modules(root: nn.Module, units: set[nn.Module]) -> Iterable[nn.Module]:
 
 
 def in_backward_order(units: Iterable[str]) -> list[str]:
-    """Return paths, given in module order, in backward order: the last block to end comes first."""
+    """Sort paths in module order by backward order: the block whose forward ends last is first."""
     ended: list[str] = []
     running: list[str] = []
     for path in units:

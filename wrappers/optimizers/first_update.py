@@ -1,4 +1,4 @@
-"""Check the first update: a parameter must have a gradient, and the ranks must have the same."""
+"""Check the first update: there must be gradients, and they must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class FirstUpdate(Gate):
 
 
 def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
-    """Return whether any parameter has a gradient; raise RuntimeError if one should have one."""
+    """Return whether any parameter has a gradient; raise RuntimeError if a backward gave none."""
     if any(getattr(one, "is_replaced", False) for one in parameters):
         raise RuntimeError(
             f"{name} has parameters that do not belong to the model any more, because splitting "

@@ -135,8 +135,9 @@ class Accumulation(OptimFeatures):
         Call it again when the length becomes known.
 
         Args:
-            start: micro-batches before the pass, even if training resumes inside the pass.
-            length: micro-batches in the pass.
+            start: number of micro-batches before the pass. If training resumes inside the pass,
+                this is still the beginning of the pass and not the point of resumption.
+            length: number of micro-batches in the pass.
         """
         if self.loss_weight is not None:
             self._pass_start = start
@@ -251,8 +252,8 @@ class OptimWrapper(Accumulation):
         last_weight: weight of the last micro-batch of this rank.
         clip: the object that clips the gradients; None without clipping.
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` also accepts objects with ``shape`` and
-            ``[slices]`` instead of whole tensors, so that only this rank's part is read.
+        reads_parts: whether ``load_state_dict`` also accepts objects that have a ``shape`` and can
+            be sliced, instead of whole tensors. It then reads only this rank's part of them.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None without clipping.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None before the first clipping by norm.
@@ -459,7 +460,7 @@ class OptimWrapper(Accumulation):
         """Restore ``state_dict()``, or the state of the optimizer without a wrapper.
 
         The state may come from another kind of parallelism. Each tensor in it is this rank's part,
-        the whole tensor, or an object with ``shape`` and ``[slices]`` that returns tensors. If it
+        the whole tensor, or an object with a ``shape`` whose slices are tensors. If the state
         contains ``DTensor``s, every rank must call this.
 
         Raises:

@@ -35,8 +35,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
-        reads_parts: whether ``load_state_dict`` also accepts objects with ``shape`` and
-            ``[slices]`` instead of whole tensors, so that only this rank's part is read.
+        reads_parts: whether ``load_state_dict`` also accepts objects that have a ``shape`` and can
+            be sliced, instead of whole tensors. It then reads only this rank's part of them.
 
     Raises:
         AssertionError: a value is not an optimizer wrapper.
@@ -121,7 +121,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
             one.weigh(batch, model)
 
     def begin_pass(self, start: int, length: int | None) -> None:
-        """Set the start and length of a pass over the data in ``followers()``."""
+        """Set for each member in ``followers()`` the start and length of a pass over the data."""
         for wrapper in self.followers():
             if optim_features(wrapper).loss_weight is not None:
                 wrapper.begin_pass(start, length)
@@ -139,8 +139,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        This needs ``begin_batch``. Without it, or if no member accumulates and none has counted a
-        micro-batch since then, return whether the last micro-batch of any member ended its window.
+        Call ``begin_batch`` before each batch. If it was never called, or if no member accumulates
+        and none has counted a micro-batch since the last call, return whether the last micro-batch
+        of any member ended its window.
         """
         before = self._before
         if before is None or all(
@@ -151,7 +152,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         return any(_has_ended(wrapper, before[name]) for name, wrapper in self.items())
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set the first and last micro-batch of the training in ``followers()``.
+        """Set for each member in ``followers()`` the first and last micro-batch of the training.
 
         If a member does not get every batch exactly once, call its ``initialize_count_status``
         yourself before this.

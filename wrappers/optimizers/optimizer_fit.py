@@ -79,7 +79,7 @@ def listed_params(params: Iterable[Any]) -> list[Any]:
 
 
 def tensors_of(items: Iterable[Any]) -> list[Tensor]:
-    """Return the parameters among parameters, pairs or groups from ``listed_params``."""
+    """Return all parameters in a list of parameters, ``(name, parameter)`` pairs or groups."""
     found: list[Tensor] = []
     for item in items:
         if isinstance(item, dict):

@@ -83,8 +83,8 @@ class PostLocalSGD(PostLocalSGDOptimizer):
     checkpoint contains those on the first rank.
 
     Args:
-        period: average the weights after every ``period`` updates.
-        warmup_steps: number of updates before the first average.
+        period: number of updates from one average to the next.
+        warmup_steps: number of updates without an average; the next update is the first with one.
         params: as for ``ZeroRedundancyOptimizer``.
         optimizer_class: as for ``ZeroRedundancyOptimizer``.
         process_group: as for ``ZeroRedundancyOptimizer``.
@@ -133,7 +133,7 @@ class PostLocalSGD(PostLocalSGDOptimizer):
         return getattr(self.optim, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update, and average the weights at the end of a period; every rank must call this."""
+        """Update, and average the weights once per period; every rank must call this."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         super().step()  # type: ignore[no-untyped-call]

@@ -47,7 +47,7 @@ class CountWindow(Gate):
         self.counts = counts
 
     def weigh(self, batch: Any) -> float | Tensor | None:
-        """Set and return the weight of the next batch, 0 if it is None; None without weights."""
+        """Set and return the next batch's weight: 0 without a batch, None if unweighted."""
         return None
 
     def loss_factor(self) -> float | Tensor:
@@ -104,7 +104,7 @@ class WeightedWindow(CountWindow):
         return self.counts == 1 and self.ranks == 1
 
     def enter(self, model: Any) -> None:
-        """Get the ranks that average their gradients from the wrapper ``model``."""
+        """Ask the wrapper ``model`` which ranks average their gradients."""
         if self._model is not None and self._model() is model:
             return
         features = model_features(model)

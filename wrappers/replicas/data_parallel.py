@@ -63,9 +63,9 @@ class ReplicationCallbackDataParallel(DataParallel[nn.Module]):
             one copy on the CPU.
         output_device: the device on which the outputs are joined; default: the first device.
         dim: the dimension of the samples, in inputs and outputs.
-        scatter: a function ``scatter(inputs, kwargs, devices, dim)`` that returns the positional
-            and the keyword arguments of every copy, "user_scattered" or "scatter_samples";
-            default: ``torch.chunk`` of every tensor.
+        scatter: "user_scattered", "scatter_samples", or a function
+            ``scatter(inputs, kwargs, devices, dim)`` that returns the positional and the keyword
+            arguments of every copy; default: ``torch.chunk`` of every tensor.
         gather: a function ``gather(outputs, output_device, dim)``; default: ``dict_gather``.
             With one device the output of the copy is returned unchanged.
         timeout_s: number of seconds for which a copy waits for the others in a layer that

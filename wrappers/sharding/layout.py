@@ -158,9 +158,9 @@ def take_part(source: Any, like: Tensor) -> Tensor:
     """Return this process's part of ``source``, with the kind, dtype and device of ``like``.
 
     Args:
-        source: a whole tensor; or an object with ``shape`` whose ``[slices]`` are tensors; or a
-            tensor with the layout of ``like``, whose memory the result may use. A ``DTensor`` with
-            another layout is gathered; every rank must then call this.
+        source: a whole tensor; or an object with a ``shape`` whose slices are tensors; or a tensor
+            with the layout of ``like``, whose memory the result may use. A ``DTensor`` with another
+            layout is gathered; every rank must then call this.
         like: the result is a ``DTensor`` if ``like`` is one, otherwise a plain tensor.
 
     Raises:

@@ -140,7 +140,7 @@ class _Builder:
                 self._written.add(shards[slot])
 
     def _is_tied_copy(self, job: _Job, slot: _Slot) -> bool:
-        """Return whether to discard values, because another module initialises the parameter."""
+        """Return whether to discard the values of ``slot``: another module initialises them."""
         return slot[0] is job.module is not self._owners.get(_parameter_in(slot), job.module)
 
     def _store(self, shard: nn.Parameter) -> None:

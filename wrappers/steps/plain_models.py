@@ -72,7 +72,7 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def without_targets(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out the targets of a batch, if the model only computes its loss from them."""
+    """Leave out the targets of a batch if the model needs them only to compute its loss."""
     parameters = _parameters(model)
     # A decoder behind an encoder gets its inputs from the labels.
     config = getattr(model, "config", None)
@@ -88,9 +88,9 @@ def named_outputs(
     """Name the outputs of an evaluation step like ``SupervisedModel``, for metrics.
 
     The outputs of a model of transformers get the entries ``preds`` (its logits), ``target`` (the
-    batch's labels) and ``num_samples``. A detector's list of predictions becomes a dict of these.
-    If the model predicts the next token, ``preds`` and ``target`` are shifted like its loss: entry
-    t of ``preds`` belongs to entry t of ``target``. Other outputs are returned as they are.
+    batch's labels) and ``num_samples``. A detector's list of predictions becomes a dict with these
+    entries. If the model predicts the next token, ``preds`` and ``target`` are shifted like its
+    loss: entry t of ``preds`` belongs to entry t of ``target``. Other outputs are unchanged.
     """
     if is_dataclass(outputs) and isinstance(outputs, MutableMapping):
         named = _of_typed_output(model, outputs, kwargs)
