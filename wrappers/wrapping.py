@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import logging
-import os
+import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -186,7 +187,8 @@ def _chosen_wrapper(
     for problem in problems.values():
         raise ValueError(problem)
     if device is not None and must_fill:
-        options["device_id"] = options.get("device_id") or torch.device(device)
+        if options.get("device_id") is None:
+            options["device_id"] = torch.device(device)
     elif device is not None:
         model.to(device)
     return wrapper, options
@@ -372,7 +374,7 @@ def _choose(
         limit, source = options.get("memory_gib"), "memory_gib"
         if limit is None:
             device = device_of(model) if device is None else torch.device(device)
-            limit = min(all_gather_object(_available(device))) * _USABLE / _GIB
+            limit = _least_available(device) * _USABLE / _GIB
             source = f"{_USABLE:.0%} of the free memory"
         name = "ddp" if needed <= limit else "fsdp"
         why = (
@@ -406,8 +408,14 @@ def _copy_bytes(
     return total
 
 
-def _available(device: torch.device) -> float:
-    """Return this rank's share, in bytes, of the free memory of its device or machine."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or get_world_size())
-    devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    return free_memory(device) / -(-ranks_here // devices)
+def _least_available(device: torch.device) -> float:
+    """Return the smallest free memory of a rank in bytes; every rank must call this.
+
+    Ranks on the same CUDA device or, on the CPU, on the same machine share its memory equally.
+    """
+    place = socket.gethostname()
+    if device.type == "cuda":
+        place = str(torch.cuda.get_device_properties(device).uuid)
+    gathered = all_gather_object((place, free_memory(device)))
+    ranks_at = collections.Counter(place for place, _ in gathered)
+    return min(free / ranks_at[place] for place, free in gathered)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .comm_hooks import CommHook
 
-CHECKED = "2.13"
+CHECKED = "2.13 or 2.15"
 _REDUCER = getattr(distributed, "Reducer", None)
 _USED = (
     (DistributedDataParallel, "_build_params_for_reducer"),

@@ -3,7 +3,7 @@
 FSDP2 holds each parameter twice: as the *shard* of this rank, and as the *whole* parameter, which
 layers use while it is gathered.
 
-The tests check every undocumented name with torch 2.13 to 2.15. The names were compared with the
+The tests check every undocumented name with torch 2.13 and 2.15. The names were compared with the
 source of 2.11 and 2.12. ``check_torch`` looks for all of them when a model is wrapped, and raises
 if torch lacks one: stale gradients could be used, or gradients lost, without an error.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-CHECKED = "2.13 to 2.15"
+CHECKED = "2.13 or 2.15"
 
 
 def check_torch(unit: nn.Module) -> None:
