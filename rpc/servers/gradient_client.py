@@ -84,7 +84,8 @@ class PushPullGradServer:
 
         Raises:
             RuntimeError: a parameter has no gradient.
-            ValueError: names or shapes differ from the managed model.
+            ValueError: names or shapes differ from the managed model, or without one from the
+                pushes to which these gradients would be added.
             queue.Full: the reducer's queue stayed full for the world's ``rpc_timeout``, or it is
                 full and ``on_full`` is "error".
             RpcError: the primary reducer has died or failed.

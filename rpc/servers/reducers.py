@@ -198,9 +198,10 @@ class Primary:
             return "fenced", _why_fenced(batch.reducer)
         if self._failure:
             return "failed", self._failure
-        if self.model is not None:
+        layout = self.level.layout if self.model is None else self.model.layout
+        if layout is not None:
             try:
-                check_gradients(batch.gradients, self.model.layout)
+                check_gradients(batch.gradients, layout)
             except ValueError as error:
                 return "refused", str(error)
         return None
@@ -352,12 +353,10 @@ class Secondary:
             answer.set_result(Receipt("failed", f"the primary reducer cannot be asked: {error}"))
             return answer
         with self.level.locked():
-            layout = self._layout
-            if layout is None:
-                # Without a model, require the names and shapes of the previous push.
-                before = self.level.items[-1] if self.level.items else push
-                layout = layout_of(before.gradients)
-            check_gradients(push.gradients, layout)
+            # Without a model, require the names and shapes of the pushes to which it is added.
+            layout = self.level.layout if self._layout is None else self._layout
+            if layout is not None:
+                check_gradients(push.gradients, layout)
             refusal = self._refusal(must_run)
             if refusal is not None:
                 self.level.reply(push, answer, *refusal)

@@ -167,7 +167,7 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
     ]
     if parts:
         raise ValueError(
-            "gradients must fit the managed model (without one, the previous push): "
+            "gradients must fit the managed model (without one, the pushes before): "
             f"{shorten(parts, '; ')}"
         )
 
@@ -189,6 +189,7 @@ class Level(Generic[Item]):
         # The number of items in the sum, and the pushes in them.
         self.num_taken = 0
         self._ids: list[PushId] = []
+        self._sum_layout: Layout = {}
         self._reduction = Reduction(settings)
         self._settings = settings
         self._changed = changed
@@ -247,9 +248,19 @@ class Level(Generic[Item]):
     def pushes(self) -> list[PushId]:
         return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
 
+    @property
+    def layout(self) -> Layout | None:
+        """The names and shapes that the next item needs; None if it begins a sum."""
+        if self.items:
+            return layout_of(self.items[-1].gradients)
+        is_begun = 0 < self.num_taken < self._settings.batch_size
+        return self._sum_layout if is_begun else None
+
     def take(self) -> Item:
         """Remove the oldest item from the queue, to be added."""
         item = self.items.popleft()
+        if not self.num_taken:
+            self._sum_layout = layout_of(item.gradients)
         self.num_taken += 1
         self._ids += item.ids
         self.admit_waiting()

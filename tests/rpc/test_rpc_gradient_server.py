@@ -167,6 +167,54 @@ def test_only_the_client_gets_the_errors_of_its_wrong_pushes() -> None:
     assert seen["weight"] == pytest.approx(0.6, abs=1e-12)
 
 
+def _without_a_model(world: World, group: RpcGroup) -> Any:
+    options = {"primary_reducer": "w0", "secondary_reducers": ["w1"], "reduce_batch_size": 2}
+    server = PushPullGradServerImpl("server", group, **options)
+    server.start()
+    group.barrier()
+    name, seen = group.get_cur_name(), ""
+    own, other = one_weight(), nn.Linear(1, 1)
+    client = accessor(group)
+    if name == "w2":
+        client.push(unit_gradients(own))
+    group.barrier()
+    # The first push is in the sum, and the queue is empty.
+    while name == "w1" and server._secondary.level.items:
+        server.watch()
+    group.barrier()
+    if name == "w2":
+        seen = error_if_any(client.push, unit_gradients(other))
+        client.push(unit_gradients(own))
+    while name == "w0" and server.pending < 2:
+        server.watch()
+    group.barrier()
+    if name == "w2":
+        # Nothing is at the secondary reducer, but the batch does not fit the primary's sum.
+        client.push(unit_gradients(other))
+        client.push(unit_gradients(other))
+    while name == "w1" and server.dropped < 2:
+        server.watch()
+    group.barrier()
+    if name == "w2":
+        client.push(unit_gradients(own))
+        client.push(unit_gradients(own))
+    while name == "w0" and server.pending:
+        server.watch()
+    group.barrier()
+    server.watch()
+    server.stop()
+    return seen, client.dropped, server.pending
+
+
+def test_without_a_model_pushes_must_fit_the_sum_in_progress() -> None:
+    seen = in_group(_without_a_model, 3)
+    text = (
+        "gradients must fit the managed model (without one, the pushes before): 'bias' unexpected"
+    )
+    assert seen[2][:2] == (("ValueError", text), 2)
+    assert [pending for *_, pending in seen] == [0, 0, 0]
+
+
 def _arguments(world: World, group: RpcGroup) -> Any:
     make: Any = PushPullGradServerImpl
     wrong = [
