@@ -76,8 +76,9 @@ class PushPullGradServer:
         """Send a model's gradients to a reducer, then ``pull``.
 
         After this returns, the gradients will be applied exactly once or counted as dropped, unless
-        both the reducer and this process die. This process keeps a copy of them until the primary
-        reducer has them. Parameters that do not require gradients are left out.
+        both the reducer and this process die, or the server is closed before they fill a batch.
+        This process keeps a copy of them until the primary reducer has them. Parameters that do not
+        require gradients are left out.
 
         Returns:
             The result of ``pull``.

@@ -249,6 +249,11 @@ class Level(Generic[Item]):
         return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
 
     @property
+    def has_batch(self) -> bool:
+        """Whether the items here, including those in the sum, suffice for a full sum."""
+        return self.num_taken + len(self.items) >= self._settings.batch_size
+
+    @property
     def layout(self) -> Layout | None:
         """The names and shapes that the next item needs; None if it begins a sum."""
         if self.items:
