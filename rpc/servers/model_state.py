@@ -90,7 +90,7 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
         map(_is_usual, inner.modules())
     )
     own = inner.state_dict(keep_vars=True) if is_usual else inner.state_dict()
-    _check(own, state)
+    check_same_model(own, state)
     if not is_usual or not all(map(_is_plain, [*own.values(), *state.values()])):
         inner.load_state_dict({name: _placed_like(own[name], state[name]) for name in state})
         return
@@ -125,7 +125,8 @@ def _is_plain(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_quantized
 
 
-def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def check_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise KeyError or ValueError if a model's entries differ from a state in names or shapes."""
     if own.keys() != state.keys():
         missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
         parts = [f"the state lacks {list_names(missing)}"] if missing else []
