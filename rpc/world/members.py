@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import time
@@ -246,6 +247,10 @@ def wait_for_readers(store: Store, rank: int, count: int) -> None:
 
 # The steps of starting a world, and their names in errors.
 _STEPS = {"collectives": "process group", "calls": "RPC"}
+_HOSTS_HINT = (
+    "; all sockets listen on the loopback interface: if the members are on several hosts, set "
+    "TP_SOCKET_IFNAME on each host to the interface that reaches the others"
+)
 
 
 @contextlib.contextmanager
@@ -274,7 +279,9 @@ def joint_step(
             wait_for_readers(store, rank, len(names) - len(missing))
         who = f"{names_and_verb(missing)} not arrived; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
-        raise RpcError(f"{what}: {who}{reason}") from error
+        is_loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+        hint = _HOSTS_HINT if place.is_assumed_local and is_loopback else ""
+        raise RpcError(f"{what}: {who}{reason}{hint}") from error
 
 
 def leave_together(
