@@ -220,15 +220,15 @@ def wait_for_key(store: Store, key: str, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def naming_rank_zero(place: MeetingPlace, what: str) -> Iterator[None]:
-    """Raise an RpcError that names rank 0 if the store fails, because rank 0 keeps the store."""
+def naming_store(place: MeetingPlace, what: str) -> Iterator[None]:
+    """Raise an RpcError that names the store if it fails, and rank 0 if it keeps the store."""
     try:
         yield
     except RpcError:
         raise
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise RpcError(
-            f"{what}: rank 0, which keeps the store of the world at {place.where}, is gone or "
-            f"cannot be reached: {reason}"
-        ) from error
+        store = f"the store of the world at {place.where}"
+        # A shared store is a file, or is kept by the launcher or the default process group.
+        name = store if place.outlives_world else f"rank 0, which keeps {store},"
+        raise RpcError(f"{what}: {name} is gone or cannot be reached: {reason}") from error

@@ -21,7 +21,7 @@ from worlds import error_of, raised_by, rank_without_group, run_and_expect
 from stepwrap.rpc import RpcError, World, get_world
 from stepwrap.rpc.world.agent import on_loopback
 from stepwrap.rpc.world.members import joint_step
-from stepwrap.rpc.world.store import find_place
+from stepwrap.rpc.world.store import find_place, naming_store
 
 
 def local_place() -> str:
@@ -332,6 +332,21 @@ def test_a_file_that_several_hosts_share(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert raised_by(_cannot_connect, place) == ("RpcError", text)
+
+
+def _lose_the_store(place: str) -> None:
+    with naming_store(find_place(place, 1, 5), "World.stop()"):
+        raise OSError("broken")
+
+
+def test_rank_zero_is_named_only_if_it_keeps_the_store(tmp_path: Path) -> None:
+    text = f"World.stop(): the store of the world at {tmp_path}/store is gone or cannot be reached"
+    assert raised_by(_lose_the_store, f"file://{tmp_path}/store") == ("RpcError", f"{text}: broken")
+    url = local_place()
+    text = (
+        f"World.stop(): rank 0, which keeps the store of the world at {url.removeprefix('tcp://')}"
+    )
+    assert raised_by(_lose_the_store, url)[1].startswith(text)
 
 
 def test_an_unknown_host() -> None:
