@@ -85,13 +85,14 @@ class OrderedServerSimpleImpl:
 
     Raises:
         AssertionError: this process is not a member, or the depth is not a positive integer.
+        TypeError: the depth is not a number.
         KeyError: the group has a server of that name.
     """
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1, **_: Any) -> None:
-        assert version_depth > 0, "version_depth must be positive"
-        assert isinstance(version_depth, int), "version_depth must be an integer"
-        assert group.is_member(), "an ordered server needs a group that this process belongs to"
+        _check_depth(version_depth)
+        if not group.is_member():
+            raise AssertionError("an ordered server needs a group that this process belongs to")
         self.server_name = server_name
         self.group = group
         self.version_depth = version_depth
@@ -138,6 +139,15 @@ class OrderedServerSimpleImpl:
                 return None
             wanted = next(reversed(versions)) if version is None else version
             return (versions[wanted], wanted) if wanted in versions else None
+
+
+def _check_depth(depth: object) -> None:
+    # Not by assert statements, which python -O removes.
+    text = f"version_depth must be a positive integer, got {depth!r}"
+    if not isinstance(depth, int | float):
+        raise TypeError(text)
+    if not isinstance(depth, int) or depth < 1:
+        raise AssertionError(text)
 
 
 def offer(

@@ -94,13 +94,20 @@ class ReduceSettings:
 
     def __post_init__(self) -> None:
         method, batch_size, max_queue_size = self.method, self.batch_size, self.max_queue_size
-        assert method in ("mean", "sum"), f"reduce_method must be 'mean' or 'sum', got {method!r}"
-        assert max_queue_size > 1, f"max_queue_size must be greater than 1, got {max_queue_size}"
-        assert batch_size > 1, f"reduce_batch_size must be greater than 1, got {batch_size}"
-        assert max_queue_size > batch_size, (
-            f"max_queue_size must be greater than reduce_batch_size, got {max_queue_size} and "
-            f"{batch_size}"
-        )
+        # Not by assert statements, which python -O removes.
+        if method not in ("mean", "sum"):
+            raise AssertionError(f"reduce_method must be 'mean' or 'sum', got {method!r}")
+        for setting, size in (
+            ("max_queue_size", max_queue_size),
+            ("reduce_batch_size", batch_size),
+        ):
+            if not isinstance(size, int) or size < 2:
+                raise AssertionError(f"{setting} must be an integer greater than 1, got {size!r}")
+        if max_queue_size <= batch_size:
+            raise AssertionError(
+                "max_queue_size must be greater than reduce_batch_size, got "
+                f"{max_queue_size} and {batch_size}"
+            )
         policies = get_args(OnFull)
         if self.on_full not in policies:
             raise ValueError(f"on_full must be one of {', '.join(policies)}, got {self.on_full!r}")

@@ -223,7 +223,9 @@ def _arguments(world: World, group: RpcGroup) -> Any:
     wrong = [
         {"reduce_method": "max"},
         {"max_queue_size": 1},
+        {"max_queue_size": "8"},
         {"reduce_batch_size": 1},
+        {"reduce_batch_size": 2.5},
         {"reduce_batch_size": 8, "max_queue_size": 8},
         {"on_full": "wait"},
         {"primary_reducer": "w9"},
@@ -251,7 +253,7 @@ def test_arguments_are_checked_before_services_are_registered() -> None:
     for rank, (wrong, twice, is_whole, managed, late, version) in enumerate(
         in_group(_arguments, 3)
     ):
-        assert [kind for kind, _ in wrong] == ["AssertionError"] * 4 + ["ValueError"] * 4
+        assert [kind for kind, _ in wrong] == ["AssertionError"] * 6 + ["ValueError"] * 4
         assert twice[0] == "KeyError"
         assert is_whole
         assert managed[0] == ("RuntimeError" if rank else "")
