@@ -45,7 +45,8 @@ class PushPullModelServer:
         ValueError: from ``push`` and ``pull``: likewise for the shapes.
         RpcError: from ``push`` and ``pull``: the server has died or does not answer in time.
         RuntimeError: from ``push`` and ``pull``: ``o_server`` is None.
-        TypeError: from ``push`` and ``pull``: the model is not a module.
+        TypeError: from ``push`` and ``pull``: the model is not a module, or entries of the stored
+            state are not tensors, but are tensors in the model.
     """
 
     def __init__(self, model_name: str, o_server: OrderedServerBase | None = None) -> None:

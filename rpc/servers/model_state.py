@@ -83,6 +83,7 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         KeyError: the names differ; nothing is loaded.
+        TypeError: entries are not tensors, but are tensors in the model; nothing is loaded.
         ValueError: the shapes differ; nothing is loaded.
     """
     inner = unwrap(model)
@@ -126,12 +127,19 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise KeyError or ValueError if a model's entries differ from a state in names or shapes."""
+    """Raise KeyError, TypeError or ValueError if a model's names, types or shapes differ."""
     if own.keys() != state.keys():
         missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
         parts = [f"the state lacks {list_names(missing)}"] if missing else []
         parts += [f"the model lacks {list_names(extra)}"] if extra else []
         raise KeyError(f"the state must be of the same model, but {' and '.join(parts)}")
+    others = [
+        f"{name!r} is {type(state[name]).__name__} in the state, a tensor in the model"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and not isinstance(state[name], Tensor)
+    ]
+    if others:
+        raise TypeError(f"the state must be of the same model, but {shorten(others)}")
     wrong = [
         f"{name!r} is {tuple(state[name].shape)} in the state, {tuple(value.shape)} in the model"
         for name, value in own.items()
