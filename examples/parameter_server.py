@@ -43,8 +43,9 @@ def serve(group: RpcGroup) -> float | None:
     group.barrier()
     # This process serves the clients until they reach the next barrier.
     group.barrier(timeout=600)
-    server.watch()
+    # Uses the pushes that have not been reduced yet.
     server.close()
+    server.watch()
     return accuracy_of(net) if group.get_cur_name() == "primary" else None
 
 

@@ -225,7 +225,7 @@ def _ask(
             break
         time.sleep(_POLL_S)
     history.silent.update(missing)
-    answers |= dict.fromkeys(missing.values(), _SILENT if question else "has not come")
+    answers |= dict.fromkeys(missing.values(), _SILENT if question else "has not arrived")
     # Ranks that failed long ago no longer wait, so their places are outdated.
     gone = {
         rank: f"gave up in {place.call} ({place.site}) {own.when - place.when:.0f} s ago"

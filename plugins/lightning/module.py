@@ -64,8 +64,9 @@ class StepLightningModule(LightningModule):
             one, or a config with the key ``optimizer``. None if the module is only evaluated.
         schedulers: a list of configs or functions. A config of a scheduler can also have ``by``
             ("step" or "epoch"), ``metric`` (the logged value that ReduceLROnPlateau watches) and
-            ``optimizer`` (its name, if there are several). A function needs a single optimizer: it
-            takes this optimizer and returns a scheduler, which is stepped after each epoch.
+            ``optimizer`` (its name, if there are several), and its ``type`` may be a function. A
+            function alone needs a single optimizer: it takes this optimizer and returns a
+            scheduler, which is stepped after each epoch.
         metrics: torchmetrics by name, updated with the outputs of ``val_step`` and ``test_step``.
 
     Raises:
@@ -355,8 +356,16 @@ def _schedule(given: Any, optimizers: Mapping[str, Optimizer]) -> _Schedule:
     if by not in ("step", "epoch"):
         raise ValueError(f"by of a scheduler must be 'step' or 'epoch', got {by!r}")
     if name not in optimizers:
-        known = ", ".join(map(repr, optimizers))
-        raise ValueError(f"optimizer of a scheduler must be one of {known}, got {name!r}")
+        known = list(optimizers)
+        remedy = (
+            ""
+            if isinstance(given, Mapping)
+            else f"; instead of a function, give {{'type': function, 'optimizer': {known[0]!r}}}"
+        )
+        raise ValueError(
+            f"optimizer of a scheduler must be one of {', '.join(map(repr, known))}, got {name!r}"
+            f"{remedy}"
+        )
     if isinstance(given, Mapping):
         scheduler = build_tree(settings, PARAM_SCHEDULERS, {"optimizer": optimizers[name]})
     else:

@@ -54,7 +54,9 @@ class RpcGroup:
         self.destroyed = False
         # Differs for each group created with this name; set when the members have met.
         self.generation = 0
-        # The known holders of services: looked up once, and again after a miss.
+        # The known holders of services, so that `registered_sync` asks rank 0 at the first call and
+        # after a miss only. `registered_async` and `registered_remote` ask at each call, because
+        # they return before a miss is known.
         self._holders: dict[Hashable, str] = {}
 
     def rpc_sync(

@@ -76,15 +76,17 @@ class PushPullGradServer:
         """Send a model's gradients to a reducer, then ``pull``.
 
         After this returns, the gradients will be applied exactly once or counted as dropped, unless
-        both the reducer and this process die. This process keeps a copy of them until the primary
-        reducer has them. Parameters that do not require gradients are left out.
+        both the reducer and this process die, or the server is closed before they fill a batch.
+        This process keeps a copy of them until the primary reducer has them. Parameters that do not
+        require gradients are left out.
 
         Returns:
             The result of ``pull``.
 
         Raises:
             RuntimeError: a parameter has no gradient.
-            ValueError: names or shapes differ from the managed model.
+            ValueError: names or shapes differ from the managed model, or without one from the
+                pushes to which these gradients would be added.
             queue.Full: the reducer's queue stayed full for the world's ``rpc_timeout``, or it is
                 full and ``on_full`` is "error".
             RpcError: the primary reducer has died or failed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterable
 from enum import Enum
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..calls.group import RpcGroup, find_local
+from ..calls import node as _node
+from ..calls.group import RpcGroup, call_local_service, find_local
 from ..errors import RpcError
 from .gradient_client import PushPullGradServer
 from .ordered_server import Mark, OrderedServerBase, Update, offer, own_state_server
@@ -22,6 +24,9 @@ from .reducers import ManagedModel, Primary, RemotePrimary, Secondary
 from .reduction import OnFull, ReduceSettings
 
 logger = logging.getLogger(__name__)
+
+# The time limit of `close` if calls have none; `World.stop` has the same default.
+_CLOSE_S = 60.0
 
 
 class ReduceType(Enum):
@@ -193,10 +198,56 @@ class PushPullGradServerImpl:
             raise RpcError(self._secondary.lost[1])
 
     def close(self) -> None:
-        """Stop and withdraw this process's services; may be called again."""
-        self.stop()
-        self._offers.close()
-        self._secondary.leave()
+        """Use the pushes that fill batches, then withdraw this process's services.
+
+        A secondary reducer reduces its full batches and sends them to the primary. The primary
+        first waits until all running secondaries have done this, and then makes all full steps, so
+        reducers may close in any order. Pushes that fill no batch are discarded. After ``stop``,
+        all are. Clients that push while the primary closes get ``RpcError``. May be called again.
+
+        Raises:
+            RpcError: reducers did not finish within the world's ``rpc_timeout``, or 60 s if that is
+                0; the text names them. This process's services are withdrawn nevertheless.
+        """
+        try:
+            self._finish()
+        finally:
+            self.stop()
+            self._offers.close()
+            self._secondary.leave()
+
+    def _finish(self) -> None:
+        node = _node.current_or_none()
+        if self._thread is None or node is None:
+            return
+        limit_s = node.rpc_timeout or _CLOSE_S
+        deadline = time.monotonic() + limit_s
+        late = []
+        if self._primary is not None:
+            self._secondary.pause(f"the server {self.server_name!r} is closing")
+            others = [name for name in self.secondary_reducers if name != self._name]
+            late = _finish_others(self.group, self.server_name, others, limit_s)
+        if not self._finish_own(deadline - time.monotonic()):
+            late.append(self._name)
+        if late:
+            text = f"{_node.names_and_verb(late)} not reduced all full batches within {limit_s:g} s"
+            raise RpcError(f"close() of {self.server_name!r}: {text}")
+
+    def _finish_own(self, timeout_s: float) -> bool:
+        """Wait until no full batch is left here, or nothing reduces; return False if it is late.
+
+        Pushes are refused from now on, so that this ends.
+        """
+        self._secondary.pause()
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: (
+                    self._thread is None
+                    or self._is_stopping
+                    or not any(level.has_batch for level in self._levels)
+                ),
+                timeout_s,
+            )
 
     def _run(self) -> None:
         try:
@@ -217,7 +268,9 @@ class PushPullGradServerImpl:
             return not self._is_stopping
 
     def _offer(self, undo: contextlib.ExitStack) -> None:
-        services = self._secondary.services(f"{self.server_name}/{self._name}")
+        prefix = f"{self.server_name}/{self._name}"
+        services = self._secondary.services(prefix)
+        services[f"{prefix}/_finish_service"] = self._finish_own
         if self._primary is not None:
             # Under the server's name, this process takes pushes if no other reducer can.
             services |= self._secondary.services(self.server_name)
@@ -251,6 +304,27 @@ class PushPullGradServerImpl:
         # Usually it is dead, and the call fails.
         with contextlib.suppress(KeyError, RpcError):
             self.group.registered_async(key, (text,), timeout=0)
+
+
+def _finish_others(group: RpcGroup, server: str, reducers: list[str], limit_s: float) -> list[str]:
+    """Wait until reducers have sent their full batches; return those that have not in time."""
+    deadline = time.monotonic() + limit_s
+    calls, late = {}, []
+    for name in reducers:
+        key = f"{server}/{name}/_finish_service"
+        given: Any = (group.get_group_name(), key, (limit_s,), {})
+        with contextlib.suppress(RpcError):
+            # The additional second lets a reducer answer that it is late.
+            calls[name] = group.rpc_async(name, call_local_service, limit_s + 1, given)
+    for name, call in calls.items():
+        try:
+            is_finished = call.wait()
+        except (KeyError, RpcError):
+            # Before the deadline, it has closed or died.
+            is_finished = time.monotonic() < deadline
+        if not is_finished:
+            late.append(name)
+    return late
 
 
 def _check_reducers(members: list[str], primary: str, secondaries: list[str]) -> None:

@@ -41,11 +41,12 @@ class PushPullModelServer:
 
     Raises:
         KeyError: from ``push`` and ``pull``: the names differ from the stored model; nothing is
-            loaded.
-        ValueError: from ``push`` and ``pull``: the shapes differ; nothing is loaded.
+            stored or loaded. Servers other than the default one compare in ``pull`` only.
+        ValueError: from ``push`` and ``pull``: likewise for the shapes.
         RpcError: from ``push`` and ``pull``: the server has died or does not answer in time.
         RuntimeError: from ``push`` and ``pull``: ``o_server`` is None.
-        TypeError: from ``push`` and ``pull``: the model is not a module.
+        TypeError: from ``push`` and ``pull``: the model is not a module, or entries of the stored
+            state are not tensors, but are tensors in the model.
     """
 
     def __init__(self, model_name: str, o_server: OrderedServerBase | None = None) -> None:

@@ -83,6 +83,7 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         KeyError: the names differ; nothing is loaded.
+        TypeError: entries are not tensors, but are tensors in the model; nothing is loaded.
         ValueError: the shapes differ; nothing is loaded.
     """
     inner = unwrap(model)
@@ -90,7 +91,7 @@ def load_snapshot(model: nn.Module, state: Mapping[str, Any]) -> None:
         map(_is_usual, inner.modules())
     )
     own = inner.state_dict(keep_vars=True) if is_usual else inner.state_dict()
-    _check(own, state)
+    check_same_model(own, state)
     if not is_usual or not all(map(_is_plain, [*own.values(), *state.values()])):
         inner.load_state_dict({name: _placed_like(own[name], state[name]) for name in state})
         return
@@ -125,12 +126,20 @@ def _is_plain(value: Any) -> bool:
     return value.layout is torch.strided and not value.is_quantized
 
 
-def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+def check_same_model(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError if a model's names, types or shapes differ."""
     if own.keys() != state.keys():
         missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
         parts = [f"the state lacks {list_names(missing)}"] if missing else []
         parts += [f"the model lacks {list_names(extra)}"] if extra else []
         raise KeyError(f"the state must be of the same model, but {' and '.join(parts)}")
+    others = [
+        f"{name!r} is {type(state[name]).__name__} in the state, a tensor in the model"
+        for name, value in own.items()
+        if isinstance(value, Tensor) and not isinstance(state[name], Tensor)
+    ]
+    if others:
+        raise TypeError(f"the state must be of the same model, but {shorten(others)}")
     wrong = [
         f"{name!r} is {tuple(state[name].shape)} in the state, {tuple(value.shape)} in the model"
         for name, value in own.items()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ..calls.group import RpcGroup
-from .model_state import copied, on_cpu
+from .model_state import check_same_model, copied, on_cpu
 
 
 class OrderedServerBase(ABC):
@@ -85,13 +85,14 @@ class OrderedServerSimpleImpl:
 
     Raises:
         AssertionError: this process is not a member, or the depth is not a positive integer.
+        TypeError: the depth is not a number.
         KeyError: the group has a server of that name.
     """
 
     def __init__(self, server_name: str, group: RpcGroup, version_depth: int = 1, **_: Any) -> None:
-        assert version_depth > 0, "version_depth must be positive"
-        assert isinstance(version_depth, int), "version_depth must be an integer"
-        assert group.is_member(), "an ordered server needs a group that this process belongs to"
+        _check_depth(version_depth)
+        if not group.is_member():
+            raise AssertionError("an ordered server needs a group that this process belongs to")
         self.server_name = server_name
         self.group = group
         self.version_depth = version_depth
@@ -138,6 +139,15 @@ class OrderedServerSimpleImpl:
                 return None
             wanted = next(reversed(versions)) if version is None else version
             return (versions[wanted], wanted) if wanted in versions else None
+
+
+def _check_depth(depth: object) -> None:
+    # Not by assert statements, which python -O removes.
+    text = f"version_depth must be a positive integer, got {depth!r}"
+    if not isinstance(depth, int | float):
+        raise TypeError(text)
+    if not isinstance(depth, int) or depth < 1:
+        raise AssertionError(text)
 
 
 def offer(
@@ -191,7 +201,8 @@ class StateServer(OrderedServerSimple):
 
         Returns:
             A future of the new state's mark, or of None if the push was refused. It raises
-            NothingKeptError if the key is new and the state is not whole.
+            NothingKeptError if the key is new and the state is not whole, and KeyError or
+            ValueError if names or shapes differ from the newest state.
         """
         given = key, state, version + 1, version, mark
         return self.group.registered_async(f"{self.server_name}/_push_changes", given)
@@ -232,11 +243,20 @@ class StateServerImpl(OrderedServerSimpleImpl):
         return StateServer(self.server_name, self.group)
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        return self._push_changes(key, value, version, prev_version, None) is not None
+        given = key, value, version, prev_version, None
+        return self._push_changes(*given, needs_same=False) is not None
 
     def _push_changes(
-        self, key: Hashable, state: State, version: Any, prev_version: Any, mark: Mark | None
+        self,
+        key: Hashable,
+        state: State,
+        version: Any,
+        prev_version: Any,
+        mark: Mark | None,
+        *,
+        needs_same: bool = True,
     ) -> Mark | None:
+        """Push a state; ``needs_same`` requires the names and shapes of the newest state."""
         if not isinstance(state, Mapping):
             raise TypeError(f"a state must be a mapping from names to tensors, got {type(state)}")
         # The lock is held briefly: tensors are neither copied nor compared.
@@ -250,6 +270,8 @@ class StateServerImpl(OrderedServerSimpleImpl):
                 if mark != (self._name, ledger.number):
                     return None
             whole = dict(state) if mark is None else {**old, **state}
+            if needs_same and newest is not None and newest[1] == prev_version:
+                check_same_model(whole, old)
             if not super()._push_service(key, whole, version, prev_version):
                 return None
             self._ledgers[key] = ledger

@@ -122,6 +122,11 @@ class Primary:
     def has_work(self) -> bool:
         return bool(self.level.items) and not self._failure
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether a step will follow without further batches."""
+        return self.level.has_batch and not self._failure
+
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
         """Return the services for secondary reducers, and for clients after a reducer's death."""
         return {
@@ -198,9 +203,10 @@ class Primary:
             return "fenced", _why_fenced(batch.reducer)
         if self._failure:
             return "failed", self._failure
-        if self.model is not None:
+        layout = self.level.layout if self.model is None else self.model.layout
+        if layout is not None:
             try:
-                check_gradients(batch.gradients, self.model.layout)
+                check_gradients(batch.gradients, layout)
             except ValueError as error:
                 return "refused", str(error)
         return None
@@ -251,6 +257,10 @@ class Intake(Level[Push]):
         return [*super().pushes, *(self.unsent.ids if self.unsent is not None else ())]
 
     @property
+    def has_batch(self) -> bool:
+        return self.unsent is not None or super().has_batch
+
+    @property
     def can_send(self) -> bool:
         return self.unsent is not None and not self.is_sending
 
@@ -267,6 +277,11 @@ class Intake(Level[Push]):
         if total is not None:
             with self.locked():
                 self.unsent = Batch(self.name, total, self.finish())
+
+    def withdraw(self, client: str, number: int) -> bool:
+        """Reject a push that waits for room; return False if it is not waiting any more."""
+        with self.locked():
+            return self.reject("full", "", lambda push: push[:2] == (client, number))
 
     def receipt(self, item: Push, state: State, text: str) -> Receipt:
         pending = {number for client, number, _ in self.pushes if client == item.client}
@@ -306,6 +321,8 @@ class Secondary:
         # Why this process's thread has failed, and why the primary refuses batches; "" if neither.
         self._failure = ""
         self._primary_error = ""
+        # Why pushes are refused at the end; "" before.
+        self._end_text = ""
         self._layout: Layout | None = None
         self._is_watching = False
         # Completes when this reducer leaves: True by itself, False if it is excluded.
@@ -318,6 +335,13 @@ class Secondary:
         if self.lost or self._failure or self._primary_error:
             return False
         return self.level.can_send or self.level.can_take
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the primary will get a batch without further pushes."""
+        if self.lost or self._failure or self._primary_error:
+            return False
+        return self.level.has_batch
 
     def services(self, prefix: str) -> dict[str, Callable[..., Any]]:
         """Return the services that clients call, and the one that excludes this reducer."""
@@ -334,7 +358,7 @@ class Secondary:
         return {
             f"{prefix}/_push_service": push,
             f"{prefix}/_alive_service": lambda: self._end,
-            f"{prefix}/_withdraw_service": self.withdraw,
+            f"{prefix}/_withdraw_service": self.level.withdraw,
             f"{prefix}/_shut_out_service": partial(self.disconnect, "fenced"),
             f"{prefix}/_is_running_service": lambda: self.is_running,
         }
@@ -352,12 +376,10 @@ class Secondary:
             answer.set_result(Receipt("failed", f"the primary reducer cannot be asked: {error}"))
             return answer
         with self.level.locked():
-            layout = self._layout
-            if layout is None:
-                # Without a model, require the names and shapes of the previous push.
-                before = self.level.items[-1] if self.level.items else push
-                layout = layout_of(before.gradients)
-            check_gradients(push.gradients, layout)
+            # Without a model, require the names and shapes of the pushes to which it is added.
+            layout = self.level.layout if self._layout is None else self._layout
+            if layout is not None:
+                check_gradients(push.gradients, layout)
             refusal = self._refusal(must_run)
             if refusal is not None:
                 self.level.reply(push, answer, *refusal)
@@ -369,20 +391,22 @@ class Secondary:
                 self.level.offer(push, answer, is_forced=push.is_retry)
         return answer
 
-    def withdraw(self, client: str, number: int) -> bool:
-        """Reject a push that waits for room; return False if it is not waiting any more."""
-        with self.level.locked():
-            return self.level.reject("full", "", lambda push: push[:2] == (client, number))
-
     def run(self) -> None:
         with self.level.locked():
             self.is_running, self._failure, self._primary_error = True, "", ""
 
-    def pause(self) -> None:
-        """Keep the queued pushes, and reject waiting ones so that clients try other reducers."""
+    def pause(self, end_text: str = "") -> None:
+        """Keep the queued pushes, and reject waiting ones so that clients try other reducers.
+
+        With ``end_text``, reject all pushes from now on, with this error for their clients.
+        """
         with self.level.locked():
             self.is_running = False
-            self.level.reject("idle", f"the reducer {self._name!r} was stopped")
+            self._end_text = self._end_text or end_text
+            if self._end_text:
+                self.level.reject("failed", self._end_text)
+            else:
+                self.level.reject("idle", f"the reducer {self._name!r} was stopped")
 
     def fail(self, text: str) -> None:
         """Reject every push until ``run``; a sum that the error has interrupted is lost."""
@@ -460,8 +484,8 @@ class Secondary:
     def _refusal(self, must_run: bool) -> tuple[State, str] | None:
         if self.lost is not None:
             return self.lost
-        if self._failure:
-            return "failed", self._failure
+        if self._failure or self._end_text:
+            return "failed", self._failure or self._end_text
         if must_run and not self.is_running:
             return "idle", f"the reducer {self._name!r} is not running"
         if self._primary_error and not self.level.can_send:

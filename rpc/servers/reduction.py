@@ -94,13 +94,20 @@ class ReduceSettings:
 
     def __post_init__(self) -> None:
         method, batch_size, max_queue_size = self.method, self.batch_size, self.max_queue_size
-        assert method in ("mean", "sum"), f"reduce_method must be 'mean' or 'sum', got {method!r}"
-        assert max_queue_size > 1, f"max_queue_size must be greater than 1, got {max_queue_size}"
-        assert batch_size > 1, f"reduce_batch_size must be greater than 1, got {batch_size}"
-        assert max_queue_size > batch_size, (
-            f"max_queue_size must be greater than reduce_batch_size, got {max_queue_size} and "
-            f"{batch_size}"
-        )
+        # Not by assert statements, which python -O removes.
+        if method not in ("mean", "sum"):
+            raise AssertionError(f"reduce_method must be 'mean' or 'sum', got {method!r}")
+        for setting, size in (
+            ("max_queue_size", max_queue_size),
+            ("reduce_batch_size", batch_size),
+        ):
+            if not isinstance(size, int) or size < 2:
+                raise AssertionError(f"{setting} must be an integer greater than 1, got {size!r}")
+        if max_queue_size <= batch_size:
+            raise AssertionError(
+                "max_queue_size must be greater than reduce_batch_size, got "
+                f"{max_queue_size} and {batch_size}"
+            )
         policies = get_args(OnFull)
         if self.on_full not in policies:
             raise ValueError(f"on_full must be one of {', '.join(policies)}, got {self.on_full!r}")
@@ -167,7 +174,7 @@ def check_gradients(gradients: Mapping[str, Tensor], layout: Layout) -> None:
     ]
     if parts:
         raise ValueError(
-            "gradients must fit the managed model (without one, the previous push): "
+            "gradients must fit the managed model (without one, the pushes before): "
             f"{shorten(parts, '; ')}"
         )
 
@@ -189,6 +196,7 @@ class Level(Generic[Item]):
         # The number of items in the sum, and the pushes in them.
         self.num_taken = 0
         self._ids: list[PushId] = []
+        self._sum_layout: Layout = {}
         self._reduction = Reduction(settings)
         self._settings = settings
         self._changed = changed
@@ -247,9 +255,24 @@ class Level(Generic[Item]):
     def pushes(self) -> list[PushId]:
         return [*chain.from_iterable(item.ids for item in self.items), *self._ids]
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the items here, including those in the sum, suffice for a full sum."""
+        return self.num_taken + len(self.items) >= self._settings.batch_size
+
+    @property
+    def layout(self) -> Layout | None:
+        """The names and shapes that the next item needs; None if it begins a sum."""
+        if self.items:
+            return layout_of(self.items[-1].gradients)
+        is_begun = 0 < self.num_taken < self._settings.batch_size
+        return self._sum_layout if is_begun else None
+
     def take(self) -> Item:
         """Remove the oldest item from the queue, to be added."""
         item = self.items.popleft()
+        if not self.num_taken:
+            self._sum_layout = layout_of(item.gradients)
         self.num_taken += 1
         self._ids += item.ids
         self.admit_waiting()

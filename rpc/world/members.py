@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import time
@@ -18,7 +19,7 @@ from torch.distributed import Store
 
 from ..calls.node import names_and_verb
 from ..errors import RpcError
-from .store import MeetingPlace, naming_rank_zero, wait_for_key
+from .store import MeetingPlace, naming_store, wait_for_key
 
 # How long rank 0 keeps the store, after an error or at the end, for members that still read it.
 _LINGER_S = 3.0
@@ -52,7 +53,7 @@ def agree_on_members(
             settings differ.
         RpcError: members did not join in time; the text names them.
     """
-    with naming_rank_zero(place, "the world cannot begin"):
+    with naming_store(place, "the world cannot begin"):
         attempt = _Attempt(place, own, world_size, timeout_s)
         return attempt.lead() if own.rank == 0 else attempt.follow()
 
@@ -246,6 +247,10 @@ def wait_for_readers(store: Store, rank: int, count: int) -> None:
 
 # The steps of starting a world, and their names in errors.
 _STEPS = {"collectives": "process group", "calls": "RPC"}
+_HOSTS_HINT = (
+    "; all sockets listen on the loopback interface: if the members are on several hosts, set "
+    "TP_SOCKET_IFNAME on each host to the interface that reaches the others"
+)
 
 
 @contextlib.contextmanager
@@ -265,7 +270,7 @@ def joint_step(
         raise
     except (RuntimeError, OSError) as error:
         what = f"the {_STEPS[step]} of the world could not be started"
-        with naming_rank_zero(place, what):
+        with naming_store(place, what):
             store.set(f"{step}_{rank}", "1")
             # All living members end or fail at about the same time.
             deadline = time.monotonic() + _LAST_S
@@ -274,7 +279,9 @@ def joint_step(
             wait_for_readers(store, rank, len(names) - len(missing))
         who = f"{names_and_verb(missing)} not arrived; " if missing else ""
         reason = str(error).strip().partition("\n")[0]
-        raise RpcError(f"{what}: {who}{reason}") from error
+        is_loopback = os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+        hint = _HOSTS_HINT if place.is_assumed_local and is_loopback else ""
+        raise RpcError(f"{what}: {who}{reason}{hint}") from error
 
 
 def leave_together(
@@ -283,7 +290,7 @@ def leave_together(
     """Wait until every member of a world without RPC has called this."""
     store = place.store
     deadline = time.monotonic() + timeout_s
-    with naming_rank_zero(place, "World.stop()"):
+    with naming_store(place, "World.stop()"):
         store.set(f"left_{rank}", "1")
         try:
             for one in names:

@@ -64,6 +64,7 @@ class OwnPlace:
     """An address at which rank 0 opens a store for one world."""
 
     outlives_world = False
+    is_assumed_local = False
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         # Set by `enter`.
@@ -121,6 +122,9 @@ class SharedPlace:
         self.store: Store
         self.where = where
         self.is_local = _is_store_local(store)
+        # Nothing says on which hosts the members are: they may share the file's folder.
+        is_file = isinstance(_innermost(store), FileStore)
+        self.is_assumed_local = is_file and self.is_local and not all_on_one_host()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._worlds = PrefixStore(f"stepwrap/world/{attempt}", store)
         self._open = b""
@@ -144,11 +148,16 @@ MeetingPlace: TypeAlias = OwnPlace | SharedPlace
 
 def _is_store_local(store: Store) -> bool:
     """Return whether a store listens on the loopback interface only."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = _innermost(store)
     if isinstance(store, TCPStore):
         return is_loopback(store.host) or all_on_one_host()
     return all_on_one_host() or "MASTER_ADDR" not in os.environ
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _connect(host: str, port: int, timeout_s: float) -> Store:
@@ -211,15 +220,15 @@ def wait_for_key(store: Store, key: str, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def naming_rank_zero(place: MeetingPlace, what: str) -> Iterator[None]:
-    """Raise an RpcError that names rank 0 if the store fails, because rank 0 keeps the store."""
+def naming_store(place: MeetingPlace, what: str) -> Iterator[None]:
+    """Raise an RpcError that names the store if it fails, and rank 0 if it keeps the store."""
     try:
         yield
     except RpcError:
         raise
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise RpcError(
-            f"{what}: rank 0, which keeps the store of the world at {place.where}, is gone or "
-            f"cannot be reached: {reason}"
-        ) from error
+        store = f"the store of the world at {place.where}"
+        # A shared store is a file, or is kept by the launcher or the default process group.
+        name = store if place.outlives_world else f"rank 0, which keeps {store},"
+        raise RpcError(f"{what}: {name} is gone or cannot be reached: {reason}") from error

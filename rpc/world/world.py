@@ -25,6 +25,8 @@ from .store import MeetingPlace, find_place, resolve_rank
 
 # The time limit of a stop that does not wait for the other members.
 _AT_ONCE_S = 1.0
+# The longest time limit of torch's RPC: 23 days.
+_NO_LIMIT_S = 2e6
 
 
 class World:
@@ -93,6 +95,7 @@ class World:
         self.rpc_timeout = rpc_timeout
         self.dist_timeout = dist_timeout
         self.started = False
+        self._has_collectives = init_dist
         # Stored, because atexit.unregister needs the same object as atexit.register.
         self._leave = partial(self.stop, graceful=False)
         self._ending = _Ending()
@@ -153,7 +156,11 @@ class World:
         """
         _check_started(self)
         if not dist.is_initialized():
-            raise RuntimeError("collectives need a world with init_dist=True, got init_dist=False")
+            raise RuntimeError(
+                "collectives need the default process group, which was destroyed"
+                if self._has_collectives
+                else "collectives need a world with init_dist=True, got init_dist=False"
+            )
         assert self._meeting is not None
         with on_loopback(self._meeting.is_local):
             group = CollectiveGroup.create(ranks, timeout_s=timeout, backend=backend)
@@ -214,7 +221,8 @@ class World:
         Args:
             timeout: the time limit in seconds; default: the world's ``rpc_timeout``, or 60 if that
                 is 0; 1 if not ``graceful``. Calls that are then still running here continue in the
-                background.
+                background. With 0, a graceful stop waits without limit for the other members, and
+                then as long as by default for these calls.
             graceful: False leaves without waiting, so the calls of other members to this process
                 fail.
 
@@ -222,7 +230,8 @@ class World:
             RpcError: members did not stop in time; the text names them. The world is stopped in
                 this process nevertheless.
         """
-        limit = timeout or self.rpc_timeout or 60.0
+        default_s = self.rpc_timeout or 60.0
+        limit = default_s if timeout is None else timeout or _NO_LIMIT_S
         if self._ends is None:
             # Called by a signal handler or another thread while the world is created.
             self._ending.is_cancelled = True
@@ -238,6 +247,8 @@ class World:
             elif graceful and self._meeting is not None:
                 leave_together(self._meeting, self.rank, self.rank_name_map, limit)
         finally:
+            if graceful and timeout == 0:
+                self._ending.begin(default_s)
             atexit.unregister(self._leave)
             try:
                 self._ends.close()

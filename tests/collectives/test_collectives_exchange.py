@@ -108,7 +108,7 @@ class _EndsRank1:
 def _gather_until_killed() -> None:
     with pytest.raises(CollectiveError) as error:
         all_gather_object(_EndsRank1())
-    assert "rank 1 has not come" in str(error.value)
+    assert "rank 1 has not arrived" in str(error.value)
     del error
     gc.collect()
     raise RuntimeError(f"left: {_traces_of_shared_memory()}")

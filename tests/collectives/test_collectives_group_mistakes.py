@@ -187,7 +187,7 @@ def test_timeouts_name_missing_ranks() -> None:
         for text, name in zip(texts, names, strict=True):
             assert text.startswith(f"{name}() must be reached by all 3 ranks")
             assert f"in {name} ({HERE}:" in text
-            assert "rank 2 has not come" in text
+            assert "rank 2 has not arrived" in text
 
 
 def _lose_a_rank() -> str:

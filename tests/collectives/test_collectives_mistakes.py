@@ -171,7 +171,7 @@ def _make_a_raw_mistake() -> tuple[str, str]:
 def test_calls_without_a_first_message_end_at_the_timeout() -> None:
     first, second = run_ranks(_make_a_raw_mistake, 2, group_timeout_s=1)
     assert first[0] == "CollectiveError"
-    assert "rank 1 has not come" in first[1]
+    assert "rank 1 has not arrived" in first[1]
     assert second == ("TypeError", "data must be a torch.Tensor, got float")
 
 

@@ -139,7 +139,7 @@ def test_a_rank_that_never_comes_is_named(on: bool, tmp_path: Path) -> None:
                 r"; its last collective was #\d+ mean_scalars \(\S+_trace.py:\d+\)", text
             )
         else:
-            assert "rank 2 has not come" in text
+            assert "rank 2 has not arrived" in text
 
 
 def _never_come_after_a_disagreement(folder: str) -> str:

@@ -11,12 +11,14 @@ from ranks import RanksError, run_ranks
 from stepped_runs import (
     CASES,
     RESUMED,
+    TwoPlayers,
     accumulating,
     both_ways,
     evaluated,
     plain,
     resumed,
     supervised,
+    two,
     watched,
 )
 from torch.utils.data import DataLoader
@@ -202,6 +204,27 @@ def test_schedules_are_checked() -> None:
         module = StepLightningModule(supervised(), optim_wrapper=plain, schedulers=[given])
         with pytest.raises(ValueError, match=text):
             make_trainer("auto").fit(module, loader())
+
+
+def test_with_several_optimizers_a_schedule_names_its_own() -> None:
+    def halving(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    remedy = "; instead of a function, give {'type': function, 'optimizer': 'first'}"
+    cases = (
+        (halving, f"got None{remedy}"),
+        ({"type": halving}, "got None"),
+        ({"type": halving, "optimizer": "third"}, "got 'third'"),
+    )
+    for given, text in cases:
+        module = StepLightningModule(TwoPlayers(), optim_wrapper=two, schedulers=[given])
+        with pytest.raises(ValueError, match=r"must be one of 'first', 'second', got") as error:
+            module.configure_optimizers()
+        assert str(error.value).endswith(text)
+    chosen = {"type": halving, "optimizer": "second"}
+    module = StepLightningModule(TwoPlayers(), optim_wrapper=two, schedulers=[chosen])
+    (_, second), (scheduler,) = module.configure_optimizers()
+    assert scheduler.optimizer is second
 
 
 def _plateau(optimizer: Any) -> Any:

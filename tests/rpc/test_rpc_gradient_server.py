@@ -1,7 +1,10 @@
 """Gradient servers in three processes: pushes, pulls and steps."""
 
 import copy
+import os
 import queue
+import signal
+import threading
 from typing import Any
 
 import pytest
@@ -167,12 +170,62 @@ def test_only_the_client_gets_the_errors_of_its_wrong_pushes() -> None:
     assert seen["weight"] == pytest.approx(0.6, abs=1e-12)
 
 
+def _without_a_model(world: World, group: RpcGroup) -> Any:
+    options = {"primary_reducer": "w0", "secondary_reducers": ["w1"], "reduce_batch_size": 2}
+    server = PushPullGradServerImpl("server", group, **options)
+    server.start()
+    group.barrier()
+    name, seen = group.get_cur_name(), ""
+    own, other = one_weight(), nn.Linear(1, 1)
+    client = accessor(group)
+    if name == "w2":
+        client.push(unit_gradients(own))
+    group.barrier()
+    # The first push is in the sum, and the queue is empty.
+    while name == "w1" and server._secondary.level.items:
+        server.watch()
+    group.barrier()
+    if name == "w2":
+        seen = error_if_any(client.push, unit_gradients(other))
+        client.push(unit_gradients(own))
+    while name == "w0" and server.pending < 2:
+        server.watch()
+    group.barrier()
+    if name == "w2":
+        # Nothing is at the secondary reducer, but the batch does not fit the primary's sum.
+        client.push(unit_gradients(other))
+        client.push(unit_gradients(other))
+    while name == "w1" and server.dropped < 2:
+        server.watch()
+    group.barrier()
+    if name == "w2":
+        client.push(unit_gradients(own))
+        client.push(unit_gradients(own))
+    while name == "w0" and server.pending:
+        server.watch()
+    group.barrier()
+    server.watch()
+    server.stop()
+    return seen, client.dropped, server.pending
+
+
+def test_without_a_model_pushes_must_fit_the_sum_in_progress() -> None:
+    seen = in_group(_without_a_model, 3)
+    text = (
+        "gradients must fit the managed model (without one, the pushes before): 'bias' unexpected"
+    )
+    assert seen[2][:2] == (("ValueError", text), 2)
+    assert [pending for *_, pending in seen] == [0, 0, 0]
+
+
 def _arguments(world: World, group: RpcGroup) -> Any:
     make: Any = PushPullGradServerImpl
     wrong = [
         {"reduce_method": "max"},
         {"max_queue_size": 1},
+        {"max_queue_size": "8"},
         {"reduce_batch_size": 1},
+        {"reduce_batch_size": 2.5},
         {"reduce_batch_size": 8, "max_queue_size": 8},
         {"on_full": "wait"},
         {"primary_reducer": "w9"},
@@ -200,7 +253,7 @@ def test_arguments_are_checked_before_services_are_registered() -> None:
     for rank, (wrong, twice, is_whole, managed, late, version) in enumerate(
         in_group(_arguments, 3)
     ):
-        assert [kind for kind, _ in wrong] == ["AssertionError"] * 4 + ["ValueError"] * 4
+        assert [kind for kind, _ in wrong] == ["AssertionError"] * 6 + ["ValueError"] * 4
         assert twice[0] == "KeyError"
         assert is_whole
         assert managed[0] == ("RuntimeError" if rank else "")
@@ -299,6 +352,122 @@ def test_a_failed_step_raises_everywhere_and_training_can_continue() -> None:
         assert error[0] == RpcError.__name__
         assert "ArithmeticError: this step fails" in error[1]
     assert client["weight"] == pytest.approx(1 - 0.4 * client["steps"], abs=1e-12)
+
+
+def _reduce_and_close(group: RpcGroup, first: str) -> Any:
+    """Be a reducer of 12 pushes that fill all queues, because the primary starts later."""
+    name, model = group.get_cur_name(), one_weight()
+    server = PushPullGradServerImpl(
+        "server", group, secondary_reducers=["w1"], reduce_batch_size=2, max_queue_size=3
+    )
+    if name == "w0":
+        server.manage_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    else:
+        server.start()
+    group.barrier()
+    group.barrier()
+    server.start()
+    if first not in (name, "both"):
+        group.barrier()
+    server.close()
+    if first == name:
+        group.barrier()
+    server.watch()
+    return server.pending, server.dropped, model.weight.item()
+
+
+def _close_in_every_order(world: World, group: RpcGroup) -> list[Any]:
+    seen = []
+    for first in ("w0", "w1", "both"):
+        if group.get_cur_name() != "w2":
+            seen.append(_reduce_and_close(group, first))
+        else:
+            group.barrier()
+            client = accessor(group)
+            for _ in range(12):
+                client.push(unit_gradients(one_weight()))
+            group.barrier()
+            if first != "both":
+                group.barrier()
+        group.barrier()
+    return seen
+
+
+def test_close_uses_the_pushes_that_fill_batches() -> None:
+    primary, secondary, _ = in_group(_close_in_every_order, 3)
+    assert primary == [(0, 0, pytest.approx(-0.2, abs=1e-12))] * 3
+    assert [one[:2] for one in secondary] == [(0, 0)] * 3
+
+
+class _Waiting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        _may_step.wait(20)
+        return super().step(closure)
+
+
+_may_step = threading.Event()
+
+
+def _let_step() -> None:
+    _may_step.set()
+
+
+def _push_while_closing(world: World, group: RpcGroup) -> Any:
+    server = make_server(group, secondary_reducers=["w1"])
+    name, pushes, answer = group.get_cur_name(), 0, ("", "")
+    model = one_weight()
+    if name == "w0":
+        _may_step.clear()
+        server.manage_model(model, _Waiting(model.parameters(), lr=0.1))
+    server.start()
+    client = accessor(group)
+    group.barrier()
+    while name == "w2" and pushes < 4:
+        client.push(unit_gradients(one_weight()))
+        pushes += 1
+    # From now on the primary is in a step, and closes.
+    group.barrier()
+    while name == "w2" and not answer[0]:
+        answer = error_if_any(client.push, unit_gradients(one_weight()))
+        pushes += not answer[0]
+    if name == "w2":
+        group.rpc_sync("w0", _let_step)
+    if name == "w0":
+        server.close()
+    group.barrier()
+    server.close()
+    return pushes, answer, model.weight.item()
+
+
+def test_a_client_that_pushes_while_the_server_closes() -> None:
+    """Pushes that have returned are used, and the first one after that is an error."""
+    primary, _, client = in_group(_push_while_closing, 3)
+    pushes, answer, _ = client
+    assert answer == ("RpcError", "the server 'server' is closing")
+    assert primary[2] == pytest.approx(1 - 0.4 * (pushes // 4), abs=1e-12)
+
+
+def _close_with_a_frozen_reducer(world: World, group: RpcGroup) -> Any:
+    server = make_server(group, secondary_reducers=["w1"])
+    server.start()
+    group.barrier()
+    answer = None
+    if group.get_cur_name() == "w0":
+        frozen = group.rpc_sync("w1", os.getpid)
+        os.kill(frozen, signal.SIGSTOP)
+        try:
+            answer = error_if_any(server.close), group.is_paired("server")
+        finally:
+            os.kill(frozen, signal.SIGCONT)
+    group.barrier(timeout=30)
+    return answer
+
+
+@pytest.mark.slow
+def test_close_has_a_time_limit() -> None:
+    answer = in_group(_close_with_a_frozen_reducer, 3, rpc_timeout=3)[0]
+    text = "close() of 'server': 'w1' has not reduced all full batches within 3 s"
+    assert answer == (("RpcError", text), False)
 
 
 class _Refusing(OrderedServerBase):

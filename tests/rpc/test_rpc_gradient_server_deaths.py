@@ -72,7 +72,7 @@ def run_role(rank: int, role: Role, size: int, port: int, folder: Path, options:
         server.start()
         group.barrier(timeout=WAIT_S)
         role(server, group, folder)
-        server.stop()
+        server.close()
         # Longer than a call may take, because the others may arrive late.
         world.stop(WAIT_S)
 

@@ -225,6 +225,20 @@ def test_another_model_is_an_error_that_leaves_it_unchanged(world: World, group:
         assert not hasattr(other, "pp_version")
         after = other.state_dict()
         assert all(after[name].equal(value) for name, value in before.items())
+        # A push as the successor of the newest version is refused with the same error.
+        other.pp_version = 1
+        with pytest.raises((KeyError, ValueError)) as refused:
+            server.push(other)
+        assert (type(refused.value).__name__, str(refused.value)) == texts[-1]
+    model = Net()
+    assert server.pull(model)
+    right, model.linear = model.linear, wide.linear
+    with pytest.raises(ValueError, match=r"'linear.weight' is \(2, 3\) in the state, \(2, 4\)"):
+        server.push(model)
+    group.barrier()
+    model.linear = right
+    if rank == 1:
+        assert server.push(model)
     names, shapes = texts
     assert names[0] == "KeyError"
     assert "the model lacks 'linear.bias', 'linear.weight', 'norm.bias'" in names[1]

@@ -107,3 +107,12 @@ def test_swapped_parameters_are_loaded_the_ordinary_way() -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert other.weight.equal(model.weight)
+
+
+def test_an_entry_that_is_not_a_tensor_is_named() -> None:
+    o_server, model = Local(), nn.Linear(1, 1)
+    o_server.push("model", {"weight": 5, "bias": torch.ones(1)}, 1, 0)
+    text = "the state must be of the same model, but 'weight' is int in the state, a tensor in the"
+    with pytest.raises(TypeError, match=text):
+        PushPullModelServer("model", o_server).pull(model)
+    assert not model.bias.equal(torch.ones(1))

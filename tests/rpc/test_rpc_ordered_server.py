@@ -1,5 +1,8 @@
 """The ordered server: chains of versions, in one process and from several."""
 
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from typing import Any
@@ -78,8 +81,35 @@ def test_wrong_arguments_of_a_server() -> None:
     for depth in (0, -1, 1.5):
         with pytest.raises(AssertionError, match="version_depth"):
             ordered_server(depth)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="version_depth must be a positive integer, got '1'"):
         ordered_server("1")
+
+
+_OPTIMIZED = """
+import torch
+from stepwrap.rpc.servers.reduction import ReduceSettings
+from worlds import ordered_server, raised_by
+
+for make, *args in (
+    (ordered_server, 0),
+    (ReduceSettings, "max", torch.device("cpu"), 2, 4, "block"),
+    (ReduceSettings, "sum", torch.device("cpu"), 1, 4, "block"),
+    (ReduceSettings, "sum", torch.device("cpu"), 4, 4, "block"),
+):
+    print(raised_by(make, *args)[0])
+"""
+
+
+def test_arguments_are_checked_without_assert_statements() -> None:
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", _OPTIMIZED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout.split() == ["AssertionError"] * 4
 
 
 def test_the_interface_is_abstract() -> None:

@@ -98,6 +98,18 @@ def test_without_collectives() -> None:
         assert "init_dist=False" in answer[1]
 
 
+def _destroys_the_group() -> tuple[str, str]:
+    with World(f"w{dist.get_rank()}") as world:
+        dist.barrier()
+        dist.destroy_process_group()
+        return raised_by(world.create_collective_group, [0, 1])
+
+
+def test_collectives_after_the_end_of_the_process_group() -> None:
+    text = "collectives need the default process group, which was destroyed"
+    assert run_ranks(_destroys_the_group, 2) == [("RuntimeError", text)] * 2
+
+
 def _from_the_group() -> tuple[int, int, bool]:
     with World(f"w{dist.get_rank()}") as world:
         place = world.rank, world.world_size
@@ -283,6 +295,28 @@ def _waits_in_vain(port: int, over: Path) -> tuple[str, str] | None:
 def test_stop_names_missing_members(tmp_path: Path) -> None:
     answer = run_ranks(_waits_in_vain, 2, free_port(), tmp_path / "over")[0]
     assert answer == ("RpcError", "World.stop(): 'w1' has not arrived within 0.3 s")
+
+
+def _stops_without_a_limit(port: int, over: Path) -> bool:
+    rank = rank_without_group()
+    place = f"tcp://127.0.0.1:{port}"
+    world = World(f"w{rank}", rank, 2, dist_init_method=place, rpc_timeout=0.5)
+    if rank == 0:
+        # The other one comes after the limit of a call.
+        timer = threading.Timer(1.0, over.touch)
+        timer.start()
+        world.stop(timeout=0)
+        timer.join()
+        return get_world() is None
+    while not over.exists():
+        time.sleep(0.01)
+    world.stop(30)
+    return get_world() is None
+
+
+def test_stop_without_a_limit(tmp_path: Path) -> None:
+    ends = run_ranks(_stops_without_a_limit, 2, free_port(), tmp_path / "over")
+    assert ends == [True, True]
 
 
 def _leaves_by_an_error(port: int) -> tuple[str, str]:

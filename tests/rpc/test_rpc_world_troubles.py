@@ -19,6 +19,9 @@ from torch.futures import Future
 from worlds import error_of, raised_by, rank_without_group, run_and_expect
 
 from stepwrap.rpc import RpcError, World, get_world
+from stepwrap.rpc.world.agent import on_loopback
+from stepwrap.rpc.world.members import joint_step
+from stepwrap.rpc.world.store import find_place, naming_store
 
 
 def local_place() -> str:
@@ -302,6 +305,48 @@ def test_invalid_environments(setting: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"{setting} must be a whole number, got 'abc'"):
         World("a")
+
+
+def _cannot_connect(place: str) -> None:
+    meeting = find_place(place, 1, 5)
+    meeting.enter(0, time.monotonic() + 5)
+    with on_loopback(meeting.is_local), joint_step(meeting, "calls", 0, {0: "w0"}):
+        raise RuntimeError("Connection refused")
+
+
+def test_a_file_that_several_hosts_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("MASTER_ADDR", "LOCAL_WORLD_SIZE", "TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    place = f"file://{tmp_path}/store"
+    text = "the RPC of the world could not be started: Connection refused"
+    hint = (
+        "; all sockets listen on the loopback interface: if the members are on several hosts, set "
+        "TP_SOCKET_IFNAME on each host to the interface that reaches the others"
+    )
+    assert raised_by(_cannot_connect, place) == ("RpcError", text + hint)
+    assert raised_by(_cannot_connect, local_place()) == ("RpcError", text)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert raised_by(_cannot_connect, place) == ("RpcError", text)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert raised_by(_cannot_connect, place) == ("RpcError", text)
+
+
+def _lose_the_store(place: str) -> None:
+    with naming_store(find_place(place, 1, 5), "World.stop()"):
+        raise OSError("broken")
+
+
+def test_rank_zero_is_named_only_if_it_keeps_the_store(tmp_path: Path) -> None:
+    text = f"World.stop(): the store of the world at {tmp_path}/store is gone or cannot be reached"
+    assert raised_by(_lose_the_store, f"file://{tmp_path}/store") == ("RpcError", f"{text}: broken")
+    url = local_place()
+    text = (
+        f"World.stop(): rank 0, which keeps the store of the world at {url.removeprefix('tcp://')}"
+    )
+    assert raised_by(_lose_the_store, url)[1].startswith(text)
 
 
 def test_an_unknown_host() -> None:
