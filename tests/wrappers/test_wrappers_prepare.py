@@ -1,15 +1,19 @@
 """Frozen, checkpointed and compiled models are otherwise unchanged."""
 
 import copy
+import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 from marks import slow
 from on_ranks import on_ranks
+from ranks import run_ranks
 from torch import Tensor, nn
 
+from stepwrap.parallel import free_memory
 from stepwrap.wrappers import (
     Preparation,
     SingleDevice,
@@ -214,3 +218,34 @@ def test_auto_logs_its_reason(caplog: pytest.LogCaptureFixture) -> None:
         wrapped = wrap_model(auto, SupervisedModel(seeded(), nn.CrossEntropyLoss()))
     assert type(wrapped) is SingleDevice
     assert caplog.messages == ["wrapper: single, because there is one data rank"]
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _choose_by_memory() -> tuple[str, list[str]]:
+    records, logger = Records(), logging.getLogger("stepwrap")
+    logger.addHandler(records)
+    logger.setLevel("INFO")
+    try:
+        wrapped = wrap_model(auto, SupervisedModel(seeded(), nn.CrossEntropyLoss()))
+    finally:
+        logger.removeHandler(records)
+    return type(wrapped).__name__, records.texts
+
+
+def test_auto_divides_the_free_memory_of_a_machine_among_its_ranks() -> None:
+    free = free_memory("cpu") / 2**30
+    first, second = run_ranks(_choose_by_memory, 2)
+    assert first[0] == second[0] == "StepDistributedDataParallel"
+    (text,), none = first[1], second[1]
+    assert none == []
+    (limit,) = re.findall(r"each of 2 data ranks has (\S+) GiB \(70% of the free memory\)", text)
+    # Other processes use memory in the meantime, but not half of it.
+    assert 0.5 < float(limit) / (0.7 * free / 2) < 1.5
