@@ -95,7 +95,6 @@ class World:
         self.rpc_timeout = rpc_timeout
         self.dist_timeout = dist_timeout
         self.started = False
-        self._has_collectives = init_dist
         # Stored, because atexit.unregister needs the same object as atexit.register.
         self._leave = partial(self.stop, graceful=False)
         self._ending = _Ending()
@@ -284,6 +283,7 @@ class World:
             )
 
     def _meet(self, place: str | None, settings: dict[str, Any]) -> MeetingPlace:
+        self._has_collectives: bool = settings["init_dist"]
         self._meeting = find_place(place, self.world_size, self.dist_timeout)
         own = Member(self.name, self.rank, {"world_size": self.world_size, **settings})
         self.rank_name_map = agree_on_members(
