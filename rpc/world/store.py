@@ -181,6 +181,10 @@ def find_place(init_method: str | None, world_size: int, timeout_s: float) -> Me
     url = init_method or ("env://" if os.environ.get("MASTER_ADDR") else _DEFAULT_PLACE)
     parsed = urlparse(url)
     if parsed.scheme == "file" and parsed.path:
+        folder = os.path.dirname(parsed.path)
+        # torch would wait five minutes for it, without a check for signals.
+        if not os.path.isdir(folder):
+            raise ValueError(f"dist_init_method: the folder {folder} does not exist")
         return SharedPlace(FileStore(parsed.path, world_size), parsed.path)
     if parsed.scheme == "env":
         return _place_of_environment(timeout_s)

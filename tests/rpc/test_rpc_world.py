@@ -247,6 +247,8 @@ def test_settings_that_do_not_fit() -> None:
         World("a")
     with pytest.raises(ValueError, match="must be tcp://host:port, env:// or file:///path"):
         World("a", 0, 1, dist_init_method="udp://127.0.0.1:9000")
+    with pytest.raises(ValueError, match="the folder /absent/folder does not exist"):
+        World("a", 0, 1, dist_init_method="file:///absent/folder/store")
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
