@@ -167,7 +167,7 @@ class Workers:
         elif not worker.is_ready:
             by_itself = _ended_by_itself(exitcode, self._start_method)
             self._count_failure(how_it_ended(exitcode), by_itself=by_itself)
-        elif has_queues and exitcode != 0:
+        elif has_queues and (exitcode != 0 or not worker.is_done):
             self.broken = BrokenPoolError(
                 f"the pool is broken: worker {worker.slot} (pid {worker.pid}) "
                 f"{how_it_ended(exitcode)}, and it is not known which task is lost"
