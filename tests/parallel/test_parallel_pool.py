@@ -181,8 +181,10 @@ def test_large_values(pool):
 def test_progress(pool, capsys):
     assert pool.map(work.square, range(8), progress=True) == [n * n for n in range(8)]
     assert "map(square)" in capsys.readouterr().out
-    assert list(pool.imap(work.square, range(8), progress=True)) == [n * n for n in range(8)]
-    assert "imap(square)" in capsys.readouterr().out
+    for method in ("imap", "imap_unordered"):
+        iterator = getattr(pool, method)(work.square, range(8), progress=True)
+        assert sorted(iterator) == [n * n for n in range(8)]
+        assert f"{method}(square)" in capsys.readouterr().out
 
 
 def test_functions_of_any_kind(processes):
