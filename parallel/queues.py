@@ -140,8 +140,8 @@ class MultiP2PQueue:
         Wait while all queues are full. Skip queues whose process has ended.
 
         Raises:
-            OSError: all queues are closed in this process, or all processes have ended
-                (``BrokenPipeError``), or the limit of open files is reached.
+            OSError: all queues are closed in this process, or the processes of all open queues have
+                ended (``BrokenPipeError``), or the limit of open files is reached.
         """
         self._check_open()
         with contextlib.closing(pack(obj, copy_tensor=self._copy_tensor)) as packed:
@@ -222,7 +222,7 @@ class MultiP2PQueue:
                 continue
             self._last = index
             return True
-        if len(self._gone) == len(self._queues):
+        if self._gone.issuperset(usable):
             raise BrokenPipeError(errno.EPIPE, "no process is left that gets from the queues")
         return False
 

@@ -54,7 +54,7 @@ def find_rooms(
     """
     if devices is None:
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        names = list(free_mib) if isinstance(free_mib, Mapping) else gpus
+        names = (list(free_mib) if isinstance(free_mib, Mapping) else gpus) or ["cpu"]
     else:
         names = list(devices)
     named = [_one_device(name, "devices") for name in names]

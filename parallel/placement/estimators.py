@@ -39,12 +39,15 @@ class ModelSizeEstimator:
 
         Raises:
             TypeError: ``model`` is not a module.
-            ValueError: a parameter has no shape yet (a lazy module), or the multiplier is negative.
+            ValueError: a parameter has no shape yet (a lazy module), or the multiplier is negative
+                or infinite.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not 0 <= size_multiplier < math.inf:
-            raise ValueError(f"size_multiplier must be 0 or more, got {size_multiplier}")
+            raise ValueError(
+                f"size_multiplier must be 0 or more, and finite, got {size_multiplier}"
+            )
         tensors = (*model.named_parameters(), *model.named_buffers())
         lazy = [name for name, tensor in tensors if is_lazy(tensor)]
         if lazy:

@@ -277,16 +277,18 @@ class BasePool:
 
         Raises:
             ValueError: the pool still accepts calls.
+            RuntimeError: the caller is a callback.
             TimeoutError: the workers have not ended within ``timeout`` seconds. The error may come
                 later, because reading an item of the input is not interrupted.
         """
         if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
+        # A callback delays all results, so `read_all` could wait for them forever.
+        if self._monitor.is_current:
+            raise RuntimeError("a callback cannot join its pool: it runs in the pool's thread")
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        # Not in a callback: it delays all results, so `read_all` could wait for them forever.
-        if not self._monitor.is_current:
-            for iterator in list(self._open_inputs):
-                iterator.read_all(deadline)
+        for iterator in list(self._open_inputs):
+            iterator.read_all(deadline)
         if not self._monitor.join(None if timeout is None else deadline - time.monotonic()):
             raise TimeoutError(f"the pool's workers have not ended within {timeout} s")
 
@@ -379,7 +381,8 @@ def _submit_lazily(
         if pool._monitor.phase is not PoolStates.RUN:
             pool._monitor.wake()
 
-    name = f"imap({_name_of(func)})"
+    method = "imap_unordered" if kind is IMapUnorderedIterator else "imap"
+    name = f"{method}({_name_of(func)})"
     call = Call(name, pool, total, chunksize=chunksize, progress=progress)
     iterator = kind(job, pool._cache, iterable, submit, end, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)

@@ -249,6 +249,7 @@ class Threads:
         # A pool that overrides `setup_queues` replaces these.
         self.queues: tuple[Any, Any] = self._tasks, self._results
         self.put = self._tasks.put
+        self._is_terminated = False
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the next result."""
@@ -278,11 +279,13 @@ class Threads:
 
     def terminate(self) -> None:
         """Drop the tasks that have not started; the threads end after the running tasks."""
+        self._is_terminated = True
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
-        for _ in self._threads:
-            self.put(None)
+        # Wake the threads that wait for a task; a subclass may have replaced the queue.
+        for _ in range(self.size()):
+            self.queues[0].put(None)
 
     def join(self) -> None:
         """Wait until the threads have ended."""
@@ -291,6 +294,11 @@ class Threads:
 
     def _run(self, slot: int) -> None:
         tasks, results = self.queues
+
+        def get() -> Any:
+            task = tasks.get()
+            return None if self._is_terminated else task
+
         initializer, initargs = self._initializers[slot]
         try:
             if initializer is not None:
@@ -298,7 +306,7 @@ class Threads:
         except BaseException as error:
             self._failure = threading.current_thread().name, error
         else:
-            self._work(tasks.get, results.put, None, (), self._maxtasks)
+            self._work(get, results.put, None, (), self._maxtasks)
         finally:
             self._vacant.add(slot)
             self.wake()

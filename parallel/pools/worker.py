@@ -35,7 +35,7 @@ FUNCTION_SLOTS = 8
 BEGIN, CALL, MAP, STARMAP = range(4)
 # The header of a result: the number of its task, and its kind. The value or error follows.
 RESULT = struct.Struct("<QB")
-VALUE, ERROR, BARE_ERROR, READY, FAILED = range(5)
+VALUE, ERROR, BARE_ERROR, READY, FAILED, DONE = range(6)
 # The longest message is a task with a function, both of maximal length.
 MESSAGE_BYTES = TASK.size + 2 * INLINE_BYTES
 
@@ -156,6 +156,7 @@ def main(
         return
     with end.reporting():
         work(queues[0].get, _result_putter(queues[1]), None, (), maxtasks)
+    end.send(0, DONE, Packed(b""))
 
 
 def _result_putter(outqueue: Any) -> Callable[[Any], None]:

@@ -44,6 +44,7 @@ class WorkerHandle:
         inflight: the tasks sent and not answered, by number, oldest first.
         since: the start of ``task_timeout``: when the oldest task in flight was sent, or when the
             task before it was answered.
+        is_done: whether the worker of a pool with other queues has finished all its tasks.
         failure: the error of the initializer, or of ``worker`` in a pool with other queues.
     """
 
@@ -58,7 +59,7 @@ class WorkerHandle:
         self.process: BaseProcess | None = None
         self.pid = 0
         self.death_fd = -1
-        self.is_ready = self.is_stopping = self.is_overdue = False
+        self.is_ready = self.is_done = self.is_stopping = self.is_overdue = False
         self.failure: BaseException | None = None
         self.kill_at: float | None = None
         self.inflight: dict[int, Task] = {}
@@ -149,6 +150,9 @@ class WorkerHandle:
             number, kind = protocol.RESULT.unpack_from(data)
             if kind == protocol.READY:
                 self.is_ready = True
+                continue
+            if kind == protocol.DONE:
+                self.is_done = True
                 continue
             success, value = _outcome(kind, memoryview(data)[protocol.RESULT.size :], fds)
             if not number:

@@ -167,7 +167,7 @@ class Workers:
         elif not worker.is_ready:
             by_itself = _ended_by_itself(exitcode, self._start_method)
             self._count_failure(how_it_ended(exitcode), by_itself=by_itself)
-        elif has_queues and exitcode != 0:
+        elif has_queues and (exitcode != 0 or not worker.is_done):
             self.broken = BrokenPoolError(
                 f"the pool is broken: worker {worker.slot} (pid {worker.pid}) "
                 f"{how_it_ended(exitcode)}, and it is not known which task is lost"
@@ -193,18 +193,21 @@ class Workers:
         count += 1
         self._failures[by_itself] = count, since
         if count < _MAX_FAILURES or self.broken is not None:
+            if error is not None:
+                # No process has ended, which would cause the next start.
+                self._next_start = now + _FIRST_DELAY_S
             return
         is_final = by_itself or now - since >= self._options.start_patience_s
         if is_final and not any(worker.is_ready for worker in self.by_slot.values()):
             self.broken = BrokenPoolError(
-                f"the pool is broken: within {now - since:.1f} s no worker became ready, and "
-                f"{count} ended; the last {how}. Does the initializer end the process? Does the "
-                'script start pools outside of `if __name__ == "__main__":`?'
+                f"the pool is broken: {count} workers failed to start within {now - since:.1f} s; "
+                f"the last {how}. Does the initializer end the process? Does the script start "
+                'pools outside of `if __name__ == "__main__":`?'
             )
             self.broken.__cause__ = error
             return
         if count == _MAX_FAILURES:
-            _log.warning("%d workers of a pool ended while they started; the last %s", count, how)
+            _log.warning("%d workers of a pool failed to start; the last %s", count, how)
         delay_s = _FIRST_DELAY_S * 2 ** min(count - _MAX_FAILURES, 16)
         self._next_start = now + min(delay_s, _LONGEST_DELAY_S)
 

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def test_free_memory_and_load_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(str(one.device), one.compute) for one in rooms] == [("cpu", 0.2), ("cuda:1", 0.25)]
     rooms = ModelAssigner(**given, devices=["cuda:0"], free_mib=[100]).rooms
     assert rooms[0].free_mib == 100
+
+
+@pytest.mark.parametrize("given", [{"compute": {"cpu": 3}}, {"free_mib": [20], "compute": [3]}])
+def test_numbers_for_the_cpu_that_is_the_default(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (room,) = ModelAssigner([Placed()], {}, sizes_mib=[1], **given).rooms
+    assert (str(room.device), room.compute) == ("cpu", 3)
+    if "free_mib" in given:
+        assert room.free_mib == 20
 
 
 def test_ram_with_psutil(monkeypatch: pytest.MonkeyPatch) -> None:

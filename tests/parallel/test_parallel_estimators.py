@@ -1,5 +1,7 @@
 """Sizes are real bytes; complexities are operations."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -86,8 +88,9 @@ def test_models_that_have_no_size() -> None:
         ModelSizeEstimator(nn.LazyLinear(3))
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got dict"):
         ModelSizeEstimator({})
-    with pytest.raises(ValueError, match="size_multiplier must be 0 or more, got -1"):
-        ModelSizeEstimator(nn.ReLU(), -1)
+    for wrong in (-1, math.inf):
+        with pytest.raises(ValueError, match=f"must be 0 or more, and finite, got {wrong}"):
+            ModelSizeEstimator(nn.ReLU(), wrong)
 
 
 STEPS = torch.zeros(5, 3, 8)

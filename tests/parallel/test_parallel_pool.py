@@ -1,6 +1,7 @@
 """The calls of pools: values, order, laziness, callbacks, and how often functions are sent."""
 
 import functools
+import os
 import queue
 import threading
 
@@ -180,8 +181,10 @@ def test_large_values(pool):
 def test_progress(pool, capsys):
     assert pool.map(work.square, range(8), progress=True) == [n * n for n in range(8)]
     assert "map(square)" in capsys.readouterr().out
-    assert list(pool.imap(work.square, range(8), progress=True)) == [n * n for n in range(8)]
-    assert "imap(square)" in capsys.readouterr().out
+    for method in ("imap", "imap_unordered"):
+        iterator = getattr(pool, method)(work.square, range(8), progress=True)
+        assert sorted(iterator) == [n * n for n in range(8)]
+        assert f"{method}(square)" in capsys.readouterr().out
 
 
 def test_functions_of_any_kind(processes):
@@ -318,13 +321,22 @@ def test_worker_of_a_base_pool_dies():
         assert pool.map(work.square, range(6), 1) == [n * n for n in range(6)]
 
 
-def test_worker_of_a_pool_with_its_own_queues_dies():
+@pytest.mark.parametrize(
+    ("func", "args", "words"),
+    [(work.kill_self, (), "SIGKILL"), (os._exit, (0,), "exited with code 0")],
+)
+def test_worker_of_a_pool_with_its_own_queues_dies(func, args, words):
     """Its task is unknown, so the pool reports that it is broken."""
     pool = QueuePool(2)
-    with pytest.raises(BrokenPoolError, match="SIGKILL"):
-        pool.apply_async(work.kill_self).get(20)
+    with pytest.raises(BrokenPoolError, match=f"{words}.* not known which task is lost"):
+        pool.apply_async(func, args).get(20)
     pool.terminate()
     pool.join(20)
+
+
+def test_worker_of_a_pool_with_its_own_queues_is_replaced():
+    with QueuePool(1, maxtasksperchild=1) as pool:
+        assert pool.map(work.square, range(3), 1) == [0, 1, 4]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -1,6 +1,7 @@
 """Faults of tasks and workers: the call that fails, its error, and that the pool still works."""
 
 import os
+import re
 import resource
 import signal
 import time
@@ -237,10 +238,28 @@ def test_initializer_ends_the_process(kind, death):
     """Three exits or crashes break the pool; kills are tolerated longer."""
     func, words = DEATHS[death]
     pool = kind(2, func, (1,) if death == "exit" else (), start_method="fork")
-    with pytest.raises(BrokenPoolError, match=rf"no worker became ready, and \d+ ended; .*{words}"):
+    with pytest.raises(
+        BrokenPoolError, match=rf"\d+ workers failed to start.*; the last .*{words}"
+    ):
         pool.apply_async(work.square, (1,)).get(20)
     pool.terminate()
     pool.join(20)
+
+
+def test_workers_that_cannot_be_replaced():
+    """The pool tries again, and gives up after its patience."""
+    with Impatient(1, start_method="fork") as pool:
+        pid = pool.apply(work.pid)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(BrokenPoolError) as caught:
+                pool.apply_async(work.square, (1,)).get(20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert re.search(r"\d+ workers failed to start.*; the last could not be", str(caught.value))
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])

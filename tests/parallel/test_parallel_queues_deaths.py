@@ -28,7 +28,7 @@ from queue_work import (
     started,
 )
 
-from stepwrap.parallel import MultiP2PQueue, SimpleP2PQueue, SimpleQueue, TimeoutError
+from stepwrap.parallel import MultiP2PQueue, SimpleP2PQueue, SimpleQueue, Thread, TimeoutError
 from stepwrap.transport import descriptors as _descriptors
 
 FORK = multiprocessing.get_context("fork")
@@ -154,6 +154,19 @@ def test_multi_continues_with_the_living_processes() -> None:
     assert ended(readers[1]) == 0
     with pytest.raises(BrokenPipeError, match="no process is left"):
         put_for_ever(given, 3)
+
+
+def test_multi_put_fails_if_the_readers_of_all_open_queues_have_ended() -> None:
+    queues = MultiP2PQueue(2)
+    queues.get_sub_queue(0).close()
+    context = multiprocessing.get_context("spawn")
+    reader = started(context, get_one_and_wait, queues.get_sub_queue(1), SimpleQueue())
+    queues.put(1)
+    _killed(reader)
+    putting = Thread(target=put_for_ever, args=(queues, 2), daemon=True)
+    putting.start()
+    putting.join(30)
+    assert isinstance(getattr(putting.exception, "__cause__", None), BrokenPipeError)
 
 
 def test_multi_get_ends_when_all_writers_have() -> None:

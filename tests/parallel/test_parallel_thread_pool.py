@@ -1,5 +1,6 @@
 """Pools of threads: arguments by reference, separate contexts, their end."""
 
+import queue
 import threading
 
 import pytest
@@ -14,6 +15,11 @@ from stepwrap.parallel import (
     ThreadPool,
     proxy_ctx_caller,
 )
+
+
+class QueueThreadPool(ThreadPool):
+    def setup_queues(self):
+        return queue.SimpleQueue(), queue.SimpleQueue()
 
 
 def test_everything_by_reference():
@@ -55,7 +61,18 @@ def test_threads():
         del pool
 
 
-def test_terminate_does_not_wait_for_running_tasks():
+@pytest.mark.parametrize("kind", [ThreadPool, QueueThreadPool])
+def test_terminate_ends_idle_threads(kind):
+    with nothing_left():
+        pool = kind(2)
+        assert pool.apply(abs, (-3,)) == 3
+        pool.terminate()
+        pool.join(20)
+        del pool
+
+
+@pytest.mark.parametrize("kind", [ThreadPool, QueueThreadPool])
+def test_terminate_does_not_wait_for_running_tasks(kind):
     release = threading.Event()
     begun = threading.Event()
     ran = []
@@ -65,7 +82,7 @@ def test_terminate_does_not_wait_for_running_tasks():
         release.wait(20)
 
     with nothing_left():
-        pool = ThreadPool(1)
+        pool = kind(1)
         running = pool.apply_async(run)
         queued = pool.map_async(ran.append, range(5), 1)
         assert begun.wait(20)
