@@ -79,7 +79,11 @@ def _narrow(
         if found.step not in repeated.steps:
             print(f"{folder} could not be repeated: the repetition ended before step {found.step}")
             return found
-        other = first_difference(ledger, repeated)
+        try:
+            other = first_difference(ledger, repeated)
+        except LedgerError as error:
+            print(f"{folder} could not be repeated: {error}")
+            return found
         if other is not None:
             print(
                 f"{folder} is not repeatable: the ledger of the repetition differs from the "

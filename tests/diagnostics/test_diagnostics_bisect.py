@@ -207,6 +207,19 @@ def test_a_run_that_does_not_repeat_itself_is_named(
     assert out[-1].startswith("the runs first differ at step 8, rank 0, ")
 
 
+def test_a_run_whose_number_of_ranks_changed_is_not_repeated(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run_dir, *more in (["a"], ["b", fault("weight", 3, "net.5.bias")]):
+        run_ranks(train_here, 2, config, run_dir, SPARSE, "train.max_epochs=1", *more)
+        train(run_dir, SPARSE, *more, "--resume")
+    capsys.readouterr()
+    assert main(["bisect", "a", "b"]) == 3
+    out = capsys.readouterr().out.splitlines()
+    assert "a could not be repeated: entries can be compared only if both runs" in out[-2]
+    assert out[-1] == "the runs first differ at step 3, rank 0, update: group 0"
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
