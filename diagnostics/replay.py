@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -77,13 +78,16 @@ class Replayed:
 
 
 def run_replay(options: Options) -> int:
-    """Run one step again, on as many ranks as the latest checkpoint has, and print the result."""
+    """Run one step again, on as many ranks as it had, and print the result."""
     folder, trace = Path(options.words[0]), options.profile or ""
     if trace and not Path(trace).absolute().parent.is_dir():
         raise mistake(f"stepwrap replay: --profile {trace}: its folder does not exist")
     saved = list_checkpoints(folder / "checkpoints")
     config = options.examined.config
-    nproc = saved[0][1]["world_size"] if saved else int(config.select("launch.nproc") or 1)
+    # The first checkpoint after the step has its number of ranks, since a resume begins at one.
+    later = (meta for _, meta in saved if meta["step"] >= options.step)
+    found = min(later, key=itemgetter("step"), default=saved[0][1] if saved else {})
+    nproc = found.get("world_size") or int(config.select("launch.nproc") or 1)
     run = read_sections(options.examined, nproc)
     # A rank under a debugger keeps the others waiting.
     wait_s = _DEBUGGING_S if options.debugger else run.launch.timeout_s

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runner_parts import TIMEOUT_S, Command
+from ranks import run_ranks
+from runner_parts import TIMEOUT_S, Command, run_command
 
 from stepwrap.runner.command.cli import main
 
@@ -88,6 +89,23 @@ def test_two_ranks_are_replayed_although_the_config_has_one(start: Start, tmp_pa
     assert [line[:15] for line in lines] == [f"rank {r}, batch {b}" for r in (0, 1) for b in (1, 2)]
     assert len({line.rpartition(" ")[2] for line in lines}) == 4
     assert "the weights after it equal, bit for bit, runs/checkpoints/step_00000004" in out
+
+
+def resume_here(folder: Path) -> None:
+    words = ["data.test=null", "train.max_epochs=2", "--resume"]
+    assert run_command(folder, "train", "points.yaml", "run_dir=runs", *words) == 0
+
+
+def test_a_step_from_before_a_resume_on_two_ranks_is_replayed_on_one(
+    run: Path, capsys: Capture
+) -> None:
+    trained(run, capsys)
+    run_ranks(resume_here, 2, run)
+    capsys.readouterr()
+    for step in (9, 12):
+        assert main(["replay", "runs", "--step", str(step)]) == 0
+        found = f"the weights after it equal, bit for bit, runs/checkpoints/step_{step:08d}"
+        assert found in capsys.readouterr().out
 
 
 def test_anomaly_mode_names_the_forward_call(run: Path, capsys: Capture) -> None:
