@@ -97,8 +97,8 @@ def _number(digest: bytes) -> int:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     part = local_part(tensor).detach()
-    if part.layout is torch.sparse_coo:
-        part = part.coalesce()
+    if part.layout is not torch.strided:
+        part = part.to_sparse(layout=torch.sparse_coo).coalesce()
         return torch.cat([_bytes_of(part.indices()), _bytes_of(part.values())])
     if part.is_complex():
         part = torch.view_as_real(part.resolve_conj())

@@ -230,6 +230,9 @@ def _tensors_in(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in nested data, and hashes of numbers, strings and arrays."""
     if isinstance(value, Tensor):
         yield value
+    elif hasattr(value, "tobytes") and getattr(getattr(value, "dtype", None), "hasobject", False):
+        # The bytes of an array of Python objects are their addresses.
+        yield from _tensors_in(value.tolist(), depth)
     elif hasattr(value, "tobytes"):
         yield torch.tensor(hash_bytes(value.tobytes()))
     elif isinstance(value, (bool, int, float, complex, str, bytes, type(None))):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from loop_parts import make_loader, make_state
@@ -158,6 +159,35 @@ def test_all_kinds_of_batch_items_are_hashed(tmp_path: Path) -> None:
     }
     assert [i.name for i in a if a[i] != b[i]] == ["batch.texts"]
     assert [i.name for i in a if a[i] != c[i]] == ["batch.deep"]
+
+
+def test_arrays_of_objects_are_hashed_by_their_content(tmp_path: Path) -> None:
+    def entry(name: str, last: str) -> dict[Any, int]:
+        state = make_state(run_dir=tmp_path / name)
+        # Created anew, so that equal texts are different objects.
+        texts = np.array(["".join(("a", "bc")), "".join(("d", last))], dtype=object)
+        batch = {"inputs": torch.ones(2, 4), "texts": texts}
+        model = state.model.module
+        model.forward = lambda inputs, mode="", **rest: {"loss": model.net(inputs).mean()}
+        EpochTrainLoop([batch], max_epochs=1).run(state, HookList([LedgerHook()]))
+        return read_ledger(tmp_path / name).entry(1)
+
+    first, same, other = entry("a", "e"), entry("b", "e"), entry("c", "f")
+    assert first == same
+    assert [i.name for i in first if first[i] != other[i]] == ["batch.texts"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
+def test_compressed_sparse_tensors_are_hashed(layout: str) -> None:
+    def hashed(matrix: Tensor) -> int | Tensor:
+        block = (2, 2) if layout in ("bsr", "bsc") else None
+        sparse = matrix.to_sparse(layout=getattr(torch, f"sparse_{layout}"), blocksize=block)
+        return hash_tensors([sparse])
+
+    assert hashed(torch.eye(4)) == hashed(torch.eye(4))
+    others = {hashed(one) for one in (torch.eye(4), 2 * torch.eye(4), torch.eye(4).flip(0))}
+    assert len(others) == 3
 
 
 def test_a_resumed_run_continues_its_file(tmp_path: Path) -> None:
