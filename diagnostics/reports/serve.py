@@ -19,6 +19,7 @@ from ...runner.guard import raising_stops
 from .page import as_json, page, plotly_source
 from .run_files import Json, Run, find_runs
 
+_LAST_PORT = 65535
 _RESCAN_S = 3.0
 # Number of runs whose records stay in memory; others are read again when they are shown.
 _KEPT_RUNS = 24
@@ -40,13 +41,16 @@ def run_serve(options: Options) -> int:
     root = Path(options.words[0])
     if not root.is_dir():
         raise fail(f"{root} is not a folder; give the folder that holds the run folders")
+    if options.port > _LAST_PORT:
+        raise fail(f"--port must be 0 to {_LAST_PORT}, got {options.port}")
     plotly = plotly_source(fail).encode()
     try:
         server = RunServer(options.host, options.port, Folder(root), plotly)
     except OSError as error:
         where = f"port {options.port} of {options.host}"
         if error.errno == errno.EADDRINUSE:
-            hint = f"--port {options.port + 1}, or --port 0 for any free one"
+            other = options.port + (1 if options.port < _LAST_PORT else -1)
+            hint = f"--port {other}, or --port 0 for any free one"
             raise fail(f"{where} is in use; choose another one with {hint}") from error
         raise fail(f"cannot listen on {where}: {error.strerror}") from error
     with server, raising_stops():
