@@ -173,7 +173,7 @@ class Run:
             "step": max(
                 (one["step"] for one in records if type(one.get("step")) is int), default=0
             ),
-            "time": _number(last.get("time", 0.0)),
+            "time": _time_of(last),
             "max_steps": self.read("environment.json").get("max_steps"),
         }
 
@@ -282,10 +282,9 @@ class Run:
         }
 
     def _add(self, record: Json) -> None:
-        step, time = record.get("step"), _number(record.get("time"))
+        step, time = record.get("step"), _time_of(record)
         if not isinstance(step, int) or not 0 <= step < 1 << 62:
             return
-        time = time if math.isfinite(time) else 0.0
         self._since_s = time if not self._curves else self._since_s
         phase = str(record.get("phase", "train"))
         for name, value in record.items():
@@ -344,6 +343,12 @@ def _number(value: Any) -> float:
         if isinstance(value, int | float) and math.isfinite(value):
             return float(value)
     return math.nan
+
+
+def _time_of(record: Json) -> float:
+    """Return the time of a record in seconds, and 0 if it has none."""
+    time = _number(record.get("time"))
+    return time if math.isfinite(time) else 0.0
 
 
 def _finite(text: str) -> float | None:

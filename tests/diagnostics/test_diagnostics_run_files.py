@@ -129,6 +129,14 @@ def test_numbers_that_json_does_not_have(tmp_path: Path) -> None:
     assert json.loads(as_json(run.page_data()))["environment"] == {"cores": None, "ranks": None}
 
 
+@pytest.mark.parametrize("time", ["null", '"noon"', "1e999", "NaN"])
+def test_a_time_that_is_not_a_number_is_zero_in_the_list(time: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "run")
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1, "time": {time}, "loss": 1}}\n')
+    entry = json.loads(as_json(Run(folder, "run").glance()))
+    assert (entry["step"], entry["time"]) == (1, 0.0)
+
+
 def test_no_text_of_a_run_can_end_the_script_element(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><!-- "
     config = f"name: {json.dumps(evil)}\n"
