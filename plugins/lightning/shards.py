@@ -151,7 +151,8 @@ def check_equal_batches(trainer: Trainer) -> None:
     found = {
         "predict": trainer.predicting and trainer.num_predict_batches,
         "test": trainer.testing and trainer.num_test_batches,
-        "validate": trainer.validating and trainer.num_val_batches,
+        "validate": (trainer.validating and trainer.num_val_batches)
+        or (trainer.sanity_checking and trainer.num_sanity_val_batches),
     }
     stage, count = next(((name, one) for name, one in found.items() if one), ("", None))
     counts = all_gather_object(count)

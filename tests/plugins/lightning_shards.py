@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_parts import (
     BATCH,
     Automatic,
@@ -125,6 +126,11 @@ def unusual_modules() -> dict[str, Any]:
         "averaged": _error_of(lambda: _fit(Automatic(), StepStrategy("fsdp"), callbacks=[swa])),
         # Lightning's own sampler gives the first rank one more batch.
         "unequal": _error_of(lambda: trainer.predict(Automatic(), data)),
+        "unequal at first": _error_of(
+            lambda: make_trainer(
+                StepStrategy("fsdp"), num_sanity_val_steps=2, use_distributed_sampler=False
+            ).fit(Automatic(), loader(), loader("val", 8 * (2 - dist.get_rank()), whole=True))
+        ),
         "unequal by ddp": _error_of(
             lambda: make_trainer(StepStrategy()).predict(Automatic(), data)
         ),

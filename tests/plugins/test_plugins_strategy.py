@@ -167,6 +167,7 @@ def test_modules_that_sharding_does_not_support_raise_errors() -> None:
         assert rank["thawed"] <= 1e-6
         assert "StochasticWeightAveraging copies full weights" in rank["averaged"]
         assert "need the same number of batches to predict" in rank["unequal"]
+        assert "need the same number of batches to validate" in rank["unequal at first"]
         assert "Automatic is sharded already" in rank["left by another"]
         assert "[[3], [2]]" in rank["unequal"]
         assert rank["unequal by ddp"] == "no error"
