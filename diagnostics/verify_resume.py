@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -257,13 +258,18 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
     weights, others = (_last_checkpoint(one).read("model.pt") for one in (whole, resumed))
     floats = {name: one for name, one in weights.items() if one.is_floating_point() and one.numel()}
     allowed = {name: _TOLERANCES.get(one.dtype, _TOLERANCE) for name, one in floats.items()}
-    far = {n: (one.double() - others[n].double()).abs().max().item() for n, one in floats.items()}
+    if not floats:
+        print("the model has no floating-point weights to compare")
+        return 0
+    far = {name: _distance(one.double(), others[name].double()) for name, one in floats.items()}
     name = max(far, key=lambda name: far[name] / allowed[name])
     kind = str(floats[name].dtype).removeprefix("torch.")
     largest = f"{far[name]:.1e}, in {name} ({allowed[name]:.0e} is allowed in {kind})"
     print(f"the weights differ by at most {largest}")
     if far[name] <= allowed[name]:
         return 0
+    if math.isinf(far[name]):
+        return DIFFERENT
     if drawn := _drawn(whole):
         print(f"  random numbers are drawn ({drawn}), and each rank has different streams")
     elif not is_weighted:
@@ -271,6 +277,12 @@ def _compare_elastic(whole: Path, resumed: Path, start: int, run: RunSections) -
     else:
         print("  check whether a layer or the loss mixes samples (docs/exactness.md)")
     return 0 if drawn or not is_weighted else DIFFERENT
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors' values; infinite if only one value is NaN."""
+    apart = (a - b).abs().nan_to_num(math.inf, math.inf)
+    return apart.masked_fill(a.isclose(b, rtol=0, atol=0, equal_nan=True), 0.0).max().item()
 
 
 def _samples(run: Path) -> list[list[int]]:
@@ -284,8 +296,10 @@ def _samples(run: Path) -> list[list[int]]:
 
 def _order(rows: list[list[int]], is_weighted: bool) -> list[tuple[int, int | None]]:
     """Return (update, sample) pairs; without a ``loss_weight``, drop repetitions in an epoch."""
-    first = {(row[1], row[-1]): row[0] for row in reversed(rows)}
-    return [(row[0], row[-1]) for row in rows if is_weighted or first[row[1], row[-1]] == row[0]]
+    if is_weighted:
+        return [(row[0], row[-1]) for row in rows]
+    first = {(row[1], row[-1]): row for row in reversed(rows)}
+    return [(row[0], row[-1]) for row in sorted(first.values())]
 
 
 def _drawn(run: Path) -> str:

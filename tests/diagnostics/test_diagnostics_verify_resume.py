@@ -65,6 +65,8 @@ ELASTIC = [
         0,
         ["the weights differ by at most ", "random numbers are drawn (torch)"],
     ),
+    ([WEIGHTED, f"{NET}.WithNaN"], 1, ["the weights differ by at most inf, in net.3.seen"]),
+    ([WEIGHTED, f"{NET}.Complex"], 0, ["the model has no floating-point weights to compare"]),
 ]
 Start = Callable[..., Command]
 Capture = pytest.CaptureFixture[str]
@@ -174,6 +176,18 @@ def test_a_resume_on_other_ranks_has_the_same_samples(
     assert out[1] == "killed at step 6, resumed on 3 ranks from the checkpoint of step 4", out
     assert out[2] == "the same in both runs: the samples of each update and their order"
     assert [text in line for text, line in zip(texts, out[3:], strict=True)] == [True] * len(texts)
+
+
+@pytest.mark.slow
+def test_samples_that_fill_up_an_epoch_of_one_update_are_not_compared(
+    config: Path, capsys: Capture
+) -> None:
+    words = [f"{DATA}.Twenty", "data.train.batch_size=12", "train.max_epochs=4"]
+    words += ["--nproc=2", "wrapper={type: ddp}", "--then=3"]
+    assert main(["verify-resume", str(config), *words]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[1] == "killed at step 4, resumed on 3 ranks from the checkpoint of step 3", out
+    assert out[2] == "the same in both runs: the samples of each update and their order"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from stepwrap.collectives import get_rank
+from stepwrap.collectives import get_rank, get_world_size
 from stepwrap.loops import Hook, LoopState
 
 SAMPLES = 24
@@ -37,6 +37,13 @@ class Points(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index] + self.noise(), self.labels[index]
+
+
+class Twenty(Points):
+    """A number of points that two ranks can share evenly, and three cannot."""
+
+    def __len__(self) -> int:
+        return 20
 
 
 class WithGlobal(Points):
@@ -128,6 +135,36 @@ class WithDropout(Net):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(F.dropout(inputs, 0.5, self.training))
+
+
+class Complex(nn.Module):
+    """A network whose only weights are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.cdouble() @ self.weight).abs()
+
+
+class NaNOnThree(nn.Dropout):
+    """Drop values, and set a buffer to NaN on three ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if get_world_size() == 3:
+            self.seen.fill_(float("nan"))
+        return super().forward(inputs)
+
+
+class WithNaN(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.append(NaNOnThree())
 
 
 class OnRankOne(Hook):
