@@ -2,5 +2,5 @@
 
 Start with base_pool.py (the calls), then dispatcher.py (the pool's thread); worker.py runs in the
 workers. A call is a job; it has one task for each chunk of its items. This package imports
-``transport`` and the other modules of ``parallel``.
+``transport`` and, from ``parallel``, only ``errors`` and ``processes``.
 """

@@ -29,9 +29,11 @@ class BasePool:
 
     Subclasses may override ``setup_queues``, ``pool_inqueue_put``, ``pool_outqueue_get``,
     ``repopulate_pool``, ``maintain_pool``, ``terminate_workers``, ``join_workers`` and the static
-    ``worker``. A task is (job, chunk, function, arguments, keyword arguments), a result is (job,
-    chunk, (True, value) or (False, error)): the job is the number of the call, the chunk the number
-    of the task in it. The methods that manage workers are called in the pool's thread.
+    ``worker``. The methods that manage workers are called in the pool's thread.
+
+    A task is a tuple (job, chunk, function, arguments, keyword arguments). Its result is (job,
+    chunk, (True, value)) or (job, chunk, (False, error)). ``job`` is the number of the call, and
+    ``chunk`` is the number of the task in this call.
 
     If a worker dies, only the task that it was running is lost. If a subclass overrides
     ``setup_queues``, the pool does not know which worker has which task, and a worker that dies
@@ -102,7 +104,8 @@ class BasePool:
         """Return the next result.
 
         Raises:
-            TimeoutError: no result arrives within ``timeout`` seconds.
+            TimeoutError: no result arrives within ``timeout`` seconds, or the workers need
+                maintenance.
         """
         return self._outqueue.get(timeout=timeout)
 
@@ -230,14 +233,14 @@ class BasePool:
     ) -> IMapIterator:
         """Return an iterator over the values of a function, in the order of the items.
 
-        If the input is a list or another sequence, its first items are read, and their tasks begin,
-        at once. Other inputs may block, so they are first read when a value is taken. The thread
-        that takes values reads further input each time; ``join`` reads the rest.
+        If the input is a list or another sequence, this method reads its first items and starts
+        their tasks. Other inputs may block, so they are first read when a value is taken. The
+        thread that takes values reads further input each time; ``join`` reads the rest.
 
         Args:
             chunksize: items per task.
-            lookahead: items to read in advance (default: 32 or two chunks per worker, whichever is
-                more).
+            lookahead: items to read in advance, rounded up to whole chunks (default: for each
+                worker, 32 items or two chunks, whichever is more).
             progress: show a progress bar.
 
         Raises:
@@ -272,8 +275,8 @@ class BasePool:
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended, after ``close`` or ``terminate``.
 
-        After ``close``, read the rest of the input of all iterators, with at most ``lookahead``
-        items in flight.
+        After ``close``, read the rest of the input of all iterators. Each of them has at most
+        ``lookahead`` items in flight, rounded up to whole chunks.
 
         Raises:
             ValueError: the pool still accepts calls.
@@ -387,7 +390,7 @@ def _submit_lazily(
     iterator = kind(job, pool._cache, iterable, submit, end, ahead=ahead, call=call)
     pool._open_inputs.add(iterator)
     pool._open_jobs.add(job)
-    # Other inputs may block.
+    # Reading from an input that is not a sequence may block.
     if isinstance(iterable, Sequence):
         iterator.feed(deadline=0.0)
     return iterator

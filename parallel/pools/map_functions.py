@@ -1,4 +1,4 @@
-"""The functions of maps: pickled once for a pool if possible, and unpickled once by each worker."""
+"""The functions of maps: the pool pickles each once if possible; each worker unpickles it once."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class MapFunctions:
         return job in self._calls or job in self._open_jobs
 
     def packed(self, job: int, function: Any) -> Packed:
-        """Return a function, pickled once for all tasks of its job.
+        """Return a pickled function; if possible, pickle it only once for all tasks of its job.
 
-        Descriptors and tensors by reference can be received only once, so functions that may have
-        them are pickled for every message.
+        A message that has descriptors, or that passes tensors by reference, can be received only
+        once. A function that may need such a message is therefore pickled for each message.
         """
         packed = self._packed.get(job)
         if packed is None:
@@ -54,7 +54,7 @@ class SentFunction:
     """A map's function that was sent to a worker.
 
     Attributes:
-        slot: the worker's slot that holds it.
+        slot: the place for the function in the worker, below ``FUNCTION_SLOTS``.
         since: the number of the first task that included it.
         has_arrived: whether one of its tasks has succeeded; later tasks need not include it.
     """
@@ -96,7 +96,7 @@ class SentFunctions:
         return function
 
     def succeeded(self, job: int, number: int) -> None:
-        """Note that task ``number`` of a job has succeeded, so the worker has its function."""
+        """Record that task ``number`` of a job has succeeded, so the worker has its function."""
         function = self._by_job.get(job)
         if function is not None and number >= function.since:
             function.has_arrived = True

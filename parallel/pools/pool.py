@@ -30,7 +30,8 @@ class Pool(BasePool):
     Args:
         is_recursive: whether all functions of the main script are sent by value, with the globals
             that they use (``recurse`` of ``Pickler``).
-        is_daemon: whether workers are daemons; tasks can only start processes if it is False.
+        is_daemon: whether workers are daemons; ``multiprocessing`` lets tasks start processes only
+            if it is False.
         is_copy_tensor: whether tensors in functions, arguments and results are copied; False
             shares their memory.
         share_method: "cpu" or "cuda", required if tensors are not copied. Both have the same
@@ -42,9 +43,9 @@ class Pool(BasePool):
             thread, if it is imported.
 
     Attributes:
-        start_patience_s: if workers are killed while they start, or their replacements cannot be
-            started, the pool is broken after this number of seconds without a ready worker. A
-            subclass may set it.
+        start_patience_s: how long the pool retries failed starts while no worker is ready, in
+            seconds. Then the pool is broken. It applies if workers are killed while they start, or
+            if a replacement for a worker cannot be started. A subclass may set it.
 
     Raises:
         RuntimeError: tensors are not copied and ``share_method`` is not "cpu" or "cuda".
@@ -94,11 +95,11 @@ class Pool(BasePool):
 
 
 class P2PPool(Pool):
-    """A ``Pool``, under machin's name for a pool with a separate connection to each worker."""
+    """The same as ``Pool``. The name exists for compatibility with the machin library."""
 
 
 class _InContexts(BasePool):
-    """A pool with one context per worker, the first argument of the functions it calls."""
+    """A pool with one context per worker; functions get the context as their first argument."""
 
     _is_of_threads = False
     _contexts: Sequence[Any] | None
@@ -283,7 +284,8 @@ class Threads:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
-        # Wake the threads that wait for a task; a subclass may have replaced the queue.
+        # Wake the threads that wait for a task. Their queue is `queues[0]`: a subclass may have
+        # replaced `_tasks`.
         for _ in range(self.size()):
             self.queues[0].put(None)
 

@@ -141,7 +141,7 @@ class AsyncResult:
         self._finish((False, error))
 
     def withdraw(self, error: BaseException) -> None:
-        """End a call whose submission was interrupted, without its error callback."""
+        """End a call whose submission was interrupted; do not call its error callback."""
         self._error_callback = None
         self.fail(error)
 
@@ -275,7 +275,7 @@ class IMapIterator:
                     raise TimeoutError(
                         f"the next result of {name} did not arrive within {timeout:g} s"
                     )
-                # Wait, unless this thread must read because another one stopped early.
+                # If more input is wanted and no other thread is reading, read instead of waiting.
                 if self._reading.locked() or not self._wants_more():
                     self._changed.wait(None if left == math.inf else left)
 
@@ -308,7 +308,7 @@ class IMapIterator:
     def read_all(self, deadline: float = math.inf) -> None:
         """Read the rest of the input, at most until the deadline; called by ``join``.
 
-        The results need not be taken, so only the chunks in flight are limited.
+        Only the chunks in flight are limited. Results are not, because they may never be taken.
         """
         if not self._reading.acquire(timeout=_time_until(deadline)):
             return
@@ -367,7 +367,7 @@ class IMapIterator:
         return bool(self._values)
 
     def _read_one(self) -> None:
-        """Read an item and submit a complete chunk. The caller must hold ``_reading``."""
+        """Read an item; if its chunk is complete, submit it. The caller must hold ``_reading``."""
         source = self._source
         if source is None:
             return
@@ -387,7 +387,7 @@ class IMapIterator:
             self._submit_chunk()
 
     def _submit_chunk(self) -> None:
-        """Submit the items that have been read to the workers."""
+        """Send the items that have been read as one task."""
         number, chunk = self._count, self._chunk
         self._chunk = []
         with self._changed:

@@ -1,7 +1,7 @@
 """A worker of a pool: the code of its process, and the format of tasks and results.
 
-This module imports neither torch nor any other module that tasks with plain values do not need, so
-that workers start fast.
+To make workers start fast, this module imports only what tasks with plain values need. It does not
+import torch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 # The header of a task: its number at this worker; its job; how many bytes and descriptors of this
 # message belong to the map's function; its kind; the slot for the map's function; and one bit for
-# each function slot that is still needed. After the header, a task of a map has the function,
-# unless the worker already has it, and the items; a call has the function and its arguments.
+# each function slot that is still needed. The body of a map's task is the items; if the worker may
+# not have the function, it precedes them. The body of a call is the function and its arguments.
 TASK = struct.Struct("<QIIBBBB")
 FUNCTION_SLOTS = 8
 BEGIN, CALL, MAP, STARMAP = range(4)
@@ -92,7 +92,7 @@ def worker(
 
 
 def _as_error(exit_error: BaseException) -> Exception:
-    """Return the error for a task that raised SystemExit or KeyboardInterrupt."""
+    """Return the error for a task whose exception, such as SystemExit, is not an ``Exception``."""
     from ...transport.errors import RemoteError
 
     error = RemoteError(type(exit_error).__qualname__, str(exit_error))
@@ -160,7 +160,10 @@ def main(
 
 
 def _result_putter(outqueue: Any) -> Callable[[Any], None]:
-    """Return a function that puts results, or their errors, into the queue of a subclass."""
+    """Return a function that puts results into a queue that ``setup_queues`` returned.
+
+    If a result cannot be pickled, the function puts an error instead.
+    """
     from ...transport.remote_errors import ExceptionWithTraceback
 
     def put(result: tuple[int, int, tuple[bool, Any]]) -> None:
@@ -344,8 +347,8 @@ class CtxPoolStorage(metaclass=_Storage):
     """The context of this worker.
 
     Attributes:
-        storage: the context of this thread of a ``CtxThreadPool``, otherwise the one of this worker
-            process of a ``CtxPool``; None elsewhere.
+        storage: in a thread of a ``CtxThreadPool``, the thread's context; otherwise, in a worker
+            process of a ``CtxPool``, the process's context; None elsewhere.
     """
 
 

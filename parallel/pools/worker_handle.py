@@ -28,10 +28,10 @@ class WorkerHandle:
     """One worker of a pool, used by the pool's thread.
 
     The worker's end of the socket stays open here, so that the pool can recall tasks that the
-    worker has not received; the system gives each message to one reader only. The worker writes
-    the number of each task that it starts to a file in memory, because a worker that is killed may
-    have received a message without starting it. The file is not mapped: mmap would keep a
-    descriptor that every later fork inherits.
+    worker has not received; the system gives each message to one reader only. When the worker
+    starts a task, it writes the task's number to a file in memory. The pool needs this number,
+    because a killed worker may have received a task without starting it. The file is not mapped:
+    mmap would keep a descriptor that every later fork inherits.
 
     Args:
         slot: the worker's index in the pool.
@@ -42,10 +42,12 @@ class WorkerHandle:
         fd: readable when the worker has sent something.
         death_fd: readable when the process has ended.
         inflight: the tasks sent and not answered, by number, oldest first.
-        since: the start of ``task_timeout``: when the oldest task in flight was sent, or when the
-            task before it was answered.
-        is_done: whether the worker of a pool with other queues has finished all its tasks.
-        failure: the error of the initializer, or of ``worker`` in a pool with other queues.
+        since: the time from which ``task_timeout`` counts: when the oldest task in flight was sent
+            or, if later, when the task before it was answered.
+        is_done: whether the worker has finished all its tasks; set only if the pool overrides
+            ``setup_queues``.
+        failure: the error of the initializer or, if the pool overrides ``setup_queues``, of
+            ``worker``.
     """
 
     def __init__(self, slot: int, maxtasks: int | None, packing: tuple[bool, bool]) -> None:
@@ -71,7 +73,7 @@ class WorkerHandle:
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that workers forked later must close."""
+        """The descriptors to close in each worker that is forked later."""
         return [self.fd, self.theirs.fileno(), self.memory_fd, self.death_fd]
 
     def begin(self, value: Any) -> None:

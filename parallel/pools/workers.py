@@ -1,4 +1,4 @@
-"""The workers of a pool: starts, monitors and ends their processes."""
+"""Start, monitor and end the worker processes of a pool."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class Workers:
         self._start_method: str = options.context.get_start_method()
         self._by_fd: dict[int, WorkerHandle] = {}
         # The number of failed starts since a worker was ready, and the time of the first of them.
-        # The key is True for workers that exited or crashed, False for those that were killed.
+        # The key is True for workers that exited or crashed. It is False for workers that were
+        # killed and for processes that could not be started.
         self._failures: dict[bool, tuple[int, float]] = {}
         # The earliest time of the next start, 0 if it is not delayed.
         self._next_start = 0.0
@@ -88,7 +89,7 @@ class Workers:
         self._close.atexit = False
 
     def wake(self) -> None:
-        """Make ``wait`` return; for any thread."""
+        """Make ``wait`` return. Any thread may call this."""
         # After the descriptor is closed, its number may belong to another file.
         with self._waking:
             if self._close.alive:
@@ -181,11 +182,12 @@ class Workers:
         """Count a failed start.
 
         If workers end by themselves, the next ones would too, so the pool soon gives up. If they
-        are killed, the reason (such as scarce memory) may pass, so they are given more time.
+        are killed or cannot be started, the reason (such as scarce memory) may pass, so the pool
+        retries for longer.
 
         Args:
-            how: a description of how the worker ended.
-            by_itself: whether the worker exited or crashed, and was not killed.
+            how: a description of how the worker ended, or of why it could not be started.
+            by_itself: whether the worker exited or crashed; False if it was killed or not started.
             error: the exception of a process that could not be started.
         """
         now = time.monotonic()
@@ -194,7 +196,7 @@ class Workers:
         self._failures[by_itself] = count, since
         if count < _MAX_FAILURES or self.broken is not None:
             if error is not None:
-                # No process has ended, which would cause the next start.
+                # The end of a process would cause the next start, but there was no process.
                 self._next_start = now + _FIRST_DELAY_S
             return
         is_final = by_itself or now - since >= self._options.start_patience_s
