@@ -59,8 +59,8 @@ def save_checkpoint(
         is_best: whether the metrics in ``state`` are the best so far.
 
     Raises:
-        CheckpointError: saving failed on some rank. Raised on every rank; the incomplete
-            checkpoint is removed.
+        CheckpointError: saving failed on some rank. Raised on every rank; the unfinished folder is
+            removed.
         ValueError: ``reason`` is unknown.
     """
     folder = Path(folder)
@@ -78,13 +78,13 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     """Write a checkpoint on rank 0 without any communication, and return its path.
 
     Use this after an error, when the other ranks may be gone. The checkpoint is complete if a
-    single process failed between two batches. Otherwise it has the counters of the start of the
-    current accumulation window but not its random streams, and is saved as ``incomplete_step_...``
-    (docs/checkpoints.md). Returns None on other ranks. Also returns None, and logs a warning, if
-    the weights may be ahead of the counters or if the state is sharded.
+    single process failed between two batches. Otherwise it is saved as ``incomplete_step_...``
+    (docs/checkpoints.md), with the counters of the start of the current accumulation window, but
+    with the random streams that rank 0 has now. Returns None on other ranks. Also returns None, and
+    logs a warning, if the weights may be ahead of the counters or if the state is sharded.
 
     Raises:
-        CheckpointError: saving failed; the incomplete checkpoint is removed.
+        CheckpointError: saving failed; the unfinished folder is removed.
         ValueError: ``reason`` is unknown.
     """
     if own_rank() != 0:
@@ -108,7 +108,7 @@ def save_alone(folder: Path, state: LoopState, *, reason: str = "exception") -> 
     path = _save(
         folder, saved, reason, gather=lambda mine: [mine], at_current_batch=False, incomplete=True
     )
-    logger.info("saved %s after the error, without its random streams", path)
+    logger.info("saved %s after the error; a run resumed from it draws other random numbers", path)
     return path
 
 
@@ -388,7 +388,7 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
         disk.remove_folders(folder.glob("incomplete_*"))
         final = folder / f"incomplete_{name}"
     while final.exists():
-        # The old checkpoint is removed later, so that a kill here loses neither.
+        # The old checkpoint is removed after the new one is published, so that one always exists.
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
     meta["sha256"] = _digest(meta)

@@ -30,7 +30,7 @@ _LONGEST_TEXT = 1 << 28
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; raised on every rank."""
+    """A checkpoint cannot be written or read; raised on every rank that takes part in the call."""
 
 
 def run_on_all_ranks(

@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def evaluated(self) -> tuple[str, ...]:
-        """The file of the weights that the run's evaluations used, and the keys in its content."""
+        """The place of the weights that evaluations used: a file, then keys in its content."""
         return tuple(self.meta.get("evaluated", ("model.pt",)))
 
     def load_model(self, model: nn.Module, *, evaluated: bool = False) -> None:
@@ -208,8 +208,8 @@ class Checkpoint:
         as_saved = (saved, saved_data_ranks) == (now, data_ranks)
         group = model_features(state.model).data_group
         data_rank = own_rank() if as_saved or group is None else get_rank(group)
-        # Ranks that see the same batches are numbered consecutively: if the layout has changed,
-        # data rank d reads the file of saved rank d * spacing.
+        # In the saved run, each block of `spacing` consecutive ranks saw the same batches. If the
+        # number of ranks has changed, data rank d reads the file of the first rank of block d.
         spacing = 1 if as_saved else saved // saved_data_ranks
         content = self._restore_rng(model, data_rank, spacing)
         with reading(self.path, rank_file(data_rank), "step"):
@@ -218,15 +218,15 @@ class Checkpoint:
                 model_wrapper.load_step_state(content["step"])
             elif content.get("step") or weights.step_state(state.model):
                 logger.warning(
-                    "%s has no state of the training step for rank %d, which starts with an empty "
-                    "state",
+                    "%s has no state of the training step that fits rank %d of this run: the rank "
+                    "starts with its initial state",
                     *(self.path, own_rank()),
                 )
         state.data.reader, state.data.reader_state = None, content.get("loader")
         if state.data.reader_state is not None and saved_data_ranks != data_ranks:
             state.data.reader_state = None
             logger.warning(
-                "the position of the loader in %s cannot be converted from %d to %d ranks with "
+                "the position of the loader in %s cannot be converted from %d to %d ranks that see "
                 "different batches: in the rest of this pass, samples may be repeated or missing",
                 *(self.path, saved_data_ranks, data_ranks),
             )

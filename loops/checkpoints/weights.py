@@ -124,7 +124,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool =
     present = model.state_dict()
     for name, tensor in _local_parts(model):
         if not is_dtensor(present[name]):
-            # A local tensor, since the model has no hook that would accept a DTensor.
+            # Load a plain local tensor: the model has no hook that would convert a DTensor to it.
             present[name] = tensor
     full_names = {plain_name(name): name for name in present}
     state = OrderedDict(
@@ -237,7 +237,8 @@ def state_to_save(state: LoopState) -> LoopState:
     """Return the state to save.
 
     This is ``state``, unless it is inside an accumulation window whose gradients cannot be saved.
-    Then it is a copy with the counters of the window's start.
+    Then it is a copy with the counters of the window's start, or ``state`` without these gradients
+    if the window did not begin in this epoch or its start is unknown.
     """
     if not _loses_gradients(state):
         return state

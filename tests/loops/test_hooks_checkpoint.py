@@ -217,7 +217,7 @@ def test_an_error_inside_a_step_is_not_reported_as_saved(
     assert saved_steps(tmp_path) == []
     place = tmp_path / "checkpoints" / "incomplete_step_00000002"
     assert place.is_dir()
-    assert f"saved {place} after the error, without its random streams" in caplog.text
+    assert f"saved {place} after the error; a run resumed from it draws" in caplog.text
     assert "saved checkpoint" not in caplog.text
 
 

@@ -175,7 +175,7 @@ def test_each_rank_gets_its_own_state_back(
     assert run_ranks(carried, 2, tmp_path, 5, restore=True) == [5, 6]
     with caplog.at_level(logging.WARNING):
         assert carried(tmp_path, 5, restore=True) == 0
-    assert "starts with an empty state" in caplog.text
+    assert "starts with its initial state" in caplog.text
 
 
 def test_the_page_is_true(tmp_path: Path) -> None:
