@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import TimeoutError
 from ..processes import default_context
-from .dispatcher import Dispatcher, Monitor, PoolStates
+from .dispatcher import Dispatcher, Monitor, PoolStates, require_process
 from .results import AsyncResult, Call, Callback, IMapIterator, IMapUnorderedIterator, MapResult
 from .worker import map_caller, starmap_caller
 from .worker import worker as run_tasks
@@ -269,8 +269,9 @@ class BasePool:
 
     def terminate(self) -> None:
         """End the workers; unfinished calls fail with ``PoolTerminatedError``."""
-        self._monitor.stop()
-        self._monitor.join()
+        if self._monitor.process == os.getpid():
+            self._monitor.stop()
+            self._monitor.join()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended, after ``close`` or ``terminate``.
@@ -280,10 +281,11 @@ class BasePool:
 
         Raises:
             ValueError: the pool still accepts calls.
-            RuntimeError: the caller is a callback.
+            RuntimeError: the caller is a callback, or a process forked from the pool's.
             TimeoutError: the workers have not ended within ``timeout`` seconds. The error may come
                 later, because reading an item of the input is not interrupted.
         """
+        require_process(self._monitor.process)
         if self._monitor.phase is PoolStates.RUN:
             raise ValueError("Pool is still running: call close() or terminate() before join()")
         # A callback delays all results, so `read_all` could wait for them forever.

@@ -63,7 +63,7 @@ class Monitor:
         self._pool = weakref.ref(pool)
         self._engine = pool._engine
         self._cache = pool._cache
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._get = pool._outqueue.get if is_plain else functools.partial(_get_result, self._pool)
         # `wake` only interrupts `get` of the engine, so other queues must be polled.
         is_woken = is_plain and pool._outqueue is pool._engine
@@ -104,11 +104,7 @@ class Monitor:
 
     def check(self) -> None:
         """Raise if the pool does not accept calls."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "a pool can only be used in the process that created it: it was created in process "
-                f"{self._process}, this is {os.getpid()}, forked from it; create the pool here"
-            )
+        require_process(self.process)
         if self.broken is not None:
             raise BrokenPoolError(str(self.broken)) from self.broken
         if self.phase is not PoolStates.RUN:
@@ -206,6 +202,15 @@ class Monitor:
         for call in [*self._cache.values(), *open_inputs]:
             call.fail(self.end_error())
         self._failed.set()
+
+
+def require_process(process: int) -> None:
+    """Raise RuntimeError if this process is not ``process``, which created the pool."""
+    if os.getpid() != process:
+        raise RuntimeError(
+            "a pool can only be used in the process that created it: it was created in process "
+            f"{process}, this is {os.getpid()}, forked from it; create the pool here"
+        )
 
 
 def _get_result(reference: weakref.ref[Any], timeout: float | None) -> Any:

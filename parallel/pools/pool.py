@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import queue
 import threading
 import traceback
@@ -194,8 +195,9 @@ class ThreadPool(BasePool):
 
     def terminate(self) -> None:
         """Drop tasks that have not started; unfinished calls fail with ``PoolTerminatedError``."""
-        self._monitor.stop()
-        self._monitor.wait_failed()
+        if self._monitor.process == os.getpid():
+            self._monitor.stop()
+            self._monitor.wait_failed()
 
     def _make_engine(self) -> Any:
         return Threads(self._initializers(), self.worker, self._maxtasksperchild)

@@ -285,6 +285,27 @@ def test_pool_in_a_forked_process():
         assert pool.apply(work.square, (3,)) == 9
 
 
+@pytest.mark.parametrize("kind", ["Pool", "ThreadPool"])
+def test_a_forked_process_leaves_the_pool_to_its_parent(kind, tmp_path):
+    program = f"""
+import os
+from stepwrap.parallel import {kind}
+
+if __name__ == "__main__":
+    with {kind}(1) as pool:
+        pool.apply(abs, (-1,))
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print("child", code, "parent", pool.apply(abs, (-2,)))
+    if not child:
+        try:
+            pool.join()
+        except RuntimeError:
+            os._exit(7)
+"""
+    assert run_script(program, tmp_path) == "child 7 parent 2\n"
+
+
 AFTER_OPENMP = """
 import multiprocessing, torch
 from stepwrap.parallel import Pool, Process, SimpleQueue
