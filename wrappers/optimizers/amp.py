@@ -49,7 +49,6 @@ class AmpOptimWrapper(OptimWrapper):
     Args:
         optimizer: as in ``OptimWrapper``.
         accumulative_counts: as in ``OptimWrapper``.
-        loss_weight: as in ``OptimWrapper``.
         clip_grad: as in ``OptimWrapper``; the gradients are unscaled first.
         loss_scale: "dynamic", a number (a fixed scale), or arguments of
             ``torch.amp.GradScaler``.
@@ -59,6 +58,7 @@ class AmpOptimWrapper(OptimWrapper):
             needs one small collective per update. It is always done if the optimizer's parameters
             are sharded.
         device: the device of autocast; default: the device of the parameters.
+        loss_weight: as in ``OptimWrapper``.
 
     Raises:
         TypeError: ``loss_scale`` has another type, or contains an unknown argument.
@@ -101,7 +101,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @classmethod
     def config_signature(cls) -> inspect.Signature:
-        """Return the signature in this class's order; the registry passes arguments by name."""
+        """Return the declared signature, because configs pass arguments by name."""
         return inspect.signature(cls)
 
     @property

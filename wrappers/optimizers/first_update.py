@@ -61,10 +61,10 @@ class FirstUpdate(Gate):
             name = names.get(id(parameters[int(index)]), "a parameter")
             raise RuntimeError(
                 f"the ranks have different gradients of {name!r} at the first update in "
-                f"{type(self._model).__name__}.train_step, and must have the same. Only the first "
-                "backward after a call of self(...), or of a child under separate, averages "
-                "gradients; torch.autograd.grad does not, nor does a second backward. Add up the "
-                "losses that share calls, call again before each backward, or use "
+                f"{type(self._model).__name__}.train_step, but they must be the same. Only the "
+                "first backward after a call of self(...) or, under separate, of a child averages "
+                "gradients. A second backward and torch.autograd.grad do not average them. Add up "
+                "the losses of one call, call again before each backward, or use "
                 "self.average(gradient)"
             )
         # Infinite gradients hide differences, so in that case the next update is checked again.

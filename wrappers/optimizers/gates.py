@@ -126,8 +126,8 @@ def check_closure(optim_wrapper: Any, model: Any = None) -> None:
         )
     elif optim_wrapper.loss_weight is not None:
         problem = (
-            f"needs loss_weight=None, got {optim_wrapper.loss_weight}: the closure must return the "
-            "weighted mean"
+            f"needs loss_weight=None, got {optim_wrapper.loss_weight}: compute the "
+            "weighted mean in the closure"
         )
     elif clip is not None:
         problem = f"needs clip_grad=None, got {clip}: its line search needs unclipped gradients"

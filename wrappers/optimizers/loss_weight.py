@@ -27,7 +27,7 @@ class LossWeight:
       whichever comes first in the batch.
     - "tokens": the number of targets that are not -100, torch's ``ignore_index``. The targets are
       the entry "labels", "targets" or "target" of a mapping, or the second entry of a sequence.
-    - ``{"key": name_or_index}``: the sum of this entry of the batch, such as a mask.
+    - ``{"key": name_or_index}``: the sum of this entry, a tensor such as a mask; or a number.
     - A function that takes the preprocessed batch and returns a number or a 0-d tensor, or the
       import path of such a function.
 

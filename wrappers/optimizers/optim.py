@@ -259,14 +259,15 @@ class OptimWrapper(Accumulation):
             of the gradients; None before the first clipping by norm.
 
     Raises:
-        AssertionError: ``accumulative_counts`` is below 1, or ``clip_grad`` has no arguments.
-        TypeError: an argument has the wrong type, or ``clip_grad`` contains an argument that
+        AssertionError: ``accumulative_counts`` is below 1, or ``clip_grad`` is not a mapping or has
+            no arguments.
+        TypeError: another argument has the wrong type, or ``clip_grad`` contains an argument that
             torch's clipping function does not take.
         ValueError: the optimizer cannot update sharded parameters, or it needs a closure and there
             is accumulation, clipping or ``loss_weight``.
     """
 
-    # Its settings may have a ``type``, but the registry does not build them.
+    # The registry passes ``clip_grad`` as it is, although it may have a ``type``.
     config_plain: tuple[str, ...] = ("clip_grad",)
     reads_parts = True
     collective_state = property(lambda self: has_sharded_state(self.optimizer))
@@ -374,8 +375,8 @@ class OptimWrapper(Accumulation):
         """Clip the gradients, if configured, and update the parameters; every rank must call this.
 
         Raises:
-            RuntimeError: at the first update no parameter has a gradient, for example because
-                wrapping replaced the model's parameters, or gradients differ between ranks.
+            RuntimeError: at the first update gradients differ between ranks, or no parameter has a
+                gradient, for example because wrapping replaced the model's parameters.
             ValueError: the optimizer needs a closure.
         """
         # A copy, because the check of the first update removes itself from the list.
@@ -459,9 +460,9 @@ class OptimWrapper(Accumulation):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``, or the state of the optimizer without a wrapper.
 
-        The state may come from another kind of parallelism. Each tensor in it is this rank's part,
-        the whole tensor, or an object with a ``shape`` whose slices are tensors. If the state
-        contains ``DTensor``s, every rank must call this.
+        The state may come from another kind of parallelism. Each tensor in it is a ``DTensor``, a
+        whole tensor, or an object with a ``shape`` whose slices are tensors. If the state contains
+        ``DTensor``s, every rank must call this.
 
         Raises:
             ValueError: the state belongs to another kind of optimizer, or to other parameters.

@@ -31,7 +31,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     """A mapping of names to optimizer wrappers.
 
     The ``train_step`` of the model or wrapper selects an optimizer by name. Methods for gradients,
-    counters, state and learning rates call every member.
+    state and learning rates call every member.
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
@@ -139,9 +139,9 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     def should_update(self) -> bool:
         """Return whether the last batch ended a window of a member that took part in it.
 
-        Call ``begin_batch`` before each batch. If it was never called, or if no member accumulates
-        and none has counted a micro-batch since the last call, return whether the last micro-batch
-        of any member ended its window.
+        Call ``begin_batch`` before each batch. Without it, return whether the last micro-batch of
+        any member ended its window. The same applies if no member accumulates and none has counted
+        a micro-batch since ``begin_batch``.
         """
         before = self._before
         if before is None or all(

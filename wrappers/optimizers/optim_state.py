@@ -1,9 +1,9 @@
 """Save and load optimizer state, which can be loaded under any other kind of parallelism.
 
-The state has the format of torch's ``Optimizer.state_dict()`` over whole tensors; parts of tensors
-are saved as ``DTensor``s. For ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` it is the
-state of their inner optimizer. These two are recognised by their attributes, because importing
-their classes takes half a second.
+The state has the format of torch's ``Optimizer.state_dict()``. It contains whole tensors, and
+``DTensor``s if each rank holds only a part. For ``ZeroRedundancyOptimizer`` and
+``PostLocalSGDOptimizer`` it is the state of their inner optimizer. These two are recognised by
+their attributes, because importing their classes takes half a second.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
 def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a state that ``state_of`` returned under any kind of parallelism.
 
-    Each tensor in the state is this rank's part, the whole tensor, or an object with the ``shape``
-    of the whole tensor that can be sliced like it.
+    Each tensor in the state is a ``DTensor``, a whole tensor, or an object with the ``shape`` of
+    the whole tensor that can be sliced like it.
 
     Raises:
         ValueError: the state belongs to another model.

@@ -2,7 +2,7 @@
 
 Most optimizers update each element independently, so they can update a part of a tensor. For
 torch's other optimizers, ``_UNSUPPORTED`` lists the layouts of parameters that they cannot update,
-and why. It was found by comparing them with runs of one process.
+and why. The list comes from comparing sharded updates with updates in one process.
 """
 
 from __future__ import annotations

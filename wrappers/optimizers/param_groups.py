@@ -228,7 +228,7 @@ class _Rules:
         self.base = base
         # Longest first, because the longest matching key is used.
         self.keys = sorted(sorted(section.custom_keys), key=len, reverse=True)
-        # By parameter, with layer_decay: the number of layers above it, and its layer.
+        # For each parameter the number of layers above it, and its layer; only with layer_decay.
         self.levels: dict[str, tuple[int, str]] = {}
 
     def check_matches(self, names: Sequence[str]) -> None:
@@ -346,7 +346,7 @@ def _layer_of(name: str, layers: Sequence[str]) -> tuple[int, str] | None:
 
 
 def _kind(one: NamedParameter, *, as_mmengine: bool) -> str:
-    """Return the kind of a parameter: "norm", "dwconv" and "bias", or some of these, or ""."""
+    """Return which of "norm", "dwconv" and "bias" a parameter is, separated by spaces, or ""."""
     owner, leaf = one.owner, one.name.rpartition(".")[2]
     if as_mmengine:
         is_norm = isinstance(owner, _NORMS_OF_MMENGINE)

@@ -42,8 +42,8 @@ class ZeroRedundancyOptimizer(TorchZeroRedundancyOptimizer):
 
     Raises:
         TypeError: an option of the optimizer is unknown.
-        ValueError: the ranks hold different parts of a parameter, as under fsdp, the optimizer
-            needs a closure, or ``overlap_with_ddp`` is set.
+        ValueError: ``overlap_with_ddp`` is set, the optimizer needs a closure, or the ranks hold
+            different parts of a parameter, as they do under fsdp.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class WeightedWindow(CountWindow):
         """
         factor = self.gradient_factor()
         if not isinstance(factor, Tensor) and factor == 1:
-            # Common case: equal weights.
+            # For example one micro-batch on one rank.
             return True
         gradients: dict[Any, list[Tensor]] = {}
         for parameter in parameters_of(self._optimizer):
@@ -204,7 +204,7 @@ class WeightedWindow(CountWindow):
         if isinstance(total, float) and total == 0:
             return 0.0
         factor = (total if self._is_single else self.unit * self.ranks) / total
-        # The total may still be 0 on an accelerator, where inspecting it would have to wait.
+        # A total on an accelerator may be 0 here: comparing it in Python would wait for the device.
         return factor.where(factor.isfinite(), 0.0) if isinstance(factor, Tensor) else factor
 
     def _received(self) -> float | Tensor:
