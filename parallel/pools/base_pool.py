@@ -41,8 +41,7 @@ class BasePool:
 
     Args:
         processes: the number of workers (default: the number of cores).
-        initializer: called first in each worker, with ``initargs``; if it fails, the pool is
-            broken.
+        initializer: called first in each worker, with ``initargs``; its error breaks the pool.
         maxtasksperchild: the number of tasks after which a worker is replaced (default: never).
         context: a multiprocessing context (default: multiprocessing's default context, or "spawn"
             if the default is "fork").
