@@ -208,6 +208,11 @@ def test_state_restores_the_count_and_the_optimizer() -> None:
         ({"clip_grad": {}}, AssertionError, "^If `clip_grad` is not None, it should be a `dict`"),
         ({"clip_grad": 1.0}, AssertionError, "^If `clip_grad` is not None, it should be a `dict`"),
         ({"clip_grad": {"type": "norm"}}, AssertionError, "`clip_grad` should contain .*max_norm"),
+        (
+            {"clip_grad": {"norm_type": 1.0}},
+            AssertionError,
+            "at least 'max_norm', got {'norm_type'",
+        ),
         ({"clip_grad": {"type": "l2", "max_norm": 1}}, ValueError, "^type of clip_grad should be"),
         ({"clip_grad": {"max_nrm": 1}}, TypeError, "did you mean max_norm"),
         ({"clip_grad": {"type": "value", "max_norm": 1}}, TypeError, "no argument 'max_norm'"),

@@ -21,7 +21,7 @@ class GradClip:
     """Clip the gradients of an optimizer by torch's function for "norm" or "value".
 
     Raises:
-        AssertionError: ``settings`` is not a mapping, or has no arguments for torch's function.
+        AssertionError: ``settings`` is not a mapping, or lacks "max_norm" or "clip_value".
         TypeError: an argument is unknown.
         ValueError: ``type`` is neither "norm" nor "value".
     """
@@ -38,12 +38,12 @@ class GradClip:
         if kind not in _CLIPS:
             raise ValueError(f'type of clip_grad should be "norm" or "value" but got {kind!r}')
         allowed = option_names(_CLIPS[kind])[1:]
-        if not options:
+        check_options(f"clip_grad of type {kind!r}", options, allowed)
+        if allowed[0] not in options:
             raise AssertionError(
                 "`clip_grad` should contain other arguments besides `type`: "
-                f"for {kind!r} at least {allowed[0]!r}"
+                f"for {kind!r} at least {allowed[0]!r}, got {dict(settings)!r}"
             )
-        check_options(f"clip_grad of type {kind!r}", options, allowed)
 
     def __repr__(self) -> str:
         return f"GradClip(kind={self.kind!r}, options={self.options})"

@@ -259,8 +259,8 @@ class OptimWrapper(Accumulation):
             of the gradients; None before the first clipping by norm.
 
     Raises:
-        AssertionError: ``accumulative_counts`` is below 1, or ``clip_grad`` is not a mapping or has
-            no arguments.
+        AssertionError: ``accumulative_counts`` is below 1, or ``clip_grad`` is not a mapping or
+            lacks "max_norm" or "clip_value".
         TypeError: another argument has the wrong type, or ``clip_grad`` contains an argument that
             torch's clipping function does not take.
         ValueError: the optimizer cannot update sharded parameters, or it needs a closure and there
