@@ -102,6 +102,22 @@ def test_one_batch_for_an_update_is_exact() -> None:
     assert optim_wrapper.last_weight == 4
 
 
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_nan_gradients_of_a_window_of_weight_zero_become_zero(kind: Any) -> None:
+    """The weight is a tensor on an accelerator, which must not be compared in Python."""
+    for weight, gradient in ((0.0, 0.0), (4.0, math.nan)):
+        parameter = nn.Parameter(torch.ones(2))
+        optim_wrapper = OptimWrapper(
+            torch.optim.SGD([parameter], lr=1.0), accumulative_counts=2, loss_weight="samples"
+        )
+        parameter.grad = torch.full((2,), math.nan)
+        optim_wrapper.window_weight = kind(weight)
+        optim_wrapper.window.unit = 4.0
+        optim_wrapper.step()
+        expected = torch.full((2,), 1 - gradient)
+        torch.testing.assert_close(parameter.detach(), expected, equal_nan=True)
+
+
 def test_windows_end_with_a_pass() -> None:
     """Two passes of five micro-batches have windows of 3, 2, 3 and 2."""
     found, updates = [], []

@@ -187,8 +187,12 @@ class WeightedWindow(CountWindow):
         for (device, dtype), parts in gradients.items():
             if isinstance(factor, Tensor):
                 torch._foreach_mul_(parts, factor.to(device, dtype))
+                # A mean over nothing has NaN gradients, and NaN * 0 is NaN. Filled by a mask,
+                # because comparing the factor in Python would wait for the device.
+                is_zero = (factor == 0).to(device)
+                for part in parts:
+                    part.masked_fill_(is_zero, 0)
             elif factor == 0:
-                # Not multiplied by 0: a mean over nothing has NaN gradients, and NaN * 0 is NaN.
                 torch._foreach_zero_(parts)
             else:
                 torch._foreach_mul_(parts, factor)
