@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from step_models import batches, classifier, flat, sgd, train
@@ -78,6 +79,13 @@ def test_wrong_settings(setting: Any, error: type[Exception], text: str) -> None
         ({"key": 0}, torch.zeros(3, 2), KeyError, "needs that entry, .* is of type Tensor"),
         ("samples", {"text": "a"}, KeyError, r"needs a tensor, but the batch has the keys"),
         ({"key": "mask"}, {"masks": 1}, KeyError, r"'mask'.* needs that entry, .*\['masks'\]"),
+        (
+            {"key": "mask"},
+            {"mask": [1, 0]},
+            TypeError,
+            "'mask'}.* got list: convert it to a tensor",
+        ),
+        ({"key": 0}, [np.ones(2)], TypeError, "'key': 0}.* got ndarray: convert it to a tensor"),
         (lambda batch: -1, [], ValueError, "at least 0, got -1"),
         (lambda batch: math.nan, [], ValueError, "finite number of at least 0, got nan"),
         (lambda batch: torch.ones(2), [], ValueError, r"one number for a batch, got shape \(2,\)"),

@@ -48,7 +48,7 @@ class LossWeight:
 
         Raises:
             KeyError: an entry is missing in the batch.
-            TypeError: the targets for "tokens" are not in a tensor.
+            TypeError: the targets for "tokens" are not in a tensor, or the weight is not a number.
             ValueError: the weight is negative or not finite; not checked on an accelerator.
         """
         found = self._measure(fields_of(batch))
@@ -59,7 +59,13 @@ class LossWeight:
             if not found.is_cpu:
                 return found.detach().reshape(()).double()
             found = found.item()
-        weight = float(found)
+        try:
+            weight = float(found)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{self} must give a number or a tensor for a batch, got {type(found).__name__}: "
+                "convert it to a tensor in collate, or give a function of the batch"
+            ) from error
         if not 0 <= weight < math.inf:
             raise ValueError(f"{self} must give a finite number of at least 0, got {weight}")
         return weight
