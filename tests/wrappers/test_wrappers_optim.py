@@ -223,6 +223,16 @@ def test_wrong_settings(kwargs: dict[str, Any], error: type[Exception], message:
         _sgd(**kwargs)
 
 
+@pytest.mark.parametrize(("counts", "error"), [(0, AssertionError), (1.5, TypeError)])
+def test_the_number_of_micro_batches_is_checked_when_it_changes(
+    counts: Any, error: type[Exception]
+) -> None:
+    wrapper = _sgd(accumulative_counts=2)
+    with pytest.raises(error, match=f"accumulative_counts .*got {counts}"):
+        wrapper.accumulate(counts)
+    assert wrapper.accumulative_counts == 2
+
+
 def test_clip_value_without_a_type_clips_by_value() -> None:
     weight = _parameter()
     wrapper = _sgd(weight, lr=1.0, clip_grad={"clip_value": 0.2})

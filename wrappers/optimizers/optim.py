@@ -47,16 +47,7 @@ class Accumulation(OptimFeatures):
     """
 
     def __init__(self, accumulative_counts: int) -> None:
-        # Accepts numpy's integers, which have __index__, but not bools, which have it too.
-        if isinstance(accumulative_counts, bool) or not hasattr(accumulative_counts, "__index__"):
-            raise TypeError(f"accumulative_counts must be an int, got {accumulative_counts!r}")
-        if accumulative_counts < 1:
-            # mmengine raises the same error.
-            raise AssertionError(
-                "_accumulative_counts at least greater than or equal to 1, "
-                f"got {accumulative_counts!r}"
-            )
-        self._accumulative_counts = operator.index(accumulative_counts)
+        self._accumulative_counts = _checked_counts(accumulative_counts)
         self._inner_count = 0
         self.max_counts = -1
         self.resumed_at = 0
@@ -123,9 +114,14 @@ class Accumulation(OptimFeatures):
             )
 
     def accumulate(self, counts: int) -> None:
-        """Change the number of micro-batches per update; call it between two windows."""
-        self._accumulative_counts = counts
-        self.window.accumulate(counts)
+        """Change the number of micro-batches per update; call it between two windows.
+
+        Raises:
+            AssertionError: ``counts`` is below 1.
+            TypeError: ``counts`` is not an integer.
+        """
+        self._accumulative_counts = _checked_counts(counts)
+        self.window.accumulate(self._accumulative_counts)
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Set the start of a pass over the data and, if it is known, its length.
@@ -218,6 +214,18 @@ class Accumulation(OptimFeatures):
             end = min(end, self.max_counts)
         # A restart loses the gradients of earlier micro-batches, so they do not count.
         return end - max(start, self.resumed_at)
+
+
+def _checked_counts(counts: int) -> int:
+    # Accepts numpy's integers, which have __index__, but not bools, which have it too.
+    if isinstance(counts, bool) or not hasattr(counts, "__index__"):
+        raise TypeError(f"accumulative_counts must be an int, got {counts!r}")
+    if counts < 1:
+        # mmengine raises the same error.
+        raise AssertionError(
+            f"_accumulative_counts at least greater than or equal to 1, got {counts!r}"
+        )
+    return operator.index(counts)
 
 
 @OPTIM_WRAPPERS.register_module()
