@@ -153,7 +153,7 @@ def prune_checkpoints(folder: Path, keep_last: int | None, keep: Iterable[Path] 
 
 
 def list_checkpoints(
-    folder: Path, problems: list[str] | None = None
+    folder: Path, problems: dict[Path, str] | None = None
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Return the checkpoints in ``folder`` with their descriptions, the latest first.
 
@@ -167,7 +167,7 @@ def list_checkpoints(
         except CheckpointError as error:
             logger.warning("%s; skipped", error)
             if problems is not None:
-                problems.append(str(error))
+                problems[path] = str(error)
     return sorted(found, key=lambda item: item[1]["serial"], reverse=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -317,7 +318,8 @@ def find_checkpoint(
         before: consider only checkpoints of earlier steps than this.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged (not for "best").
+        CheckpointError: there are checkpoints (before step ``before``, if it is given), and all
+            are damaged (not for "best").
         ValueError: ``which`` is unknown.
     """
     if which not in ("latest", "best"):
@@ -330,8 +332,12 @@ def find_checkpoint(
 
 def _search(root: Path, which: str, before: int | None) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
-    problems: list[str] = []
-    for path, meta in list_checkpoints(folder, problems):
+    unreadable: dict[Path, str] = {}
+    checkpoints = list_checkpoints(folder, unreadable)
+    problems = [
+        text for path, text in unreadable.items() if before is None or _step_in_name(path) < before
+    ]
+    for path, meta in checkpoints:
         is_late = before is not None and meta["step"] >= before
         if is_late or (which == "best" and not meta["best"]):
             continue
@@ -343,6 +349,12 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
     if problems and which == "latest":
         raise CheckpointError("none of the checkpoints can be read: " + "; ".join(problems))
     return None
+
+
+def _step_in_name(path: Path) -> int:
+    """Return the step in the name of a checkpoint's folder; 0 if the name has none."""
+    found = re.match(r"step_(\d+)", path.name)
+    return int(found[1]) if found else 0
 
 
 def _adapter_problems(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

@@ -115,6 +115,20 @@ def test_a_missing_file_or_an_unreadable_description_is_damage(tmp_path: Path) -
         find_checkpoint(tmp_path)
 
 
+def test_a_damaged_later_checkpoint_does_not_matter_to_a_search_before_it(tmp_path: Path) -> None:
+    state, paths = make_state(), []
+    for state.step in (10, 20):
+        paths.append(save_checkpoint(tmp_path, state))
+    (paths[1] / "checkpoint.json").write_text("{")
+    assert find_checkpoint(tmp_path, before=10) is None
+    assert find_checkpoint(tmp_path, before=20) == paths[0]
+    (paths[0] / "checkpoint.json").write_text("{")
+    with pytest.raises(CheckpointError) as caught:
+        find_checkpoint(tmp_path, before=20)
+    assert str(paths[0]) in str(caught.value)
+    assert str(paths[1]) not in str(caught.value)
+
+
 def test_going_back_abandons_later_checkpoints(tmp_path: Path) -> None:
     """The first save after a restore excludes later checkpoints from the search."""
     state = make_state()
