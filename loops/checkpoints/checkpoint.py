@@ -160,8 +160,14 @@ def list_checkpoints(
     Checkpoints without a readable description are skipped with a warning, and the error is added to
     ``problems``. Does not communicate.
     """
+    return _with_meta(folder.glob("step_*"), problems)
+
+
+def _with_meta(
+    paths: Iterable[Path], problems: dict[Path, str] | None = None
+) -> list[tuple[Path, dict[str, Any]]]:
     found = []
-    for path in folder.glob("step_*"):
+    for path in paths:
         try:
             found.append((path, read_meta(path)))
         except CheckpointError as error:
@@ -381,7 +387,10 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
     replaced = [
         (path, old) for path, old in others if old["step"] == meta["step"] and not incomplete
     ]
-    meta["serial"] = 1 + max((old["serial"] for _, old in others), default=0)
+    # A run may also be resumed from an incomplete or an abandoned checkpoint, and then abandons
+    # those with a higher serial number.
+    every = others + _with_meta(folder.glob("?*_step_*"))
+    meta["serial"] = 1 + max((old["serial"] for _, old in every), default=0)
     meta["best"] = meta["best"] or any(old["best"] for _, old in replaced)
     final = folder / name
     if incomplete:

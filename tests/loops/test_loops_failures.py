@@ -21,6 +21,7 @@ from stepwrap.loops import (
     find_checkpoint,
     load_checkpoint,
     save_alone,
+    save_checkpoint,
 )
 from stepwrap.wrappers import OptimWrapper, OptimWrapperDict, SingleDevice, SupervisedModel
 
@@ -178,6 +179,22 @@ def test_a_checkpoint_after_an_error_between_two_batches_resumes_exactly(tmp_pat
     load_checkpoint(tmp_path / "step_00000005").restore(resumed)
     EpochTrainLoop(make_loader(16), max_epochs=2).run(resumed, HookList())
     assert_identical(weights_of(resumed), uninterrupted(1, dropout=0.5))
+
+
+def test_a_resume_from_an_incomplete_checkpoint_abandons_later_ones(tmp_path: Path) -> None:
+    """Afterwards the same applies to a resume from the abandoned checkpoint."""
+    path = failed(tmp_path, "backward", 5).path
+    assert path is not None
+    state = make_state()
+    state.step = 9
+    save_checkpoint(tmp_path, state, is_best=True)
+    for source, kept in ((path, 5), (tmp_path / "abandoned_step_00000009", 9)):
+        resumed = make_state()
+        load_checkpoint(source).restore(resumed)
+        again = save_checkpoint(tmp_path, resumed)
+        assert [*tmp_path.glob("step_*")] == [again]
+        assert again.name == f"step_{kept:08d}"
+        assert find_checkpoint(tmp_path, "best") is None
 
 
 def test_one_incomplete_checkpoint_stays(tmp_path: Path) -> None:
