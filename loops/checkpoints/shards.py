@@ -210,7 +210,9 @@ class Reader:
         return value
 
     def _saved(self, key: str, entry: Mapping[str, Any]) -> SavedTensor:
-        shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"])
+        shape, dtype = torch.Size(entry["shape"]), getattr(torch, entry["dtype"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{key}: torch has no dtype {entry['dtype']!r}")
         pieces = []
         for piece in entry["pieces"]:
             offsets, sizes = torch.Size(piece["offsets"]), torch.Size(piece["sizes"])
@@ -222,7 +224,7 @@ class Reader:
                 )
             pieces.append((offsets, sizes, partial(self._piece, key, piece["file"], sizes)))
         held = sum(sizes.numel() for _, sizes, _ in pieces)
-        if not isinstance(dtype, torch.dtype) or held != shape.numel():
+        if held != shape.numel():
             raise ValueError(f"{key}: the pieces have {held} of {shape.numel()} elements")
         return SavedTensor(shape, dtype, pieces)
 

@@ -283,6 +283,17 @@ def test_content_of_another_kind_is_named(
     assert _check_contents(folder, tmp_path / "run", name, new, every) > 20 // every
 
 
+@pytest.mark.parametrize("dtype", ["nn", "float33"])
+def test_an_unknown_dtype_is_named(sharded: Path, tmp_path: Path, dtype: str) -> None:
+    bad = copied(sharded, tmp_path / "run")
+    table = json.loads((bad / "shards.json").read_text())
+    key = min(table["model"])
+    table["model"][key]["dtype"] = dtype
+    rewritten(bad, "shards.json", table)
+    with pytest.raises(CheckpointError, match=f"{re.escape(key)}: torch has no dtype '{dtype}'"):
+        load_checkpoint(bad).read("model.pt")
+
+
 class Harm:
     """An object whose unpickling creates a file."""
 
