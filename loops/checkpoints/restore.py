@@ -44,11 +44,14 @@ class Checkpoint:
         """Return the content of a file, on the CPU, with whole tensors; does not communicate.
 
         Raises:
-            CheckpointError: the file does not exist or is damaged.
+            CheckpointError: the file does not exist, has no tensors, or is damaged.
         """
         files, stem = self.meta["files"], name.removesuffix(".pt")
-        if name not in files:
-            raise CheckpointError(f"{self.path} has no file {name}; it has {', '.join(files)}")
+        readable = [one for one in files if one != TABLE]
+        if name not in readable:
+            raise CheckpointError(
+                f"the file to read in {self.path} must be one of {', '.join(readable)}, got {name}"
+            )
         if TABLE in files and stem in SHARDED:
             return with_whole_tensors(Reader(self.path, files, by_parts=True).tree(stem))
         return Reader(self.path, files, by_parts=False).file(name)

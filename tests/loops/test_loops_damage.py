@@ -294,6 +294,16 @@ def test_an_unknown_dtype_is_named(sharded: Path, tmp_path: Path, dtype: str) ->
         load_checkpoint(bad).read("model.pt")
 
 
+def test_only_files_that_can_be_read_are_listed(sharded: Path) -> None:
+    checkpoint = load_checkpoint(last(sharded))
+    for name in ("shards.json", "nothing.pt"):
+        with pytest.raises(CheckpointError, match=f"must be one of .*, got {name}") as caught:
+            checkpoint.read(name)
+        listed = str(caught.value).partition("one of ")[2].partition(", got")[0].split(", ")
+        for one in listed:
+            checkpoint.read(one)
+
+
 class Harm:
     """An object whose unpickling creates a file."""
 
