@@ -254,7 +254,8 @@ class CollectiveGroup:
 
         The order is rank by rank: if all ranks have the same number of inputs, input ``j`` of group
         rank ``k`` is at ``k * len(input_tensor_list) + j``. The ranks exchange the lengths first,
-        even with ``async_op``. If a list does not fit, every rank raises ValueError.
+        even with ``async_op``. Every rank raises ValueError if the lists of one rank do not have as
+        many tensors as all ranks send.
         """
         lists = output_tensor_lists, input_tensor_list
         return _run(operations.all_gather_several(self._live(), *lists), async_op)
