@@ -408,7 +408,7 @@ def _load_extra_state(optim_wrapper: Any, wrapped: Any, state: Mapping[str, Any]
         return
     logger.warning(
         "the checkpoint has the step_state of %d ranks, but there are %d: it is not loaded, and "
-        "the training step starts with an empty state",
+        "the training step starts with its initial state",
         len(by_rank),
         get_world_size(),
     )

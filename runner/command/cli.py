@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)
         if error.aside is not None:
             partial = (
-                f"{error.aside} has the state after the last update, without its random streams"
+                f"{error.aside} has the state after the last update; a run resumed from it draws "
+                "other random numbers"
             )
             print(f"  {partial}; {again} {error.aside}", file=sys.stderr)
         return code

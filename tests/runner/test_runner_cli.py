@@ -303,7 +303,7 @@ def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
     first, place, note, hint, aside = capsys.readouterr().err.splitlines()
     place_aside = "runs/points/checkpoints/incomplete_step_00000001"
     assert aside.startswith(
-        f"  {place_aside} has the state after the last update, without its random streams"
+        f"  {place_aside} has the state after the last update; a run resumed from it draws other "
     )
     again = f"; continue with: stepwrap train runs/points/config.yaml --resume {place_aside}"
     assert aside.endswith(again)
