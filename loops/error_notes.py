@@ -39,7 +39,7 @@ def naming_missing_ranks(state: LoopState) -> AbstractContextManager[None]:
     """
 
     def progress() -> Progress:
-        # Before the first batch of a pass is done, `running_epoch` is the pass before.
+        # Until the first batch of a pass is done, `running_epoch` still names the previous pass.
         epoch = state.epoch + 1 if state.in_step else state.running_epoch
         return Progress(_ACTIVITIES[state.phase], f"step {state.step}, epoch {epoch}")
 

@@ -293,7 +293,7 @@ class _EvalLoop(Evaluation):
         return True
 
     def _last_polled_batch(self) -> float:
-        """Return how many batches, from the first one on, are each followed by a poll.
+        """Return the number of batches that are followed by a poll: the first ones of the pass.
 
         This is the smallest number of batches on any rank, because a rank that has finished cannot
         take part in a poll. It is 0 if a number is unknown, and infinity for a single process.

@@ -50,11 +50,12 @@ class Hook:
         return ()
 
     def around(self, event: str, hook: Any, listener: Listener) -> Listener:
-        """Return a function to call instead of ``listener`` of another ``hook`` at ``event``.
+        """Return ``listener``, or a function that wraps it and is called at ``event`` instead.
 
-        Called for all listeners of other hooks whenever a ``HookList`` is built. The function must
-        call ``listener`` with its arguments. If it has a ``__self__``, this must be ``hook``, since
-        ``steps_per_call`` looks there for the class of the hook.
+        ``listener`` is a method of ``hook``. Called for all listeners of other hooks whenever a
+        ``HookList`` is built. The function must call ``listener`` with its arguments. If it has a
+        ``__self__``, this must be ``hook``, since ``steps_per_call`` looks there for the class of
+        the hook.
         """
         return listener
 

@@ -103,7 +103,7 @@ class StepBlocks(Hook):
 
 
 def with_blocks(hooks: HookList, state: LoopState, steps_per_call: int) -> HookList:
-    """Add ``StepBlocks`` to the hooks; if that has no effect, log a warning with the reason."""
+    """Add ``StepBlocks`` to the hooks; if it would have no effect, log a warning instead."""
     if steps_per_call == 1:
         return hooks
     reason = _obstacle_to_blocks(state, hooks)

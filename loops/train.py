@@ -52,6 +52,7 @@ class _TrainLoop:
 
     # Set at the start of each session.
     _inputs: PassInputs
+    # Set at the start of a run.
     _signals: StopSignals
     # False if a session is still to run: at the start and after a rollback.
     _ended = False

@@ -31,9 +31,9 @@ class PassInputs:
     If the optimizer wrapper has a ``loss_weight``, a rank that has run out repeats its last batch
     with a weight of 0, under every model wrapper.
 
-    ``length`` is the largest number of batches on any rank; None if a rank does not know its
-    number. If a number is unknown or an estimate (iterable data sets), the ranks check before each
-    batch that all of them have one.
+    ``length`` is the largest number of batches on any rank. It is None if a rank does not know its
+    number or, with a ``loss_weight``, if a number is an estimate (iterable data sets). If a number
+    is unknown or an estimate, the ranks check before each batch that all of them have one.
     """
 
     def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:

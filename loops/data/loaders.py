@@ -69,14 +69,14 @@ def build_loader(
     Args:
         dataset: a map-style data set that is not empty, or an iterable one that shards itself. If
             an iterable one has ``state_dict`` and ``load_state_dict``, a resumed run continues
-            from its position. Streams of Hugging Face are divided among the ranks here, and without
-            ``collate`` its data sets return tensors.
+            from its position. Hugging Face streams are divided among the ranks here. Without
+            ``collate``, Hugging Face data sets return tensors.
         batch_size: samples per batch and rank.
         train: give every rank the same number of batches, if necessary by repeating samples. By
             default each sample is read exactly once.
         shuffle: use a new order in each epoch, the same for any number of workers.
-        num_workers: worker processes; 0 reads in this process. Workers ignore stop signals, which
-            often reach every process of a job, and end when this process does.
+        num_workers: worker processes; 0 reads in this process. Workers end when this process ends.
+            They ignore stop signals, because these often reach every process of a job.
         collate: makes a batch of a list of samples; None for torch's default.
         seed: the seed of the order and of the workers' random numbers; the same on every rank.
         in_memory: make each batch by selecting rows of the data set's attribute ``tensors`` (a

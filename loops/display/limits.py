@@ -16,7 +16,7 @@ _WINDOW_S = 1.0
 
 @dataclass
 class RankTimes:
-    """Seconds of one rank in an interval without evaluations, measured by its host.
+    """Seconds of one rank in an interval without evaluations, as its CPU process measures them.
 
     Attributes:
         elapsed_s: the length of the interval.
@@ -72,9 +72,10 @@ class SpeedLimits:
 def slowest_rank(times: Sequence[RankTimes]) -> tuple[int, float]:
     """Return the slowest rank, and the share of the time that the others wait for it on average.
 
-    The share is a lower bound, from the times until the ranks first wait for each other. Usually
-    they wait in the backward. With FSDP or SyncBatchNorm they already wait in the forward, and its
-    time would hide differences. So the forward is included only if this increases the share.
+    Only the time of a step before the ranks first wait for each other is compared, so the share is
+    a lower bound. Usually they first wait in the backward. With FSDP or SyncBatchNorm they already
+    wait in the forward, and its time would hide differences. So the forward is included only if
+    this increases the share.
     """
     before = [one.loading_s + sum(one.hooks.values()) for one in times]
     with_forward = [s + one.forward_s for s, one in zip(before, times, strict=True)]

@@ -32,7 +32,7 @@ from ..rng import preserved_rng
 from ..schedule import positive
 from ..state import LoopState
 
-# rule(averages, parameters, count) adds the parameters to the averages of `count` earlier ones.
+# rule(averages, parameters, count) adds new parameter values to averages of `count` earlier values.
 _Rule: TypeAlias = Callable[[list[Tensor], list[Tensor], int], None]
 
 
@@ -100,7 +100,7 @@ class _AveragingHook(Hook):
         return "model" if self._evaluate and (self._average or self._restored) else ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"model": averaged weights}``; without weights before training."""
+        """Return ``{"model": averaged weights}``; the inner dict is empty without an average."""
         if self._model is None or self._restored is not None:
             return {"model": with_whole_tensors(self._restored or {})}
         reshard(self._model)
@@ -354,7 +354,7 @@ class SWAHook(_AveragingHook):
 def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """Return the BatchNorm layers with running statistics in the state dict of the model.
 
-    A layer of which an adapter trains a copy is not in it.
+    If an adapter trains a copy of a layer, the original layer is not in the state dict.
     """
     model = user_model(model)
     saved = {id(one) for one in model.state_dict(keep_vars=True).values()}

@@ -75,7 +75,7 @@ class FreezeHook(Hook):
                     # The fused SGD of torch fails if only some parameters have momentum.
                     group["fused"] = None
             others = [one for one in member.gates if not isinstance(one, FreezeGate)]
-            # Last: it drops gradients, which the gate for the first update must check before.
+            # The freeze gate comes last: it drops gradients that the first-update gate must check.
             member.gates = [*others, FreezeGate(lambda: state.step, frozen)]
 
     def on_update(self, state: LoopState) -> None:

@@ -142,7 +142,7 @@ class ThroughputHook(Hook):
         ValueError: a number is not positive and finite, or the numbers do not determine ``mfu``.
     """
 
-    # After all other hooks, so that their time does not count as waiting for data.
+    # After most other hooks, so that their time does not count as waiting for data.
     order = 95
 
     def __init__(
@@ -307,7 +307,7 @@ def _add_phases(state: LoopState, times: RankTimes, evaluating_s: float) -> None
 
 
 class _ForwardTimer:
-    """Add the time from the start of a step to the end of its first forward to ``times``."""
+    """Measure the time between the start of a step and the end of its first forward."""
 
     def __init__(self, times: RankTimes) -> None:
         self._times = times
@@ -321,8 +321,8 @@ class _ForwardTimer:
             # A hook on the module would change a compiled step.
             return
 
-        # Not a method: a copy of the module would contain copies of the method and of this object,
-        # but a plain function is shared.
+        # Use a plain function, which copies of the module share. If it were a method, each copy of
+        # the module would contain a copy of this object.
         def count(*_: object) -> None:
             if self.start_s is not None:
                 self._times.forward_s += perf_counter() - self.start_s

@@ -49,7 +49,7 @@ class ProfileHook(Hook):
         ValueError: a number is too small.
     """
 
-    # After all other hooks, so that their time does not count as waiting for data.
+    # After most other hooks, so that their time does not count as waiting for data.
     order = 96
 
     def __init__(self, *, skip: int = 10, steps: int = 10) -> None:

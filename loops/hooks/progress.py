@@ -137,8 +137,8 @@ class ProgressHook(Hook):
             if state.limits[name] >= self._printed.get(name, -1.0) + _SHARE_GROWTH:
                 self._printed[name] = state.limits[name]
                 self._say(text)
-        # Not `_due_s`: if `on_update` has just drawn the panel, this record's line must not wait
-        # for the next update, which may be slow.
+        # If `on_update` has just drawn the panel, `_due_s` is too late: this record's line must not
+        # wait for the next update, which may be slow.
         if perf_counter() >= self._log_due_s:
             self._refresh(state)
             self._log_due_s = self._due_s

@@ -149,8 +149,8 @@ class SchedulerHook(Hook):
             the data). ``ReduceLROnPlateau`` is always stepped at the end of each validation.
         metric: the validation metric for ``ReduceLROnPlateau``. A warning is logged if the
             scheduler's ``mode`` contradicts the metric's direction.
-        optimizers: if there are several, all optimizers by their names in the log records, also
-            those without a scheduler. Default: the optimizers of the schedulers, in their order.
+        optimizers: if there are several optimizers, all of them, also those without a scheduler.
+            Each key is the name in the log records. Default: the schedulers' optimizers, in order.
 
     Raises:
         ValueError: a unit is unknown, or ``metric`` is missing.

@@ -27,14 +27,16 @@ from ..state import LoopState
 
 # The maximum number of warnings of each rank, and of characters in a text.
 _MAX_WARNINGS, _MAX_LENGTH = 200, 2000
-# The report's picture of where parameters are has at most this many groups of them.
+# The maximum number of groups in the report's picture of the parameters on each rank.
 _MAX_GROUPS = 24
 _PHASES_EVERY_S = 5.0
 
 
 @HOOKS.register_module()
 class RunInfoHook(Hook):
-    """Write facts about the run into its folder, for ``stepwrap report``; every rank must have it.
+    """Write facts about the run into its folder, for ``stepwrap report``.
+
+    Every rank must have this hook.
 
     ``environment.json`` has versions, devices, the wrapper, the mesh and the parameters that each
     rank holds. ``events.jsonl`` has the start and the end of the training, errors, and the warnings
@@ -43,7 +45,7 @@ class RunInfoHook(Hook):
     contains them. Nothing is written if ``state.run_dir`` is None.
     """
 
-    # After all other hooks, so that the seconds of their last events are known.
+    # After the hooks that add the last seconds to `state.phase_s` in `on_train_end`.
     order = 98
 
     def __init__(self) -> None:
