@@ -62,7 +62,7 @@ def constructor(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_names(target: Callable[..., Any]) -> Collection[str]:
-    """Return the arguments whose mappings are passed as they are: those in ``config_plain``."""
+    """Return ``config_plain``: the arguments whose nested dicts are passed without being built."""
     names: Collection[str] = getattr(target, "config_plain", ())
     return names
 
@@ -96,7 +96,7 @@ def annotations_of(target: Callable[..., Any]) -> dict[str, Any]:
     parameters = parameters_of(target).values()
     found = {p.name: p.annotation for p in parameters if not isinstance(p.annotation, str)}
     try:
-        # The fields of a dataclass may come from several modules, with different names in each.
+        # A dataclass may inherit fields from other modules: resolve each in its own module.
         source = target if is_dataclass(target) else constructor(target)
         return {**found, **get_type_hints(source)}
     except (NameError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""Whether higher values of a metric are better, by its name; also for programs without torch."""
+"""Infer from a metric's name whether higher values are better; does not import torch."""
 
 from __future__ import annotations
 

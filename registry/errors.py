@@ -64,7 +64,7 @@ def under_key(key: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        # An attribute, because build_tree promises to keep the types of errors.
+        # Set an attribute, because build_tree promises to keep the types of errors.
         note: Any = error
         note.config_key = ".".join(filter(None, (key, key_noted_on(error))))
         raise

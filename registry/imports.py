@@ -23,7 +23,7 @@ _SKIPPED = {"build", "dist", "node_modules", "site-packages", "venv", "env", "__
 # Limits of the search for a definition, because a working directory may be large.
 _MAX_SECONDS, _MAX_DEPTH, _MAX_FILES = 1.0, 4, 1_000
 _MAX_PROPOSALS = 3
-# Packages that configs name, by the extra that installs them.
+# Maps packages that configs name to the extra that installs them.
 _EXTRAS = {
     "datasets": "transformers",
     "peft": "peft",

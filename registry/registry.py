@@ -1,4 +1,4 @@
-"""Registries, which map names to classes and build objects from them, in families with scopes."""
+"""Map names to classes and build objects from them; registries form families with scopes."""
 
 import inspect
 import logging
@@ -46,9 +46,9 @@ class Registry:
     """A table of classes and functions that a config names by ``type``.
 
     Names are looked up in the table itself, then in its ``locations`` and ``namespaces``, then in
-    its ancestors. The look-up of "scope.Name" starts in the child, the root or the child of the
-    root with that scope; if this registry has the scope, its ancestors are not searched. A name
-    that is not registered is tried as an import path ("torch.optim.SGD").
+    its ancestors. If this registry has the scope of "scope.Name", only it is searched. Otherwise
+    the look-up starts in the first registry with that scope: a child, the root, or a child of the
+    root. A name that is not registered is tried as an import path ("torch.optim.SGD").
 
     Args:
         name: the name of the registry in messages.
@@ -321,7 +321,7 @@ def _is_stale(present: object, target: object) -> bool:
 
 
 def missed(registry: Registry, key: str) -> RegistryKeyError:
-    """Return an error whose message, one line, names the key and the searched registries.
+    """Return an error with a one-line message that names the key and the searched registry.
 
     If modules failed to import, the message begins with them: they may be the only reason. It also
     contains similar names, and the files that define the name.

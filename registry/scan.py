@@ -105,7 +105,7 @@ def count_registered_modules(
         verbose: log a line for each registry.
 
     Returns:
-        ``scan_date``, and as ``registries`` the lists by the registries' names.
+        A dict with ``scan_date``, and ``registries``: the list of each registry by its name.
     """
     found = {name: traverse_registry_tree(one, verbose) for name, one in REGISTRIES.items()}
     counted = {"scan_date": f"{datetime.now():%Y-%m-%d %H:%M:%S}", "registries": found}
@@ -140,7 +140,7 @@ def _offered_by(namespace: str) -> Iterator[Registration]:
 
 @cache
 def _classes() -> dict[str, dict[str, str]]:
-    """Return the classes of torch and torchmetrics by namespace, each with its summary."""
+    """Return the classes of torch, torchmetrics and peft by namespace, each with its summary."""
     table = read_table()
     # Other releases may have other classes. Importing them is slow but always correct.
     return table.classes if table.covers_installed else make_classes()

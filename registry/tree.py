@@ -87,7 +87,7 @@ def _looked_in_next(registry: Registry) -> list[Registry]:
 
 
 def find_reference(wanted: Any, registry: Registry) -> Any:
-    """Return the object of a ``_ref_``, a registered name or an import path, or raise KeyError."""
+    """Return the object that a ``_ref_`` names, by registered name or import path, or raise."""
     if isinstance(wanted, str) and "." in wanted:
         with suppress(ImportError):
             return import_path(wanted)

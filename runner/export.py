@@ -24,7 +24,7 @@ from ..wrappers.steps.plain_models import accept_mode, without_targets
 from ..wrappers.steps.preprocess import as_call
 
 FORMATS = ("safetensors", "pt2", "onnx", "peft")
-# Packages that a format needs, by the extra that installs them.
+# For each format, the extra that installs the packages it needs, and these packages.
 _PACKAGES = {
     "safetensors": ("safetensors", ["safetensors.torch"]),
     "onnx": ("onnx", ["onnx", "onnxscript", "onnxruntime"]),
@@ -42,9 +42,9 @@ class Export:
     """An exported model.
 
     Attributes:
-        path: the file.
+        path: the file, or the folder of an adapter.
         inputs: shapes of the program's inputs by name, with "batch" as the size of the batch
-            dimension; empty for ``.safetensors``, which has only weights.
+            dimension; empty if the export has only weights.
         difference: the largest absolute difference between the outputs of the file and the
             model's, on the example batch; for a program also on a part of it.
     """
@@ -115,7 +115,7 @@ def export_model(model: nn.Module, path: str | os.PathLike[str], batch: Any) -> 
 
     Raises:
         ExportError: the model cannot be exported, or the difference is too large.
-        FileExistsError: ``path`` exists, or the second file of a large ONNX model.
+        FileExistsError: ``path`` exists, or the second file of a large ONNX model exists.
         ImportError: the format needs a package that is not installed.
         ValueError: the format is unknown.
     """

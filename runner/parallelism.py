@@ -50,8 +50,8 @@ def device_of_rank(run: RunSections) -> torch.device:
 def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, Mesh | None]:
     """Return the wrapped model on this rank's device, and the mesh of ranks, if any.
 
-    Every rank must call this. If ``run.load_from`` is set, its weights are loaded; then the adapter
-    is added.
+    Every rank must call this. The weights of ``run.load_from`` are loaded before the adapter is
+    added or, with ``init_device: meta``, after the model is wrapped.
     """
     device = device_of_rank(run)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Build the parts of a run from checked settings; the only file that uses every registry."""
+"""Build the parts of a run from checked settings."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[
 
 
 def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, name: str) -> Any:
-    """Build the loader ``data.<name>``; ``shard`` is its index and the number of shards."""
+    """Build the loader ``data.<name>``; ``shard`` is (index of the shard, number of shards)."""
     run, limit = _limits(run, name)
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
@@ -235,7 +235,7 @@ def _build_collate(setting: Any) -> Any:
 
 
 def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train")) -> Any:
-    """Return the first batch of a data set: of the first one in ``sets`` that the run has."""
+    """Return the first batch of the first data set in ``sets`` that the run has."""
     name = next(one for one in sets if getattr(run.data, one) is not None)
     section = run.data.loader(next(iter(run.data.sets_of(name).values())))
     if not isinstance(section, dict):

@@ -194,8 +194,8 @@ class Runner:
                 if get_rank() == 0:
                     logger.info("continuing from %s, step %d", path, state.step)
             self._owns_run_dir = True
-            # Compare updates, not batches: for another number of ranks, the loop converts the
-            # number of finished batches even if it trains nothing.
+            # Compare updates, not batches: if the number of ranks has changed, the loop converts
+            # the number of finished batches, even if it trains nothing.
             done = state.step
             loop.run(state, self._hooks)
             if path and state.step == done and get_rank() == 0:

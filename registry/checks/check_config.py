@@ -307,7 +307,7 @@ def _checks(
     schedulers: Mapping[str, SchedulerSection],
     metrics: Mapping[str, MetricSection],
 ) -> Iterator[Problem | Later]:
-    """Yield problems of the parts that do not depend on classes, and the checks that do."""
+    """Yield problems that can be found without classes, and the checks that need classes."""
     for key, (registry, runtime_args) in _PARTS.items():
         if isinstance(values.get(key), dict):
             yield component_check(values[key], registry, key, runtime_args)
@@ -352,7 +352,7 @@ def _need_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _metric_problems(run: RunSections) -> Iterator[Problem]:
-    """Yield problems of metrics that hooks and schedulers watch, such as missing ones."""
+    """Yield problems with metrics that hooks and schedulers name, and sets that metrics name."""
     watched = {
         f"hooks.{name}.{key}": settings.get(key)
         for name, settings in run.hooks.items()

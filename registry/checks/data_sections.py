@@ -105,7 +105,7 @@ def _name_problems(name: str, section: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def data_checks(values: Mapping[str, Any]) -> Iterator[Problem | Later]:
-    """Yield problems of the loaders that do not depend on classes, and the checks that do."""
+    """Yield problems that can be found without classes, and the checks that need classes."""
     data = values.get("data")
     several = sets_in(values)
     if not isinstance(data, dict):

@@ -27,9 +27,10 @@ def named_optimizers(optimizer: Any) -> dict[str, Any]:
 
 
 def stepping_class(settings: Mapping[str, Any]) -> Any:
-    """Return the class that makes the updates, whose arguments parameter groups may set.
+    """Return the class that makes the updates; None if unknown.
 
-    For an optimizer that wraps another one, this is its ``optimizer_class``. None if unknown.
+    Parameter groups may set its arguments. For an optimizer that wraps another one, this is its
+    ``optimizer_class``.
     """
     wanted = settings.get("optimizer_class", settings.get("type"))
     if isinstance(wanted, Mapping):
@@ -67,7 +68,7 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
 def optimization_checks(
     values: Mapping[str, Any], schedulers: Mapping[str, SchedulerSection]
 ) -> Iterator[Problem | Later]:
-    """Yield problems of the three sections that do not depend on classes, and checks that do."""
+    """Yield problems that can be found without classes, and the checks that need classes."""
     optimizer = values.get("optimizer")
     names = named_optimizers(optimizer)
     for name, one in names.items():

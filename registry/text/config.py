@@ -206,7 +206,7 @@ def _finished(values: dict[str, Any], origins: dict[str, str], path: Path) -> Co
 def _places(
     value: Any, origins: Mapping[str, str], at: str, inherited: str
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Yield each value and its origin by path; the values in a ``${...}`` have its origin."""
+    """Yield (path, (value, origin)); if ``origins`` has no entry, a value inherits one."""
     origin = origins.get(at, inherited)
     yield at, (value, origin)
     for key, child in below(value):

@@ -110,7 +110,7 @@ def read_config(
 
 
 def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
-    """Return the file of an entry of ``_base_`` in the last file of the chain."""
+    """Return the file that ``name`` refers to, an entry of ``_base_`` in the file ``chain[-1]``."""
     if isinstance(name, str):
         parent = find_config(name, chain[-1].parent, origin)
         if Path(os.path.abspath(parent)) in chain:

@@ -103,7 +103,7 @@ def run_summary(options: Options) -> int:
 def summary_of(options: Options, *, trains: bool = False) -> Summary:
     """Build the model and the first batch of a config, and summarize the model.
 
-    With ``trains``, it is a batch of the training data, from which the model computes its loss.
+    With ``trains``, the batch is from the training data, and the model must return a loss for it.
     """
     run = read_sections(options.examined)
     with as_mistakes_in(options.examined.config):

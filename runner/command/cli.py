@@ -185,7 +185,7 @@ def _signals_end_at_once() -> Iterator[None]:
         os._exit(128 + number)
 
     handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
-    # Ctrl-C is ignored in the background and under nohup; leave it ignored there.
+    # Shell scripts start background processes with SIGINT ignored; leave it ignored there.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end
     free = (n for n in COUNT_AS_SIGTERM if signal.getsignal(n) == signal.SIG_DFL)

@@ -45,8 +45,9 @@ class Command(click.Command):
         usage: the positional arguments, as shown in the help text.
         least: the smallest number of positional arguments.
         most: the largest number of positional arguments; None for any number.
-        section: None if the command has no config. Otherwise the config is the first positional
-            argument, and this is the section that it must have, or "" if any config will do.
+        section: None if the command has no config, or reads its config itself. Otherwise the config
+            is the first positional argument, and this is the section that it must have, or "" if
+            any config will do.
     """
 
     def __init__(

@@ -125,9 +125,9 @@ def _text(draft: Draft, value: Any, path: str, why: str) -> str:
 
 
 def _default_type(table: str, default: str, refusal: str, *rows: Row) -> Take:
-    """Return the function of a row for a dict that is converted by ``rows``.
+    """Return a function for ``Row.convert`` that converts a dict by ``rows``.
 
-    If its type is not mmengine's default, the type is listed as a miss with the text ``refusal``.
+    If the dict's type is not ``default``, it is listed as a miss with the text ``refusal``.
     """
 
     def make(given: Section) -> Any:

@@ -57,7 +57,7 @@ def _by_mmengine(path: Path) -> dict[str, Any]:
 
 
 def _by_python(path: Path) -> dict[str, Any]:
-    """Execute a file without mmengine's syntax, and the files that it names in ``_base_``."""
+    """Execute a plain Python config and its ``_base_`` files; reject mmengine's syntax."""
     used = _MMENGINE_SYNTAX.search(path.read_text("utf-8"))
     if used is not None:
         raise _error(f"it uses {used.group()}: install mmengine to convert it", path)

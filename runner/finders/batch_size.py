@@ -91,11 +91,11 @@ def _limited(memory_gib: float | None) -> Iterator[None]:
 def largest_batch_size(
     fits: Callable[[int], Fit], start: int, most: int | None = None
 ) -> tuple[int, Fit]:
-    """Return the largest size that fits (0 if none does) and the reason why it is the largest.
+    """Return the largest tried size that fits (0 if none does) and why it is the largest.
 
-    Doubles the size while it fits, or halves it while it does not. A bisection then narrows the
-    limit down to an eighth of the size. The reason is the result of the smallest size that did not
-    fit, or ``Fit.FITS`` if ``most`` fits.
+    Doubles the size while it fits, or halves it while it does not. A bisection then ends when the
+    smallest size that does not fit exceeds the returned size by at most 1/8, or by 1.
+    The reason is the result of that size, or ``Fit.FITS`` if ``most`` fits.
 
     Args:
         fits: called with a size; returns the result of trying it.
