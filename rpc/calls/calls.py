@@ -234,7 +234,7 @@ def devices() -> list[int | str | torch.device]:
 
 # Matches torch's text for a time-out.
 _TIME_OUT = re.compile(r"RPCErr:1:.*?\((\d+) ms\)", re.DOTALL)
-# Our text for torch's other errors: the first whose key has a word that occurs in torch's text.
+# Our texts for torch's other errors: the first entry with a word that torch's text contains.
 _TEXTS = {
     ("has not been initialized", "rpc not initialized"): (
         "{what} cannot be called on {to!r}: the world has been stopped"

@@ -156,7 +156,7 @@ class Directory:
     def _take_arrivals(
         self, name: str, error: Exception, place: Hashable | None = None
     ) -> list[_Ended]:
-        """Remove a member's arrivals at one place or at all; return their futures and the error."""
+        """Remove a member's arrivals at one place or everywhere; return their futures and error."""
         rounds = [one for one in self._rounds if name in one.arrived and place in (None, one.place)]
         return [(one.arrived.pop(name)[1], error) for one in rounds]
 

@@ -112,8 +112,8 @@ class RpcGroup:
         """Offer a function of this process to all members under ``key``.
 
         If the service returns a torch future, the caller gets its value once it is complete, and no
-        thread is occupied until then. ``torch.distributed.rpc.functions.async_execution`` may
-        decorate it.
+        thread is occupied until then. Such a service does not need the decorator
+        ``torch.distributed.rpc.functions.async_execution``, but may have it.
         """
         self._offer("service", key, service)
 

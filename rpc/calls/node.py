@@ -103,7 +103,7 @@ class Node:
             self._withdrawals[group] = call_async(self.manager, _manage, given)
 
     def wait_for_withdrawal(self, group: str) -> None:
-        """Wait until the manager has deleted the previous group of that name."""
+        """Wait until the manager has deleted this process's keys in the last group of that name."""
         withdrawal = self._withdrawals.pop(group, None)
         if withdrawal is not None:
             withdrawal.wait()

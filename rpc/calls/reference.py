@@ -69,6 +69,7 @@ class RpcReference:
         Raises:
             Exception: the exception of the call that makes the value.
             RpcError: the owner has died, does not answer in time, or has deleted the value.
+            KeyError: the value was paired, and the owner has withdrawn it.
         """
         if self._made is not None and self._made.done():
             # Raises immediately if the call never reached the owner.
@@ -132,7 +133,7 @@ def call_remote(
     to: str, func: Func, args: Any = (), kwargs: Any = None, timeout: float = -1, *, what: str = ""
 ) -> RpcReference:
     number = _new_number()
-    # Packed separately, so that an error of unpacking becomes an error of the value.
+    # Packed separately, so that `to_here` raises the error if the owner cannot unpack it.
     call = pack((func, tuple(args), dict(kwargs or {})))
     made = call_async(
         to, _run_and_keep, (number, call), timeout=timeout, what=what or describe_call(func)
@@ -164,7 +165,7 @@ class _Result:
         self._end: Future[None] = Future()
 
     def settle(self, make: Callable[[], Any]) -> Any:
-        """Store what ``make`` returns or raises; if it returns a future, once that completes."""
+        """Store the result or exception of ``make``, or of the future that it returns."""
         try:
             value = make()
             if isinstance(value, AnyFuture):
@@ -202,7 +203,7 @@ def _result_of(number: str, holder: str) -> Iterator[_Result]:
     """Yield a result, whose holders may be changed; delete it afterwards if no holder is left."""
     node = _node.current()
     with node.lock:
-        # Messages may overtake each other: a release may arrive before the call of the value.
+        # Messages may overtake each other: a release may arrive before the call.
         if number not in node.kept and holder == number:
             node.kept[number] = _Result(number)
         if number not in node.kept:

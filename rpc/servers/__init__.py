@@ -1,4 +1,4 @@
 """Servers of a world: an ordered key-value store, a model server and a gradient server.
 
-Imports calls. Start with ordered_server.py.
+Imports the subpackage calls. Start with ordered_server.py.
 """

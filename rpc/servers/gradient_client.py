@@ -85,8 +85,8 @@ class PushPullGradServer:
 
         Raises:
             RuntimeError: a parameter has no gradient.
-            ValueError: names or shapes differ from the managed model, or without one from the
-                pushes to which these gradients would be added.
+            ValueError: names or shapes differ from the managed model or, if there is none, from
+                the pushes to which these gradients would be added.
             queue.Full: the reducer's queue stayed full for the world's ``rpc_timeout``, or it is
                 full and ``on_full`` is "error".
             RpcError: the primary reducer has died or failed.
@@ -195,7 +195,7 @@ class _Sender:
         return sum(self._dropped.values())
 
     def push(self, gradients: Gradients, mark: Mark | None) -> Update | None:
-        """Deliver gradients to a living reducer; return its update from ``mark``, if any."""
+        """Deliver gradients to a living reducer; return the update since ``mark`` if it has one."""
         with self._lock:
             pending = _Pending(self._next_number, gradients, mark=mark)
             self._next_number += 1

@@ -202,8 +202,9 @@ class PushPullGradServerImpl:
 
         A secondary reducer reduces its full batches and sends them to the primary. The primary
         first waits until all running secondaries have done this, and then makes all full steps, so
-        reducers may close in any order. Pushes that fill no batch are discarded. After ``stop``,
-        all are. Clients that push while the primary closes get ``RpcError``. May be called again.
+        reducers may close in any order. Pushes that fill no batch are discarded; after ``stop``,
+        all pushes are discarded. Clients that push while the primary closes get ``RpcError``. May
+        be called again.
 
         Raises:
             RpcError: reducers did not finish within the world's ``rpc_timeout``, or 60 s if that is
@@ -234,7 +235,7 @@ class PushPullGradServerImpl:
             raise RpcError(f"close() of {self.server_name!r}: {text}")
 
     def _finish_own(self, timeout_s: float) -> bool:
-        """Wait until no full batch is left here, or nothing reduces; return False if it is late.
+        """Wait until no full batch is left here or reduction stops; return False on a timeout.
 
         Pushes are refused from now on, so that this ends.
         """
@@ -320,7 +321,7 @@ def _finish_others(group: RpcGroup, server: str, reducers: list[str], limit_s: f
         try:
             is_finished = call.wait()
         except (KeyError, RpcError):
-            # Before the deadline, it has closed or died.
+            # An error before the deadline means that it has closed or died.
             is_finished = time.monotonic() < deadline
         if not is_finished:
             late.append(name)

@@ -30,9 +30,9 @@ class PushPullModelServer:
     returns True on one of the ranks.
 
     With the default ordered server, only tensors that have changed since the last push or pull of a
-    model are sent. For that, a copy of the state is kept as long as the model lives. Tensors that
-    change at every push are sent without being copied or compared. Only one push in 16 compares
-    them, to find tensors that no longer change.
+    model are sent. For that, a copy of the state is kept as long as the model lives. CPU tensors
+    that change at every push are only copied and compared at one push in 16, to find tensors that
+    no longer change.
 
     Args:
         model_name: the key under which the server keeps the model.

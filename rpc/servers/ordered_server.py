@@ -1,7 +1,7 @@
 """A key-value store with versions: each push names the version that it replaces.
 
 ``StateServer`` is for states (dicts of tensors) and only sends the tensors that have changed. For
-that, a client names the state that it has by a mark, which identifies one state of one server.
+that, a client sends the mark of the state that it has. A mark identifies one state of one server.
 Version numbers cannot do this, because they start again when a server is restarted.
 """
 
@@ -214,8 +214,8 @@ class StateServer(OrderedServerSimple):
 
         Args:
             key: the key of the model.
-            version: the caller's version, so that only a newer state is sent; None compares only
-                ``mark``. It is ignored if ``mark`` belongs to another server.
+            version: the caller's version; the server sends a newer state only. It is ignored if
+                it is None or if ``mark`` belongs to another server.
             mark: identifies the caller's state.
             lacking: names in that state whose tensors the caller has not kept.
         """
@@ -346,7 +346,7 @@ class _Ledger:
 # Tensors are compared as integers of the same size, so that NaN equals itself and -0 is not 0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Tensors that change at each push are only copied once in this many pushes.
+# CPU tensors that change at each push are only copied once in this many pushes.
 _PUSHES_PER_COPY = 16
 
 
@@ -379,7 +379,7 @@ class KnownState:
     def keep(self, changes: State, own: State) -> None:
         """Copy the sent changes into the known state, into existing memory if possible.
 
-        Tensors that change at each push are not copied, because comparing them would not save
+        CPU tensors that change at each push are not copied, because comparing them would not save
         anything. One push in ``_PUSHES_PER_COPY`` copies them, to find those that stay the same.
         """
         self.pushes += 1

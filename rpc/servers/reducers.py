@@ -321,11 +321,11 @@ class Secondary:
         # Why this process's thread has failed, and why the primary refuses batches; "" if neither.
         self._failure = ""
         self._primary_error = ""
-        # Why pushes are refused at the end; "" before.
+        # Why all pushes are refused while the server closes; "" before.
         self._end_text = ""
         self._layout: Layout | None = None
         self._is_watching = False
-        # Completes when this reducer leaves: True by itself, False if it is excluded.
+        # Completes when this reducer ends: True if it leaves by itself, False if it is excluded.
         self._end: Future[bool] = Future()
         # Complete it when the world ends too, because `World.stop` waits for all answers.
         _node.current().has_left.add_done_callback(partial(_leave, self._end))
@@ -364,7 +364,7 @@ class Secondary:
         }
 
     def push(self, push: Push, must_run: bool) -> Future[Receipt]:
-        """Queue a push; if it ``must_run``, only while this reducer is running.
+        """Queue a push; if ``must_run``, refuse it while this reducer is not running.
 
         Raises:
             ValueError: names or shapes of the gradients do not fit; the push is not queued.

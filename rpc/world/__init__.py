@@ -1,4 +1,4 @@
 """Members of a world, the store through which they meet, and the start and end of a world.
 
-Imports calls. Start with world.py.
+Imports the subpackage calls. Start with world.py.
 """

@@ -79,7 +79,7 @@ class Agent:
         store.set(f"past_{self._rank}", _last_joint_end)
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads + SPARE_THREADS,
-            # For the start only. The timeout of calls is set afterwards: 0 would never time out.
+            # For the start only, which needs a limit even if the world's `rpc_timeout` is 0.
             rpc_timeout=self._join_timeout_s,
             init_method=f"{_SCHEME}://",
         )
@@ -217,9 +217,9 @@ def check_rank(rank: int) -> None:
 
 @contextlib.contextmanager
 def on_loopback(is_local: bool) -> Iterator[None]:
-    """Use the user's network interface, or the loopback interface if the world ``is_local``.
+    """Use the interface that the user has set, or the loopback interface if ``is_local``.
 
-    Applies to Gloo and TensorPipe. If the user has set the variable of one, both use it.
+    Gloo and TensorPipe each have a variable for it. If the user has set only one, both use it.
     """
     missing = [name for name in _INTERFACES if name not in os.environ]
     given = next((os.environ[name] for name in _INTERFACES if name in os.environ), None)

@@ -23,7 +23,7 @@ from .store import MeetingPlace, naming_store, wait_for_key
 
 # How long rank 0 keeps the store, after an error or at the end, for members that still read it.
 _LINGER_S = 3.0
-# The maximum time between the first and the last living member's failure in a joint step.
+# After one member has failed in a joint step, the other living ones finish or fail in this time.
 _LAST_S = 1.0
 _RETRY_S = 0.05
 # How often waiting members check whether another world has been opened.
@@ -49,8 +49,8 @@ def agree_on_members(
     """Return the names of all members by rank; every member must call this.
 
     Raises:
-        ValueError: in all members, if ranks or names are given twice, a name is invalid, or the
-            settings differ.
+        ValueError: another process has this rank; or, in all members, a name is invalid or given
+            twice, or the settings differ.
         RpcError: members did not join in time; the text names them.
     """
     with naming_store(place, "the world cannot begin"):
@@ -237,7 +237,7 @@ def _raise_verdict(store: Store, verdict: dict[str, Any]) -> NoReturn:
 def wait_for_readers(store: Store, rank: int, count: int) -> None:
     """Count this member as a reader of the store; as rank 0, wait for ``count`` readers.
 
-    Rank 0 keeps the store, so it stays for at most ``_LINGER_S``.
+    Rank 0 waits because the store ends with it, but for at most ``_LINGER_S``.
     """
     store.add("seen", 1)
     deadline = time.monotonic() + _LINGER_S

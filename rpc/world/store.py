@@ -49,7 +49,7 @@ def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _whole_number(setting: str, value: object) -> int:
-    """Return an argument, or an environment variable (in capitals) as text, as an integer."""
+    """Return a setting as an integer; if its name is in capitals, ``value`` may be text."""
     if isinstance(value, str) and setting.isupper():
         try:
             return int(value)
@@ -75,8 +75,8 @@ class OwnPlace:
         self.is_local = is_loopback(host)
         self._address = host, port
         self._timeout_s = timeout_s
-        # Only listens. torch gets a client instead and keeps it until the process ends, so that
-        # the port is free as soon as this object is.
+        # This store only listens. torch gets a client of it and keeps that until the process ends,
+        # so the port is free as soon as this object is deleted.
         self._server: Store | None = None
 
     def enter(self, rank: int, deadline: float) -> bool:
@@ -122,7 +122,7 @@ class SharedPlace:
         self.store: Store
         self.where = where
         self.is_local = _is_store_local(store)
-        # Nothing says on which hosts the members are: they may share the file's folder.
+        # The hosts of the members are unknown: several hosts may share the file's folder.
         is_file = isinstance(_innermost(store), FileStore)
         self.is_assumed_local = is_file and self.is_local and not all_on_one_host()
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -130,7 +130,7 @@ class SharedPlace:
         self._open = b""
 
     def enter(self, rank: int, deadline: float) -> bool:
-        """Open a world as rank 0; otherwise find the newest one, or return False if it is late."""
+        """Open a world as rank 0, otherwise find the newest; return False if none opens in time."""
         if rank == 0:
             self._worlds.set("open", uuid.uuid4().hex)
         elif not wait_for_key(self._worlds, "open", deadline - time.monotonic()):
@@ -147,7 +147,7 @@ MeetingPlace: TypeAlias = OwnPlace | SharedPlace
 
 
 def _is_store_local(store: Store) -> bool:
-    """Return whether a store listens on the loopback interface only."""
+    """Return whether members that meet in this store connect over the loopback interface only."""
     store = _innermost(store)
     if isinstance(store, TCPStore):
         return is_loopback(store.host) or all_on_one_host()
@@ -225,7 +225,7 @@ def wait_for_key(store: Store, key: str, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def naming_store(place: MeetingPlace, what: str) -> Iterator[None]:
-    """Raise an RpcError that names the store if it fails, and rank 0 if it keeps the store."""
+    """Turn errors of the store into an RpcError that names it, and rank 0 if that keeps it."""
     try:
         yield
     except RpcError:

@@ -33,11 +33,11 @@ class World:
     """The named processes of a program; a process can be in one world at a time.
 
     Members call each other in groups (``create_rpc_group``), and run collectives in groups of ranks
-    (``create_collective_group``). They meet at ``dist_init_method`` if it is given; rank 0 then
-    listens at that address only. By default they meet through the store of the default process
-    group if there is one (inside ``stepwrap.runner.launch``), otherwise at MASTER_ADDR if that is
-    set (torchrun), otherwise at localhost:9100. Members execute the functions that they receive:
-    use a trusted network only.
+    (``create_collective_group``). They meet at ``dist_init_method`` if it is given. If that is a
+    tcp:// address, the store of rank 0 listens at that address only. By default they meet through
+    the store of the default process group if there is one (inside ``stepwrap.runner.launch``),
+    otherwise at MASTER_ADDR if that is set (torchrun), otherwise at localhost:9100. Members execute
+    the functions that they receive: use a trusted network only.
 
         with World("trainer") as world:
             group = world.create_rpc_group("all", world.get_members())
@@ -220,8 +220,8 @@ class World:
         Args:
             timeout: the time limit in seconds; default: the world's ``rpc_timeout``, or 60 if that
                 is 0; 1 if not ``graceful``. Calls that are then still running here continue in the
-                background. With 0, a graceful stop waits without limit for the other members, and
-                then as long as by default for these calls.
+                background. With 0, a graceful stop waits for the other members without limit. Then
+                it waits for these calls for the default time.
             graceful: False leaves without waiting, so the calls of other members to this process
                 fail.
 
@@ -304,7 +304,7 @@ class World:
 
 
 class _Ending:
-    """How far the end of a world is, which thread runs it, and its deadline."""
+    """The progress of stopping a world, the thread that stops it, and the deadline."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
