@@ -192,9 +192,9 @@ def check_export(path: Path, kind: str = "") -> None:
     Raises:
         FileExistsError, ImportError, ValueError: as for ``export_model``.
     """
-    kind = kind or path.suffix.removeprefix(".")
-    if kind not in FORMATS:
-        known = ", ".join(f".{one}" for one in FORMATS if one != "peft")
+    files = [one for one in FORMATS if one != "peft"]
+    if not kind and (kind := path.suffix.removeprefix(".")) not in files:
+        known = ", ".join(f".{one}" for one in files)
         raise ValueError(f"an export needs a file that ends in {known}, got {path.name!r}")
     if path.exists():
         raise FileExistsError(

@@ -258,11 +258,13 @@ def receiving_signals(ranks: Ranks) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         ranks.received.append(signal.SIGTERM if number in COUNT_AS_SIGTERM else number)
 
-    # Keep the program's own handlers, and keep ignoring what nohup makes this process ignore.
+    # Keep the program's own handlers, and keep ignoring what nohup or a script's `&` makes this
+    # process ignore.
+    stops = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
     free = [
         n for n in COUNT_AS_SIGTERM if signal.getsignal(n) in (signal.SIG_DFL, pass_on_as_sigterm)
     ]
-    with handling(dict.fromkeys((signal.SIGINT, signal.SIGTERM, *free), note)):
+    with handling(dict.fromkeys((*stops, *free), note)):
         yield
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ...collectives import get_rank
 from ..hook import Hook
+from ..skip_steps import Rollback
 from ..state import LoopState, Phase
 from .media import checked_media
 
@@ -123,7 +124,8 @@ class LoggerHook(Hook):
     on_run_end = on_train_end
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        self.close(failed=True)
+        # The training continues after a rollback.
+        self.close(failed=not isinstance(error, Rollback))
 
     def _attach(self, state: LoopState) -> bool:
         """Subscribe to the media of ``state``, and return whether this rank writes."""

@@ -23,6 +23,7 @@ from ...wrappers.sharding.layout import layout_of, local_part
 from ...wrappers.sharding.mesh import check_axes
 from ..checkpoints.weights import device_of, num_data_ranks, plain_name, user_model
 from ..hook import Hook
+from ..skip_steps import Rollback
 from ..state import LoopState
 
 # The maximum number of warnings of each rank, and of characters in a text.
@@ -80,7 +81,9 @@ class RunInfoHook(Hook):
         self._log.close()
 
     def on_exception(self, state: LoopState, error: BaseException) -> None:
-        self._log.write("error", text=f"{type(error).__name__}: {error}")
+        # The training continues after a rollback.
+        if not isinstance(error, Rollback):
+            self._log.write("error", text=f"{type(error).__name__}: {error}")
         self._log.close()
 
     def _write_phases(self, state: LoopState) -> None:

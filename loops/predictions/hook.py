@@ -72,9 +72,12 @@ class PredictionHook(Hook):
         self._shards: list[int] = []
         self._part: PartWriter | None = None
         self._batches = self._samples = 0
+        self._was_stopped = False
 
     def on_eval_start(self, state: LoopState) -> None:
         """Open this rank's part."""
+        # An earlier training of this process may have been stopped.
+        self._was_stopped = bool(state.stop_reason)
         # Of ranks that see the same samples (tensor parallelism), the first one writes.
         shard = get_rank() if self._sampler is None else self._sampler.rank
         self._shards = all_gather_object(shard)
@@ -107,7 +110,7 @@ class PredictionHook(Hook):
         # This exchange also waits until all parts are complete.
         by_rank = all_gather_object(about)
         problem: Exception | None = None
-        if get_rank() == 0 and not state.stop_reason:
+        if get_rank() == 0 and (self._was_stopped or not state.stop_reason):
             try:
                 self.count = self._merge(by_rank)
             except Exception as error:

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import math
 import warnings
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
+import spiky_runs
 import torch
 from loop_parts import make_loader, make_state
 from marks import slow
@@ -21,9 +23,11 @@ from stepwrap.loops import (
     EpochTrainLoop,
     Hook,
     HookList,
+    LoggerHook,
     LogHook,
     LoopState,
     RunInfoHook,
+    SpikeGuardHook,
     ThroughputHook,
     ValLoop,
 )
@@ -192,3 +196,23 @@ def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: Any) -
     assert state.run_dir is None
     EpochTrainLoop(make_loader(), max_epochs=1).run(state, HookList([RunInfoHook()]))
     assert list(tmp_path.iterdir()) == []
+
+
+class Closed(LoggerHook):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[bool] = []
+
+    def close(self, failed: bool) -> None:
+        self.ends.append(failed)
+
+
+def test_a_rollback_is_not_an_error(tmp_path: Path) -> None:
+    wild = {spiky_runs.sample_at(12, 0, 1): math.nan}
+    saver, closed = CheckpointHook(every_steps=5, every_epochs=None), Closed()
+    hooks = [SpikeGuardHook(before=4), saver, RunInfoHook(), closed]
+    state = spiky_runs.make_state(run_dir=tmp_path)
+    assert spiky_runs.train(state, spiky_runs.Spiky(80, wild), hooks).step == 20
+    found = events(tmp_path)
+    assert [event for event, *_ in found if event in ("error", "end")] == ["end"]
+    assert closed.ends == [False, False]

@@ -184,6 +184,7 @@ def test_a_left_over_file_with_weights_is_kept(
     [
         ([], "stepwrap export: --to (safetensors, pt2, onnx, peft) or --out is required"),
         (["--out", "m.bin"], "file that ends in .safetensors, .pt2, .onnx, got 'm.bin'"),
+        (["--out", "m.peft"], "file that ends in .safetensors, .pt2, .onnx, got 'm.peft'"),
         (["--out", "m.pt2", "--to", "onnx"], "--to onnx and the suffix of m.pt2 differ"),
         (["--out", "old.pt2"], "an export needs a new file, and old.pt2 exists"),
         (["--out", "m.pt2"], "runs/points has no checkpoint: train first"),

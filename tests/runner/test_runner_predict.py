@@ -15,10 +15,10 @@ from runner_parts import Command, run_command
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from stepwrap.loops import TestLoop, build_loader
+from stepwrap.loops import Hook, IterTrainLoop, LoopState, TestLoop, build_loader
 from stepwrap.runner import Runner, load_model
 from stepwrap.runner.command.cli import main
-from stepwrap.wrappers import SupervisedModel
+from stepwrap.wrappers import OptimWrapper, SupervisedModel
 
 Capture = pytest.CaptureFixture[str]
 EMA = "hooks.ema={type: EMAHook, decay: 0.9}"
@@ -138,3 +138,24 @@ def test_objects(tmp_path: Path) -> None:
     assert other.read_text() == path.read_text()
     with pytest.raises(ValueError, match="predict requires a loader or test_loop"):
         Runner(model, hooks=()).predict(tmp_path / "none.jsonl")
+
+
+class Stops(Hook):
+    def on_update(self, state: LoopState) -> None:
+        state.request_stop("one update is enough")
+
+
+def test_a_stopped_training_does_not_stop_predictions(tmp_path: Path) -> None:
+    model = SupervisedModel(nn.Linear(2, 3), nn.CrossEntropyLoss())
+    data = TensorDataset(torch.rand(5, 2), torch.zeros(5, dtype=torch.long))
+    loader = build_loader(data, batch_size=2)
+    runner = Runner(
+        model,
+        optim_wrapper=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)),
+        train_loop=IterTrainLoop(loader, max_steps=100),
+        hooks=[Stops()],
+    )
+    runner.train()
+    assert runner.state.step == 1
+    path = tmp_path / "predictions.jsonl"
+    assert runner.predict(path, loader=loader) == len(_lines(path)) == 5
