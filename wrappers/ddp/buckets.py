@@ -34,7 +34,8 @@ class FixedBuckets(DistributedDataParallel):
 
     From the first step on, its buckets have the reverse order of the parameters, which is the order
     in which most models compute gradients. With ``find_unused_parameters`` this is not needed,
-    because torch never rebuilds the buckets.
+    because torch never rebuilds the buckets. With ``static_graph`` and a hook without
+    ``averages``, torch rebuilds the buckets as usual, so the order may change after a resume.
     """
 
     _hook: CommHook | None = None
@@ -43,11 +44,11 @@ class FixedBuckets(DistributedDataParallel):
         is_known = _has_names()
         self._is_static = is_known and bool(options.pop("static_graph", False))
         if self._is_static:
-            # Not needed with static_graph: the recorded graph shows which parameters are unused.
+            # A static graph needs no search: the recorded graph shows the unused parameters.
             options["find_unused_parameters"] = False
         # If the constructor rebuilds the buckets, torch passes the parameters of the first bucket
-        # to every call of a hook while it records a static graph. So the buckets keep torch's order
-        # if the hook may read parameters. Hooks with `averages` do not.
+        # to every call of a hook while torch records a static graph. Hooks without `averages` may
+        # read the parameters of a bucket, so with such a hook the buckets keep torch's order.
         may_inspect = self._is_static and self._hook is not None and not self._hook.averages
         rebuilds = not options.get("find_unused_parameters", False)
         self._is_reversed = is_known and rebuilds and not may_inspect
@@ -59,7 +60,7 @@ class FixedBuckets(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        # Hides static_graph from torch, which would set it while it loads the state: too early.
+        # Hidden, because torch's __setstate__ would set the static graph at once: too early.
         return {**state, "static_graph": self.static_graph and not self._is_static}
 
     def __setstate__(self, state: Any) -> None:
@@ -75,7 +76,7 @@ class FixedBuckets(DistributedDataParallel):
     def _prepare_reducer(self) -> None:
         # torch creates no reducer if `delay_all_reduce_named_params` has all parameters.
         if self._is_reversed and hasattr(self, "reducer"):
-            # Records this as the order of the gradients, in which torch then rebuilds the buckets.
+            # torch rebuilds the buckets in the order that this call records.
             self.reducer._push_all_rebuilt_params()
         self._waits_for_sync = self._is_static
         if self._is_static:
@@ -83,10 +84,10 @@ class FixedBuckets(DistributedDataParallel):
             self._static_graph_delay_allreduce_enqueued = True
 
     def _record_graph(self) -> None:
-        """Start to record a static graph if the next backward averages.
+        """Start to record a static graph if the next backward averages gradients.
 
-        torch cannot record under ``no_sync``, and an early average would change the sums of a
-        window.
+        Batches under ``no_sync`` are not recorded: torch cannot record them, and averaging their
+        gradients before the end of the window would change the sums.
         """
         if self._waits_for_sync and self.require_backward_grad_sync and torch.is_grad_enabled():
             self._waits_for_sync = False

@@ -197,7 +197,7 @@ def read_comm_hook(setting: Any) -> CommHook:
 
 
 def unannotated(function: HookFunction) -> HookFunction:
-    """Return ``function`` without annotations, because torch rejects annotations in strings."""
+    """Return ``function`` without annotations, because torch rejects string annotations."""
 
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         return function(state, bucket)

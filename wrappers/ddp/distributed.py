@@ -194,7 +194,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         group, everyone = self.process_group, distributed.group.WORLD
         assert everyone is not None
         # torch's method accepts the default group only, because other groups cannot be pickled.
-        # They can be copied by deepcopy, which uses the state as well.
+        # But deepcopy calls this method too, and it can copy a wrapper with any group.
         self.process_group = everyone
         try:
             state = super().__getstate__()

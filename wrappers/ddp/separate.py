@@ -49,9 +49,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: the process group is missing, a trained parameter belongs to no child or to a
-            ``ModuleList`` or ``ModuleDict``, or no child has trained parameters. The model is then
-            unchanged.
+        ValueError: the process group is missing; a trained parameter belongs to the model itself;
+            a child with trained parameters is a ``ModuleList`` or ``ModuleDict``; or no child has
+            trained parameters. No child is wrapped then.
     """
 
     averages_ranks = True
@@ -106,7 +106,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do not average the gradients of forwards in this context, for all children."""
+        """Skip the averaging, in all children, in the backward of each forward in this context."""
         with ExitStack() as stack:
             for child in self._wrapped():
                 stack.enter_context(child.no_sync())
@@ -153,7 +153,7 @@ class _Child(StepDistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)
-        # DDP's forward waits for the other ranks to share buffers; an evaluation must not.
+        # DDP's forward may broadcast buffers, so it waits for all ranks. Evaluation must not wait.
         return self.module(*inputs, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +214,7 @@ def _rename_misfits(module: nn.Module, misfits: Any) -> None:
 
 
 def _rename_versions(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
-    """Rename the version numbers of modules in a state dict for loading into wrappers."""
+    """Copy each child's version numbers in a state dict to the names inside its wrapper."""
     versions = getattr(state, "_metadata", None)
     if versions is None:
         return
