@@ -49,7 +49,7 @@ def run_check(options: Options) -> int:
 
 
 def _size(options: Options, trains: bool) -> Iterator[str]:
-    """Yield lines about the model's size, or a line with the error that prevented measuring it.
+    """Yield the known sizes of the model, then the error if its forward could not be measured.
 
     Raises:
         ConfigError: the training data cannot be read or does not fit the model; only raised if
@@ -72,7 +72,7 @@ def _size(options: Options, trains: bool) -> Iterator[str]:
 
 def run_summary(options: Options) -> int:
     """Print the layers of a config's model, its parameters and the FLOPs of one batch."""
-    # Imported lazily: only this command draws a table.
+    # Imported lazily: `check` does not draw a table.
     from rich.console import Console
     from rich.table import Table
 

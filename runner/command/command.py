@@ -23,9 +23,9 @@ from ...registry.text.files import shipped_configs
 
 # The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
-# The argument of a command's body. Its attributes are the options, the positional arguments as
-# `words` and, if the command runs a config, `source` (the file), `overrides` and `examined` (the
-# config that they give, with its names checked).
+# The argument of a command's body. Its attributes are the options, the command's name as `command`
+# and the positional arguments as `words`. If the command runs a config, there are also `source`
+# (the file), `overrides`, and `examined` (the config with the overrides, its names checked).
 Options = SimpleNamespace
 
 
@@ -35,7 +35,7 @@ def mistake(text: str) -> ConfigError:
 
 
 class Command(click.Command):
-    """A command whose body is imported when it is called, and returns the exit code.
+    """A command whose body is imported when the command is called. The body returns the exit code.
 
     Args:
         name: the word after ``stepwrap``.
@@ -92,7 +92,7 @@ class Command(click.Command):
     def _proposals(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Propose files to a shell, or shipped configs if no file name starts with the word."""
+        """Propose files to a shell; for CONFIG, propose shipped configs if no file matches."""
         is_config = self._usage.startswith("CONFIG") and not ctx.params.get("words")
         if not is_config or glob.glob(f"{glob.escape(incomplete)}*"):
             return [CompletionItem(incomplete, type="file")]

@@ -82,7 +82,7 @@ class _PredictCommand(Command):
             if name == "test" and not one:
                 return source, overrides
             if "type" not in section:
-                # Without a type, build_loader builds the loader: read each sample once, in order.
+                # build_loader builds this loader. Make it read each sample once, in order.
                 section |= {"shuffle": False, "drop_last": False}
         else:
             hint = did_you_mean(data, ("train", "val", "test"))
@@ -94,7 +94,7 @@ class _PredictCommand(Command):
 
 
 def _one_set(name: str, one: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Return the set ``one`` of ``data.<name>``; for "", the whole section if it has no sets."""
+    """Return the set ``one`` of ``data.<name>``; for "", the section, which must not have sets."""
     sets = sets_in({"data": {name: section}}).get(name, {})
     if one in sets or not (one or sets):
         return dict(sets.get(one, section))

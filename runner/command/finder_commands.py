@@ -54,7 +54,7 @@ def run_lr_find(options: Options) -> int:
 
 
 def run_batch_size_find(options: Options) -> int:
-    """Try batch sizes in short trainings; print the largest one that fits into memory."""
+    """Try batch sizes in short trainings; print the largest tried size that fits into memory."""
     run = _training(options)
     section = run.data.train
     if not isinstance(section, LoaderSection):

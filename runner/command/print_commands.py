@@ -45,7 +45,7 @@ def run_schema(options: Options) -> int:
 
 
 def run_list(options: Options) -> int:
-    """List the names in every registry, or one registry with arguments and descriptions."""
+    """List the names in all registries, or the names, arguments and descriptions in one."""
     name = options.words[0] if options.words else None
     try:
         registries = list_registrations(name)
@@ -127,7 +127,7 @@ def draw_curves(run_dir: Path) -> Path:
 
 
 def read_curves(run_dir: Path) -> Curves:
-    """Read the records in ``run_dir`` as {value: {phase: [(step, number), ...]}}.
+    """Read the records in ``run_dir`` as {name: {phase: [(step, value), ...]}}.
 
     Points are sorted by step, because ``validate`` and ``test`` append records of earlier
     checkpoints. If a step has several records, the last one counts.

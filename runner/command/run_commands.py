@@ -134,9 +134,9 @@ def _run(job: Job) -> int:
 
 @contextmanager
 def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
-    """If the run fails or is stopped after saving checkpoints, raise an error that names the last.
+    """Raise an error that names the last checkpoint if training fails or is stopped after a save.
 
-    Errors of ``validate``, ``test`` and ``predict`` are raised unchanged.
+    A ``ConfigError`` and errors of ``validate``, ``test`` and ``predict`` are raised unchanged.
     """
     # Not `find_checkpoint`: every rank must call it, but a signal may stop only one of them.
     before, set_aside = checkpoint_times(folder), checkpoint_times(folder, "incomplete_")
@@ -211,7 +211,7 @@ def _print_metrics(job: Job, outcome: Outcome) -> None:
         table.add_column(f"{phase} (best checkpoint)" if best else phase, justify="right")
     for name in dict.fromkeys(name for phase in phases for name in outcome.metrics[phase]):
         values = [outcome.metrics[phase].get(name) for phase in phases]
-        # Validation and test may have different sets.
+        # Validation and test may have different data sets, and thus different metric names.
         table.add_row(name, *("" if value is None else f"{value:.4f}" for value in values))
     Console(highlight=False).print(table)
 

@@ -138,7 +138,7 @@ def _print_table(sweep: Sweep, ranked: list[FrozenTrial]) -> None:
 
 
 def _short_names(sweep: Sweep) -> list[str]:
-    """Return the last parts of the keys, or whole keys if those are not unique."""
+    """Return the last part of each key, or the whole key if other keys end in the same part."""
     short = [key.rpartition(".")[2] for key in sweep.space]
     pairs = zip(sweep.space, short, strict=True)
     return [key if short.count(name) > 1 else name for key, name in pairs]
