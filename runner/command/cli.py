@@ -185,7 +185,9 @@ def _signals_end_at_once() -> Iterator[None]:
         os.write(2, f"{_stop_text(Terminated(number))}\n".encode())
         os._exit(128 + number)
 
-    handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGTERM: end}
+    handlers: dict[int, Callable[[int, FrameType | None], None]] = {}
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        handlers[signal.SIGTERM] = end
     # Shell scripts start background processes with SIGINT ignored; leave it ignored there.
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = end

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -32,6 +33,13 @@ Options = SimpleNamespace
 def mistake(text: str) -> ConfigError:
     """Return the error for a mistake in the command line: one line, exit code 2."""
     return ConfigError([Problem("", text)])
+
+
+def train_with(options: Options, *overrides: str) -> str:
+    """Return the command that trains the config with the same launch options and ``overrides``."""
+    flags = [f"--{n}={v}" for n in ("nproc", "device") if (v := vars(options)[n]) is not None]
+    flags += ["--oversubscribe"] if options.oversubscribe else []
+    return shlex.join(["stepwrap", "train", *options.words, *flags, *overrides])
 
 
 class Command(click.Command):
@@ -149,9 +157,9 @@ def _split_optional_values(options: Options) -> None:
     """
     for name in ("resume", "checkpoint"):
         value = vars(options).get(name)
-        if not isinstance(value, str) or not value or os.path.isdir(value):
+        if not isinstance(value, str) or not value:
             continue
-        if "=" in value:
+        if "=" in value and not os.path.isdir(value):
             options.words.append(value)
             setattr(options, name, True)
         elif not options.words or "=" in options.words[0]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from ...registry import ConfigError, LoaderSection, Problem, RunSections, did_you_mean
@@ -12,7 +11,7 @@ from ..guard import raising_stops
 from ..jobs import Job, on_ranks
 from ..launcher import started_outside
 from ..sections import read_sections
-from .command import Options, mistake
+from .command import Options, mistake, train_with
 from .print_commands import plots_available
 
 _ROWS = 12
@@ -49,7 +48,7 @@ def run_lr_find(options: Options) -> int:
         return 1
     key = f"optimizer.{name}.lr" if name else "optimizer.lr"
     print(f"suggestion: {result.suggestion:.2g}, where the loss falls fastest")
-    print(f"train with it: {_train_with(options, f'{key}={result.suggestion:.2g}')}")
+    print(f"train with it: {train_with(options, f'{key}={result.suggestion:.2g}')}")
     return 0
 
 
@@ -74,7 +73,7 @@ def run_batch_size_find(options: Options) -> int:
         return 1
     why = {Fit.TOO_FEW_SAMPLES: ", limited by the data set", Fit.FITS: ", the largest one allowed"}
     print(f"largest batch size per process: {size}{why.get(reason, '')}")
-    print(f"train with it: {_train_with(options, f'data.train.batch_size={size}')}")
+    print(f"train with it: {train_with(options, f'data.train.batch_size={size}')}")
     return 0
 
 
@@ -87,9 +86,3 @@ def _training(options: Options) -> RunSections:
         what = f"{options.command} needs this section, but it is missing"
         raise ConfigError([Problem("train", what)])
     return run
-
-
-def _train_with(options: Options, override: str) -> str:
-    given = {"nproc": options.nproc, "device": options.device}
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return shlex.join(["stepwrap", "train", *options.words, *flags, override])

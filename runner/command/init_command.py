@@ -10,7 +10,7 @@ from .command import Options, mistake
 _CONFIG = """\
 # The settings of `stepwrap train config.yaml`. `type` names a class; the other keys are its
 # arguments. `stepwrap check config.yaml` reports mistakes.
-name: {name}
+name: "{name}"
 seed: 0
 model:
   type: SupervisedModel

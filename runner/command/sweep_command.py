@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from ..launcher import started_outside
 from ..parts import rehearse
 from ..run_folder import locked_run_dir
 from ..sections import read_sections
-from .command import Options, mistake
+from .command import Options, mistake, train_with
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -109,13 +108,10 @@ def _report(sweep: Sweep, options: Options, stop: int) -> int:
     pruned = sum(map(is_pruned, ranked))
     numbers = f"{len(ranked) - pruned} completed, {pruned} pruned, {count - len(ranked)} failed"
     print(f"{count} trials: {numbers}")
-    given = {"nproc": options.nproc, "device": options.device}
-    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    command = ["stepwrap", "train", *options.words, *flags]
     if ranked and not is_pruned(ranked[0]):
         print(f"best run: {sweep.run_dir(ranked[0])}")
         best = as_overrides(sweep.values_of(ranked[0]))
-        print(f"train with its values: {shlex.join([*command, *best])}")
+        print(f"train with its values: {train_with(options, *best)}")
     if stop:
         name = "Ctrl-C" if stop == signal.SIGINT else signal.Signals(stop).name
         print(f"stopped by {name}; the same command with --resume continues the sweep")

@@ -527,4 +527,5 @@ def test_bash_completes_with_the_line_of_the_page(tmp_path: Path) -> None:
 def test_a_resume_may_stand_before_other_words(run: Path) -> None:
     assert main(["train", "--resume", "points.yaml", "train.max_epochs=1"]) == 0
     assert main(["train", "points.yaml", "--resume", "train.max_epochs=2"]) == 0
+    assert main(["train", "--resume", "runs/points", "train.max_epochs=2"]) == 0
     assert len(final_weights(run / "runs/points")) == 4

@@ -34,6 +34,8 @@ def test_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "two words").exists()
     assert main(["init", "two words", "--name", "two"]) == 0
     assert load_config(tmp_path / "two words" / "config.yaml")["name"] == "two"
+    assert main(["init", "2024"]) == 0
+    assert load_config(tmp_path / "2024" / "config.yaml")["name"] == "2024"
     assert main(["init"]) == 2
     assert "DIR is missing" in capsys.readouterr().err
     (tmp_path / "file").touch()
