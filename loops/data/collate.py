@@ -1,4 +1,4 @@
-"""Collate functions for texts and for samples of different sizes, and data sets of Hugging Face."""
+"""Collate texts and samples of different sizes, and prepare data sets of Hugging Face."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def prepare_dataset(dataset: Any, shard: tuple[int, int], *, formatted: bool) ->
     Args:
         dataset: the data set. A stream is divided here, unless the caller has already divided it.
         shard: the index of this rank's part, and the number of parts.
-        formatted: whether rows must consist of tensors, unless the data set has a format.
+        formatted: return rows as tensors if the data set has no format yet.
 
     Raises:
         ValueError: it is a dict of several data sets.

@@ -32,8 +32,9 @@ logger = logging.getLogger(__name__)
 class SeededSamples(Dataset[Any]):
     """A map-style data set whose random numbers in a worker depend only on the batch's key.
 
-    Augmentations are therefore the same for any number of workers and after a resume. Without
-    workers they use the random streams of the training process, which checkpoints contain.
+    Augmentations are therefore the same for any number of workers and after a resume.
+    ``build_loader`` uses this class only with workers: without them, augmentations use the random
+    streams of the training process, which checkpoints contain.
     """
 
     def __init__(self, samples: Dataset[Any]) -> None:
@@ -219,14 +220,15 @@ def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
 
 
 def read_aside(loader: Iterable[Any]) -> Iterator[Any]:
-    """Return the batches of pass 0, even while another pass is being read.
+    """Return the batches of one pass, even while another pass is being read.
 
-    A DataLoader of a map-style data set is not changed. Any other loader is iterated once more, so
-    its next pass must not depend on earlier ones.
+    It is pass 0 for a loader of ``build_loader``. A DataLoader of a map-style data set is not
+    changed. Any other loader is iterated once more, so its next pass must not depend on earlier
+    ones.
 
     Raises:
-        ValueError: ``loader`` reads a stream, or its ``state_dict`` shows that it has a position.
-            Reading would change them.
+        ValueError: ``loader`` reads a stream or has a ``state_dict``. Reading would change its
+            position.
     """
     if _can_read_aside(loader):
         return _aside(loader, None)
@@ -246,7 +248,7 @@ def _can_read_aside(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 
 
 def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
-    """Yield the first ``most`` batches of pass 0, or all, and leave ``loader`` unchanged."""
+    """Yield the first ``most`` batches of a pass, or all, and leave ``loader`` unchanged."""
     sampler = copy(loader.batch_sampler)
     order = getattr(sampler, "sampler", None)
     if sampler is not None and order is not None:

@@ -28,7 +28,7 @@ def prefetch_to_device(
         batches: the batches of a loader.
         device: the device of the model.
         ahead: read one batch ahead and begin to copy it. Use False if the loader has a position to
-            save or draws random numbers in this process; otherwise a resumed run would differ.
+            save or draws random numbers in this process: a resumed run would differ with True.
     """
     device = torch.device(device)
     if device.type != "cuda":

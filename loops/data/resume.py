@@ -1,4 +1,4 @@
-"""Continue inside a pass, from the saved position of a loader or by its batch number."""
+"""Continue inside a pass, from the saved position of a loader or from the batch number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OPTIONS = (
 def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> Iterator[Any]:
     """Return the remaining batches of the running pass; with ``prefetch``, on the model's device.
 
-    If the loader or its iterator can report its position, it becomes ``state.data.reader``.
+    Sets ``state.data.reader`` to the object that reports the position, or to None.
     """
     place, state.data.reader_state = state.data.reader_state, None
     if place is None and state.batch and state.data.reader is not None:

@@ -32,9 +32,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     Update k takes the positions from k*G up to, but not including, (k+1)*G of the epoch's order,
     for G = ``global_batch``. They are divided into ``micro_batches`` contiguous chunks. From each
-    chunk every rank takes one batch: of W ranks, rank r takes the positions r, r+W, r+2W, ... of
-    the chunk. The samples of an update therefore do not depend on W; see ``cut``, which training
-    loops call. At first G is ``batch_size`` times W, in one chunk.
+    chunk every rank takes one batch: rank r takes the positions r, r+W, r+2W, ... of the chunk,
+    where W is ``world_size``. The samples of an update therefore do not depend on W; see ``cut``,
+    which training loops call. At first G is ``batch_size`` times W, in one chunk.
 
     Args:
         num_samples: samples in the whole data set.

@@ -22,8 +22,8 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     """Return ``iter(loader)`` with worker processes that ignore stop signals.
 
     A scheduler sends its signals to every process of a job. If a worker ended first, the training
-    process would fail instead of saving a checkpoint. A ``WorkerStart`` prepares each worker, and
-    stop signals are blocked until then.
+    process would fail instead of saving a checkpoint. A ``WorkerStart`` prepares each worker. Stop
+    signals are blocked until then, except in workers of a fork server.
     """
     if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
