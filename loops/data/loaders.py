@@ -90,7 +90,8 @@ def build_loader(
 
     Raises:
         ValueError: the data set is empty, or an option does not fit it.
-        TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks.
+        TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks, or there is
+            an option ``generator``.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
@@ -118,6 +119,8 @@ def build_loader(
 
 
 def _complete(options: dict[str, Any], seed: int) -> None:
+    if "generator" in options:
+        raise TypeError("build_loader creates its generator from seed: pass seed, not generator")
     # A separate generator, since creating an iterator must not change the global stream.
     options["generator"] = torch.Generator().manual_seed(seed)
     if options.setdefault("pin_memory", "auto") == "auto":

@@ -210,6 +210,8 @@ def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
     loader = build_loader(Noisy(), batch_size=5, drop_last=True, collate=len, shard=(1, 2))
     assert list(loader) == [5]
     assert loader.pin_memory == torch.cuda.is_available()
+    with pytest.raises(TypeError, match="pass seed, not generator"):
+        build_loader(Noisy(4), batch_size=2, generator=torch.Generator())
     with pytest.raises(TypeError, match="prefetch_facto"):
         build_loader(Noisy(), batch_size=2, prefetch_facto=2)
 
