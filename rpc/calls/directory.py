@@ -20,7 +20,7 @@ Kind = Literal["value", "service"]
 # The kind, the group and the key of a value or service.
 Place = tuple[Kind, str, Hashable]
 
-# How many results are kept for members that give up just after the last arrival.
+# How many results are kept for members that give up just after the end of a meeting.
 _REMEMBERED = 1000
 
 
@@ -49,7 +49,8 @@ class Directory:
         self._holders: dict[Place, str] = {}
         self._living = set(names)
         self._rounds: list[_Round] = []
-        self._over: dict[str, MeetingResult] = {}
+        # By token, the results of arrivals that have ended, even before they came.
+        self._over: dict[str, MeetingResult | MissingMembers | Exception] = {}
         self._count = 0
         self._lock = threading.Lock()
 
@@ -108,6 +109,10 @@ class Directory:
         """
         arrival: Future[MeetingResult] = Future()
         with self._lock:
+            if token in self._over:
+                # The member has given up before its arrival was served, and does not read this.
+                arrival.set_result(MeetingResult(0, []))
+                return arrival
             here = (one for one in self._rounds if one.place == place and name not in one.arrived)
             found = next(here, None)
             if found is None:
@@ -121,18 +126,30 @@ class Directory:
                 self._rounds.remove(found)
                 text = f"{others} gave the members {_list(found.members)}"
                 error = ValueError(f"{name!r} gave the members {_list(members)}, but {text}")
-                ended = [(one, error) for _, one in found.arrived.values()]
+                ended = [self._end(*one, error) for one in found.arrived.values()]
             ended += self._take_complete()
         _answer(ended)
         return arrival
 
-    def give_up(self, name: str, token: str) -> MissingMembers | MeetingResult:
-        """Stop waiting at a place; return the result if the last member has arrived meanwhile."""
+    def give_up(
+        self, place: Hashable, name: str, members: tuple[str, ...], token: str
+    ) -> MissingMembers | MeetingResult | Exception:
+        """Stop waiting at a place; return the result or error if the meeting has just ended.
+
+        An arrival with this ``token`` that is served later does not count.
+        """
         with self._lock:
+            if token in self._over:
+                return self._over[token]
             here = (one for one in self._rounds if one.arrived.get(name, ("",))[0] == token)
             found = next(here, None)
             if found is None:
-                return self._over.get(token, MeetingResult(0, []))
+                here = (o for o in self._rounds if o.place == place and name not in o.arrived)
+                arrived = next(here, _Round(place, members, False)).arrived
+                absent = [one for one in members if one not in arrived and one != name]
+                late = MissingMembers(absent or [name], "not arrived")
+                self._over[token] = late
+                return late
             _, arrival = found.arrived.pop(name)
             absent = [one for one in found.members if one not in found.arrived and one != name]
             missing = [one for one in absent if one not in found.gave_up]
@@ -158,7 +175,7 @@ class Directory:
     ) -> list[_Ended]:
         """Remove a member's arrivals at one place or everywhere; return their futures and error."""
         rounds = [one for one in self._rounds if name in one.arrived and place in (None, one.place)]
-        return [(one.arrived.pop(name)[1], error) for one in rounds]
+        return [self._end(*one.arrived.pop(name), error) for one in rounds]
 
     def _take_complete(self) -> list[_Ended]:
         """Remove the complete rounds; return their futures and results."""
@@ -171,12 +188,17 @@ class Directory:
             self._rounds.remove(one)
             self._count += 1
             met = MeetingResult(self._count, gone)
-            for token, arrival in one.arrived.values():
-                self._over[token] = met
-                ended.append((arrival, met))
+            ended += [self._end(*arrived, met) for arrived in one.arrived.values()]
+        return ended
+
+    def _end(
+        self, token: str, arrival: Future[MeetingResult], outcome: MeetingResult | Exception
+    ) -> _Ended:
+        """Remember the outcome of an arrival; return its future and the outcome."""
+        self._over[token] = outcome
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
-        return ended
+        return arrival, outcome
 
 
 @dataclass

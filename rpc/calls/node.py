@@ -79,8 +79,8 @@ class Node:
             )
         except RpcError as error:
             try:
-                given = "give_up", self.name, token
-                late: MissingMembers | MeetingResult = call_sync(
+                given = "give_up", place, self.name, members, token
+                late: MissingMembers | MeetingResult | Exception = call_sync(
                     self.manager, _manage, given, timeout=_ASK_S
                 )
             except RpcError:
@@ -89,6 +89,8 @@ class Node:
             if isinstance(late, MissingMembers):
                 text = f"{names_and_verb(late.names)} {late.state} within {timeout:g} s"
                 raise RpcError(f"{what}: {text}") from error
+            if isinstance(late, Exception):
+                raise late from error
             met = late
         if needs_all and met.gone:
             raise RpcError(f"{what}: {names_and_verb(met.gone)} ended")

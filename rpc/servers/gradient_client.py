@@ -69,7 +69,10 @@ class PushPullGradServer:
 
     @property
     def dropped(self) -> int:
-        """The number of pushes that reducers have dropped, from their latest answers."""
+        """The number of pushes that reducers have dropped, from their latest answers.
+
+        Pushes of this process that could not be sent again after a reducer's death are included.
+        """
         return self._sender().dropped
 
     def push(self, model: nn.Module) -> bool:
@@ -181,6 +184,7 @@ class _Sender:
         self._lock = threading.Lock()
         self._next_number = 0
         self._pushes: dict[int, _Pending] = {}
+        # By reducer, and by our own name for pushes that could not be sent again.
         self._dropped: dict[str, int] = {}
         self._watched: set[str] = set()
         # Dead reducers, from which the primary accepts nothing.
@@ -316,9 +320,23 @@ class _Sender:
                 again = [one for one in lacking if one.is_acknowledged]
                 for one in again:
                     one.is_acknowledged = False
-            for one in again:
-                self._deliver(one, is_retry=True)
-        logger.warning("reducer %r is gone: %d pushes were sent again", reducer, len(again))
+            sent = sum([self._send_again(one) for one in again])
+        logger.warning("reducer %r is gone: %d pushes were sent again", reducer, sent)
+
+    def _send_again(self, pending: _Pending) -> bool:
+        """Deliver a dead reducer's push; if that fails, count it as dropped and return False.
+
+        The error is not raised, because the caller may be another push.
+        """
+        try:
+            self._deliver(pending, is_retry=True)
+        except Exception as error:
+            with self._lock:
+                self._pushes.pop(pending.number, None)
+                self._dropped[self._client] = self._dropped.get(self._client, 0) + 1
+            logger.warning("%r has dropped a push: %s", self._server_name, error)
+            return False
+        return True
 
     def _primary_is_gone(self, reason: Exception | None) -> RpcError:
         return RpcError(f"the primary reducer of {self._server_name!r} is gone: {reason}")

@@ -474,12 +474,14 @@ class Secondary:
 
     def _connect(self) -> None:
         """Watch the primary, and ask it for the layout until it has a model."""
-        if self._layout is None and self.lost is None:
+        if self.lost is not None:
+            return
+        if self._layout is None:
             self._layout = self._primary.layout()
-        with self.level.locked():
-            has_watched, self._is_watching = self._is_watching, True
-        if not has_watched:
+        if not self._is_watching:
+            # Another thread may watch too: only the first `disconnect` counts.
             self._primary.watch(lambda: self.disconnect("failed", "the primary reducer is gone"))
+            self._is_watching = True
 
     def _refusal(self, must_run: bool) -> tuple[State, str] | None:
         if self.lost is not None:

@@ -24,11 +24,11 @@ _RETRY_S = 0.05
 
 def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
     """Return rank and world size; -1 is replaced by the process group's or the launcher's value."""
-    rank, world_size = _whole_number("rank", rank), _whole_number("world_size", world_size)
+    rank, world_size = whole_number("rank", rank), whole_number("world_size", world_size)
     if dist.is_initialized():
         there = [dist.get_rank(), dist.get_world_size()]
     else:
-        there = [_whole_number(one, os.environ.get(one) or "-1") for one in ("RANK", "WORLD_SIZE")]
+        there = [whole_number(one, os.environ.get(one) or "-1") for one in ("RANK", "WORLD_SIZE")]
     rank = there[0] if rank == -1 else rank
     world_size = there[1] if world_size == -1 else world_size
     if rank == -1 or world_size == -1:
@@ -48,7 +48,7 @@ def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
-def _whole_number(setting: str, value: object) -> int:
+def whole_number(setting: str, value: object) -> int:
     """Return a setting as an integer; if its name is in capitals, ``value`` may be text."""
     if isinstance(value, str) and setting.isupper():
         try:
@@ -161,11 +161,19 @@ def _innermost(store: Store) -> Store:
 
 
 def _connect(host: str, port: int, timeout_s: float) -> Store:
-    timeout = timedelta(seconds=max(timeout_s, 1.0))
+    limit_s = max(timeout_s, 1.0)
+    timeout = timedelta(seconds=limit_s)
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except RuntimeError as error:
-        raise RpcError(f"the server at {host}:{port} must be rank 0's store, but is not") from error
+        try:
+            # torch's error does not say why it could not connect.
+            socket.create_connection((host, port), timeout=1.0).close()
+        except OSError as reason:
+            text = f"cannot connect to the store at {host}:{port} within {limit_s:g} s"
+            raise RpcError(f"{text}: {reason.strerror or reason}") from error
+        said = str(error).strip().partition("\n")[0]
+        raise RpcError(f"the server at {host}:{port} is not a TCPStore: {said}") from error
 
 
 def find_place(init_method: str | None, world_size: int, timeout_s: float) -> MeetingPlace:
@@ -202,7 +210,7 @@ def _place_of_environment(timeout_s: float) -> MeetingPlace:
         if name not in os.environ:
             raise ValueError(f"env:// needs MASTER_ADDR and MASTER_PORT; {name} is not set")
     host = os.environ["MASTER_ADDR"]
-    port = _whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
+    port = whole_number("MASTER_PORT", os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return SharedPlace(_connect(host, port, timeout_s), f"{host}:{port}")
     if all_on_one_host() and not is_loopback(host):

@@ -21,7 +21,7 @@ from ..calls.group import RpcGroup
 from ..calls.node import Node
 from .agent import Agent, check_rank, on_loopback
 from .members import Member, agree_on_members, joint_step, leave_together
-from .store import MeetingPlace, find_place, resolve_rank
+from .store import MeetingPlace, find_place, resolve_rank, whole_number
 
 # The time limit of a stop that does not wait for the other members.
 _AT_ONCE_S = 1.0
@@ -59,7 +59,7 @@ class World:
             default process group that the world creates; in seconds, more than 0.
         rpc_timeout: the timeout of calls in seconds; 0 means no limit.
         device_maps: for each member's name, a map from our CUDA devices to its devices.
-        rpc_threads: how many calls this process serves at once.
+        rpc_threads: how many calls this process serves at once; at least 1.
 
     Raises:
         RuntimeError: this process is already in a world, or another thread or a signal handler has
@@ -89,7 +89,7 @@ class World:
         device_maps: Mapping[str, Mapping[int, int]] | None = None,
         rpc_threads: int = 16,
     ) -> None:
-        _check_times(dist_timeout, rpc_timeout)
+        _check_limits(dist_timeout, rpc_timeout, rpc_threads)
         self.name = name
         self.rank, self.world_size = resolve_rank(rank, world_size)
         self.rpc_timeout = rpc_timeout
@@ -371,7 +371,7 @@ def _start_rpc(
     world._agent = agent
 
 
-def _check_times(dist_timeout: float, rpc_timeout: float) -> None:
+def _check_limits(dist_timeout: float, rpc_timeout: float, rpc_threads: int) -> None:
     for setting, value in (("dist_timeout", dist_timeout), ("rpc_timeout", rpc_timeout)):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{setting} must be a number of seconds, got {value!r}")
@@ -379,6 +379,8 @@ def _check_times(dist_timeout: float, rpc_timeout: float) -> None:
         raise ValueError(f"dist_timeout must be more than 0 seconds, got {dist_timeout}")
     if not 0 <= rpc_timeout < float("inf"):
         raise ValueError(f"rpc_timeout must be at least 0 seconds, got {rpc_timeout}")
+    if whole_number("rpc_threads", rpc_threads) < 1:
+        raise ValueError(f"rpc_threads must be at least 1, got {rpc_threads}")
 
 
 def _check_started(world: World) -> None:

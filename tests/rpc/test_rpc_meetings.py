@@ -10,6 +10,8 @@ from ranks import on_ranks, run_ranks
 from worlds import error_of, in_group
 
 from stepwrap.rpc import RpcGroup, World
+from stepwrap.rpc.calls import node as node_of
+from stepwrap.rpc.calls.directory import Directory
 
 
 def _two_threads(world: World, group: RpcGroup) -> list[str]:
@@ -109,3 +111,71 @@ def _one_dies(reported: Path) -> str:
 def test_a_barrier_fails_at_once_if_a_member_is_dead(tmp_path: Path) -> None:
     first, second, _ = run_ranks(_one_dies, 3, tmp_path / "reported")
     assert first == second == "RpcError: barrier of group 'all': 'w2' has ended"
+
+
+def _directory() -> Directory:
+    directory = node_of.current().directory
+    assert directory is not None
+    return directory
+
+
+def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
+    gave_up = threading.Event()
+    if world.rank == 0:
+        directory = _directory()
+        meet, give_up = directory.meet, directory.give_up
+
+        def late(place: Any, name: str, *args: Any) -> Any:
+            if name == "w1":
+                assert gave_up.wait(20)
+            return meet(place, name, *args)
+
+        def first(*args: Any) -> Any:
+            try:
+                return give_up(*args)
+            finally:
+                gave_up.set()
+
+        directory.meet, directory.give_up = late, first  # type: ignore[method-assign]
+        assert gave_up.wait(20)
+    answer = error_of(group.barrier, timeout=0.3 if world.rank else 0.5)
+    # Otherwise the next barrier of rank 1 meets the barrier of rank 0.
+    world.create_rpc_group("after", world.get_members())
+    return answer
+
+
+def test_an_arrival_that_is_served_after_giving_up_does_not_count() -> None:
+    first, second = in_group(_arrives_after_giving_up, 2)
+    assert first == "RpcError: barrier of group 'all': 'w1' has not arrived within 0.5 s"
+    assert second == "RpcError: barrier of group 'all': 'w0' has not arrived within 0.3 s"
+
+
+def _error_comes_late(world: World, group: RpcGroup) -> str:
+    if world.rank == 1:
+        return error_of(world.create_rpc_group, "pair", ["w0", "w1"], timeout=0.5)
+    directory = _directory()
+    meet, give_up = directory.meet, directory.give_up
+    arrived, gave_up = threading.Event(), threading.Event()
+
+    def slow(place: Any, name: str, *args: Any) -> Any:
+        answer = meet(place, name, *args)
+        if name == "w1":
+            arrived.set()
+            assert gave_up.wait(20)
+        return answer
+
+    def last(*args: Any) -> Any:
+        try:
+            return give_up(*args)
+        finally:
+            gave_up.set()
+
+    directory.meet, directory.give_up = slow, last  # type: ignore[method-assign]
+    assert arrived.wait(20)
+    return error_of(world.create_rpc_group, "pair", ["w0"])
+
+
+def test_a_member_that_gives_up_gets_the_error_of_the_meeting() -> None:
+    first, second = in_group(_error_comes_late, 2)
+    assert first == second
+    assert first == "ValueError: 'w0' gave the members 'w0', but 'w1' gave the members 'w0', 'w1'"

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socketserver
 import threading
 import time
 from datetime import timedelta
@@ -289,6 +290,9 @@ def test_stop_names_rank_zero_if_it_has_died(tmp_path: Path) -> None:
         ((0, 0), {}, "world_size must be at least 1, got 0"),
         ((0, 1), {"dist_timeout": 0}, "dist_timeout must be more than 0 seconds, got 0"),
         ((0, 1), {"rpc_timeout": -1}, "rpc_timeout must be at least 0 seconds, got -1"),
+        ((0, 1), {"rpc_threads": 0}, "rpc_threads must be at least 1, got 0"),
+        ((0, 1), {"rpc_threads": -4}, "rpc_threads must be at least 1, got -4"),
+        ((0, 1), {"rpc_threads": 2.5}, "rpc_threads must be a whole number, got 2.5"),
         ((0, 1), {"dist_init_method": "tcp://127.0.0.1:99999"}, "dist_init_method must be"),
     ],
 )
@@ -355,3 +359,24 @@ def test_an_unknown_host() -> None:
         World("a", 0, 1, dist_init_method=place)
     with pytest.raises(RpcError, match="rank 0 has not opened the world at no-such-host.invalid"):
         World("a", 1, 2, dist_init_method=place, dist_timeout=0.1)
+
+
+class _Garbage(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(10)
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def test_the_store_of_torchrun_is_gone_or_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in (place | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    text = f"cannot connect to the store at 127.0.0.1:{port} within 1 s: Connection refused"
+    assert raised_by(World, "a", dist_timeout=0.5) == ("RpcError", text)
+    with socketserver.TCPServer(("127.0.0.1", port), _Garbage) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        kind, text = raised_by(World, "a", dist_timeout=0.5)
+        server.shutdown()
+    assert kind == "RpcError"
+    assert text.startswith(f"the server at 127.0.0.1:{port} is not a TCPStore: Ping failed")
