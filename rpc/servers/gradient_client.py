@@ -240,8 +240,10 @@ class _Sender:
         self._note_receipt(reducer, push, receipt)
         if receipt.state == "taken":
             with self._lock:
-                pending.is_acknowledged = pending.reducer not in self._excluded
-            return pending.is_acknowledged or self._has_arrived(pending)
+                # If the reducer dies from now on, its recovery resends this push.
+                is_kept = pending.reducer not in self._excluded
+                pending.is_acknowledged = is_kept
+            return is_kept or self._has_arrived(pending)
         if receipt.state == "idle":
             self._idle.add(reducer)
             return False
