@@ -223,7 +223,7 @@ def _write_once() -> tuple[str | None, int]:
 
 def test_rank_zero_only_runs_on_rank_zero() -> None:
     assert run_ranks(_write_once, 2) == [("text", 1), (None, 0)]
-    assert (_write.__name__, _write.__doc__) == ("_write", "Write it down.")
+    assert (_write.__name__, _write.__doc__) == ("_write", "Write the file.")
 
 
 def test_rank_zero_only_asks_the_environment_before_there_is_a_group(
