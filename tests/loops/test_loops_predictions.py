@@ -248,8 +248,8 @@ def test_a_stopped_evaluation_writes_no_file(tmp_path: Path) -> None:
     loader = build_loader(TensorDataset(INPUTS), batch_size=2)
     hook = PredictionHook(path, loader)
     state = LoopState(SingleDevice(OutputModel(lambda x: x[0])))
-    state.stop_reason = "asked"
     hook.on_eval_start(state)
+    state.stop_reason = "asked"
     hook.on_eval_batch_end(state, [INPUTS[:2]], INPUTS[:2])
     hook.on_eval_end(state, {})
     assert list(tmp_path.iterdir()) == []
