@@ -305,6 +305,7 @@ next(iter(build_loader(Slow(), batch_size=1, num_workers=1)))
 """
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_process_even_while_it_reads(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", _BUSY], cwd=tmp_path, check=False, timeout=60)
     worker = int((tmp_path / "worker").read_text())

@@ -158,6 +158,7 @@ def test_a_signal_handler_may_set_the_event_of_its_own_thread() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.slow
 def test_members_do_not_keep_compounds_alive() -> None:
     a = threading.Event()
     event = OrEvent(AndEvent(a), a)

@@ -39,6 +39,7 @@ def _crowd(world: World, group: RpcGroup) -> None:
     _gate.set()
 
 
+@pytest.mark.slow
 def test_timeouts_arrive_while_all_threads_are_busy() -> None:
     in_group(_crowd, 3, rpc_threads=2)
 

@@ -91,6 +91,7 @@ def _twelve_pushes(world: World, group: RpcGroup) -> Any:
     return seen
 
 
+@pytest.mark.slow
 def test_twelve_pushes_are_three_steps() -> None:
     """Two levels with batches of two make a step of four pushes; an earlier pull returns False."""
     seen = in_group(_twelve_pushes, 3)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from ranks import on_ranks, run_ranks
 from worlds import error_of, in_group
@@ -31,6 +32,7 @@ def _two_threads(world: World, group: RpcGroup) -> list[str]:
     return answers
 
 
+@pytest.mark.slow
 def test_no_thread_passes_a_barrier_because_another_gives_up() -> None:
     answers = in_group(_two_threads, 2)[0]
     assert answers == [

@@ -100,6 +100,7 @@ for make, *args in (
 """
 
 
+@pytest.mark.slow
 def test_arguments_are_checked_without_assert_statements() -> None:
     done = subprocess.run(
         [sys.executable, "-O", "-c", _OPTIMIZED],

@@ -152,6 +152,7 @@ def run_and_lose(dead: str, folder: Path) -> list[dict[str, str]]:
     return [json.loads((folder / name).read_text()) for name in names if name != dead]
 
 
+@pytest.mark.slow
 def test_errors_name_a_killed_member_and_the_others_keep_working(tmp_path: Path) -> None:
     for errors in run_and_lose("w2", tmp_path):
         assert errors.pop("barrier") == "RpcError: barrier of group 'all': 'w2' has ended"

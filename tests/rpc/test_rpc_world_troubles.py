@@ -367,6 +367,7 @@ class _Garbage(socketserver.BaseRequestHandler):
         self.request.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
 
+@pytest.mark.slow
 def test_the_store_of_torchrun_is_gone_or_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "2"}
