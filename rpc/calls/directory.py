@@ -49,7 +49,7 @@ class Directory:
         self._holders: dict[Place, str] = {}
         self._living = set(names)
         self._rounds: list[_Round] = []
-        # By token, the results of arrivals that have ended, even before they came.
+        # By token, the outcomes of arrivals that have ended, or whose member has given up.
         self._over: dict[str, MeetingResult | MissingMembers | Exception] = {}
         self._count = 0
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Directory:
                 arrived = next(here, _Round(place, members, False)).arrived
                 absent = [one for one in members if one not in arrived and one != name]
                 late = MissingMembers(absent or [name], "not arrived")
-                self._over[token] = late
+                self._remember(token, late)
                 return late
             _, arrival = found.arrived.pop(name)
             absent = [one for one in found.members if one not in found.arrived and one != name]
@@ -195,10 +195,13 @@ class Directory:
         self, token: str, arrival: Future[MeetingResult], outcome: MeetingResult | Exception
     ) -> _Ended:
         """Remember the outcome of an arrival; return its future and the outcome."""
+        self._remember(token, outcome)
+        return arrival, outcome
+
+    def _remember(self, token: str, outcome: MeetingResult | MissingMembers | Exception) -> None:
         self._over[token] = outcome
         while len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
-        return arrival, outcome
 
 
 @dataclass

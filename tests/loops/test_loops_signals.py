@@ -215,8 +215,8 @@ def test_a_signal_during_a_rollback_stops_after_it(when: str, tmp_path: Path) ->
 
 
 def test_a_signal_to_one_rank_during_a_rollback_stops_all(tmp_path: Path) -> None:
-    ends = run_ranks(_signalled_while_going_back, 2, "restore", tmp_path)
-    assert ends == [(6, signal.SIGTERM, [])] * 2
+    ends = run_ranks(_signalled_while_going_back, 3, "restore", tmp_path)
+    assert ends == [(6, signal.SIGTERM, [])] * 3
 
 
 def _most_polls_between_agreements() -> int:

@@ -121,6 +121,18 @@ def _directory() -> Directory:
     return directory
 
 
+def then_set(event: threading.Event, function: Any) -> Any:
+    """Return `function` as a function that sets `event` at its end."""
+
+    def wrapped(*args: Any) -> Any:
+        try:
+            return function(*args)
+        finally:
+            event.set()
+
+    return wrapped
+
+
 def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
     gave_up = threading.Event()
     if world.rank == 0:
@@ -132,13 +144,8 @@ def _arrives_after_giving_up(world: World, group: RpcGroup) -> str:
                 assert gave_up.wait(20)
             return meet(place, name, *args)
 
-        def first(*args: Any) -> Any:
-            try:
-                return give_up(*args)
-            finally:
-                gave_up.set()
-
-        directory.meet, directory.give_up = late, first  # type: ignore[method-assign]
+        directory.meet = late  # type: ignore[method-assign]
+        directory.give_up = then_set(gave_up, give_up)  # type: ignore[method-assign]
         assert gave_up.wait(20)
     answer = error_of(group.barrier, timeout=0.3 if world.rank else 0.5)
     # Otherwise the next barrier of rank 1 meets the barrier of rank 0.
@@ -166,13 +173,8 @@ def _error_comes_late(world: World, group: RpcGroup) -> str:
             assert gave_up.wait(20)
         return answer
 
-    def last(*args: Any) -> Any:
-        try:
-            return give_up(*args)
-        finally:
-            gave_up.set()
-
-    directory.meet, directory.give_up = slow, last  # type: ignore[method-assign]
+    directory.meet = slow  # type: ignore[method-assign]
+    directory.give_up = then_set(gave_up, give_up)  # type: ignore[method-assign]
     assert arrived.wait(20)
     return error_of(world.create_rpc_group, "pair", ["w0"])
 

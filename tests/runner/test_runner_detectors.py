@@ -21,7 +21,7 @@ from stepwrap.runner import Runner, load_model
 from stepwrap.runner.command.cli import main
 
 Capture = pytest.CaptureFixture[str]
-BATCH = 4
+BATCH = 6
 
 
 class Detector(nn.Module):
@@ -142,11 +142,11 @@ def by_hand(config: dict[str, Any]) -> Detector:
     return net.eval()
 
 
-@pytest.mark.parametrize("ranks", [1, *slow(2)])
+@pytest.mark.parametrize("ranks", [1, *slow(3)])
 def test_training_metrics_and_predictions_like_plain_pytorch(ranks: int) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     config = config_of(ranks, seed=0)
-    found = run_ranks(trained, 2, config) if ranks == 2 else [trained(config)]
+    found = run_ranks(trained, 3, config) if ranks == 3 else [trained(config)]
     net, samples = by_hand(config), Shapes(7).samples
     with torch.no_grad():
         (*preds,) = net([image for image, _ in samples])
