@@ -258,13 +258,11 @@ def receiving_signals(ranks: Ranks) -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         ranks.received.append(signal.SIGTERM if number in COUNT_AS_SIGTERM else number)
 
-    # Keep the program's own handlers, and keep ignoring what nohup or a script's `&` makes this
-    # process ignore.
-    stops = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+    # Keep the program's own handlers.
     free = [
         n for n in COUNT_AS_SIGTERM if signal.getsignal(n) in (signal.SIG_DFL, pass_on_as_sigterm)
     ]
-    with handling(dict.fromkeys((*stops, *free), note)):
+    with handling(dict.fromkeys((*_heeded_stops(), *free), note)):
         yield
 
 
@@ -278,6 +276,11 @@ def blocking_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _heeded_stops() -> list[signal.Signals]:
+    # nohup and a script's `&` make a process ignore signals.
+    return [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+
+
 @contextmanager
 def raising_stops() -> Iterator[None]:
     """Raise ``Terminated`` on SIGTERM and KeyboardInterrupt on Ctrl-C, unless they are ignored."""
@@ -287,8 +290,7 @@ def raising_stops() -> Iterator[None]:
         received.append(number)
         raise stop_error(number)
 
-    numbers = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    with handling(dict.fromkeys(numbers, stop)):
+    with handling(dict.fromkeys(_heeded_stops(), stop)):
         try:
             yield
         except Exception as error:
