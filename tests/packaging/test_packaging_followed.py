@@ -85,6 +85,7 @@ def follow(text: str, folder: Path) -> str:
         "data",
         "metrics",
         "processes",
+        "recipes",
         "failures",
         "reliability",
     ],
@@ -114,6 +115,25 @@ def test_the_tutorial_on_configs_trains_the_same_on_two_processes(tmp_path: Path
     assert yaml.safe_load(one)["accuracy"] == pytest.approx(
         yaml.safe_load(two_ranks)["accuracy"], abs=0.01
     ), out
+
+
+@pytest.mark.slow
+def test_the_examples_for_users_of_hugging_face_run(tmp_path: Path) -> None:
+    text = page("migrate")
+    for language, content in fenced(page("models")):
+        if language in ("python", "yaml") and (name := re.match(r"# ([\w.]+)\n", content)):
+            (tmp_path / name[1]).write_text(content)
+    (config,) = [
+        content for language, content in fenced(text) if language == "yaml" and "reviews" in content
+    ]
+    (tmp_path / "trainer.yaml").write_text(config)
+    run_line("python make_reviews.py", tmp_path)
+    run_line("stepwrap train trainer.yaml --dry-run", tmp_path)
+    (program,) = [
+        content for language, content in fenced(text) if language == "python" and "optim" in content
+    ]
+    (tmp_path / "accelerate_loop.py").write_text(program)
+    run_line("python accelerate_loop.py", tmp_path)
 
 
 def test_the_page_on_errors_lists_every_class() -> None:

@@ -25,6 +25,8 @@ ARGUMENTS = {
     "loss_scale": "wrappers.AmpOptimWrapper",
     "dtype": "wrappers.AmpOptimWrapper",
     "max_steps": "loops.IterTrainLoop",
+    "val_begin": "loops.EpochTrainLoop",
+    "val_interval": "loops.EpochTrainLoop",
     "every_epochs": "loops.CheckpointHook",
     "every_steps": "loops.CheckpointHook",
     "keep_last": "loops.CheckpointHook",
@@ -130,6 +132,7 @@ def test_every_name_of_a_plugin_exists(plugin: str, package: str) -> None:
 
 
 def test_the_page_has_a_table_for_each_system() -> None:
-    for system in ("mmengine", "Lightning", "machin", "vis4d", "jactorch"):
+    trainers = ("mmengine", "Lightning", "Hugging Face's Trainer", "Accelerate")
+    for system in (*trainers, "machin", "vis4d", "jactorch"):
         assert section(page("migrate"), f"From {system}").count("\n| ") > 5, system
     assert len(right_sides()) > 120
