@@ -58,9 +58,9 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
     if not _by_name(optim_wrapper, names):
         common = with_type(optim_wrapper, _WRAPPER)
         return dict.fromkeys(names, common) or {"": common}
-    by_name = {name: optim_wrapper.get(name) or {} for name in (*names, *optim_wrapper)}
+    by_name = {name: optim_wrapper.get(name) for name in (*names, *optim_wrapper)}
     return {
-        name: with_type(one, _WRAPPER) if isinstance(one, Mapping) else one
+        name: with_type(one or {}, _WRAPPER) if isinstance(one, Mapping | None) else one
         for name, one in by_name.items()
     }
 
