@@ -425,6 +425,16 @@ def find_type(wanted: Any, table: Registry) -> Any:
     return wanted
 
 
+def find_component(cfg: Mapping[str, Any], registry: Registry) -> Any:
+    """Return the class or function that the ``type`` of ``cfg`` names in its ``_scope_``.
+
+    Raises:
+        KeyError: there is no such name or scope.
+        TypeError: ``type`` is neither a name nor callable.
+    """
+    return find_type(cfg["type"], registry.at_scope(cfg.get("_scope_")))
+
+
 def check_arguments(target: Any, args: Collection[str]) -> None:
     """Raise TypeError if ``target`` cannot be called with the names in ``args``."""
     problems = argument_problems(target, args)

@@ -51,6 +51,7 @@ from ..registry import (
     stepping_class,
     supply_where_taken,
 )
+from ..registry.registry import find_component
 from ..wrappers import OptimWrapperDict, param_groups
 from ..wrappers.optimizers.gates import refuse_without_closure
 from ..wrappers.optimizers.optimizer_fit import build_optimizer
@@ -161,7 +162,8 @@ def _build_training(
     settings = dict(run.train or {})
     if one_batch:
         ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
-        settings = {"type": settings["type"], **ones}
+        chosen = {key: settings[key] for key in ("type", "_scope_") if key in settings}
+        settings = {**chosen, **ones}
     supplied = {"dataloader": load("train"), "val_loop": val_loop}
     with building("train"):
         return build_tree(settings, LOOPS, supplied)
@@ -341,7 +343,7 @@ def _optimizer(
             )
     with building(where):
         # `build_optimizer` selects the fastest implementation of the class.
-        kind = partial(build_optimizer, OPTIMIZERS.resolve(own["type"]))
+        kind = partial(build_optimizer, find_component(own, OPTIMIZERS))
         built: Optimizer = build_tree({**own, "type": kind}, OPTIMIZERS, {"params": params})
     return built
 
@@ -374,7 +376,7 @@ def _evaluation_precision(
     built around one that is never used.
     """
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
-    kinds = [OPTIM_WRAPPERS.resolve(one["type"]) for one in sections.values()]
+    kinds = [find_component(settings, OPTIM_WRAPPERS) for settings in sections.values()]
     parameters = list(model.parameters())
     if not parameters or all(getattr(kind, "precision_context", None) is None for kind in kinds):
         return nullcontext

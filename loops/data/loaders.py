@@ -128,7 +128,8 @@ def _complete(options: dict[str, Any], seed: int) -> None:
     if options["num_workers"]:
         options.setdefault("persistent_workers", True)
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
-        options["collate_fn"] = WorkerCollate(options["collate_fn"] or default_collate)
+        chosen = options["collate_fn"]
+        options["collate_fn"] = WorkerCollate(default_collate if chosen is None else chosen)
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 from ..arguments import parameters_of, signature_of, title
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
 from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
-from ..registry import find_type
+from ..registry import find_component
 from .check_component import Later, component_check, with_type
 from .schema import SCHEDULER_KEYS, CustomKeySection, ParamwiseSection, SchedulerSection
 from .typed import check_section, fits, value_problems
@@ -36,7 +36,7 @@ def stepping_class(settings: Mapping[str, Any]) -> Any:
     if isinstance(wanted, Mapping):
         wanted = wanted.get("_ref_")
     try:
-        return find_type(wanted, OPTIMIZERS)
+        return find_component({**settings, "type": wanted}, OPTIMIZERS)
     except (KeyError, TypeError):
         return None
 
