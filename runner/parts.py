@@ -17,6 +17,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from ..collectives import get_rank, get_world_size
 from ..loops import (
+    CheckpointHook,
+    EarlyStopHook,
     EvalSets,
     FreezeHook,
     Hook,
@@ -27,6 +29,7 @@ from ..loops import (
     seed_rng,
 )
 from ..loops.data.loaders import length_of
+from ..loops.metrics.evaluation import directions_of
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -110,6 +113,7 @@ def build_parts(
             hooks = {**schedules, **hooks}
         if run.frozen_until:
             hooks = {"freeze.until_step": FreezeHook(until_step=run.frozen_until), **hooks}
+        _check_watched(hooks, parts["val_loop"], attempts)
         train = partial(_build_training, run, load, parts["val_loop"], one_batch)
         parts["train_loop"] = attempts.make("train", train)
     elif model is not None:
@@ -181,6 +185,15 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
         loops[one] = attempts.make(name, make) if None not in supplied.values() else None
     attempts.finish()
     return EvalSets(loops) if isinstance(getattr(run.data, name), SetsSection) else loops.get("")
+
+
+def _check_watched(hooks: Mapping[str, Any], val_loop: Any, attempts: Attempts) -> None:
+    """Report hooks for which it is unknown whether higher values of their metric are better."""
+    directions = directions_of(getattr(val_loop, "metrics", {}))
+    for name, hook in hooks.items():
+        if isinstance(hook, CheckpointHook | EarlyStopHook) and hook.watched.name:
+            key = f"hooks.{name}.{hook.watched.argument}"
+            attempts.make(key, partial(hook.watched.mode_by, directions))
 
 
 def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[str, Any]:

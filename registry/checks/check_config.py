@@ -369,6 +369,11 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
         yield Problem("schedulers", "all that watch a metric must watch the same one")
     results = _validation_results(run)
     for where, metric in watched.items():
+        if not isinstance(metric, str | None):
+            what = f"must be the name of one metric, got {shown_value(metric)}"
+            if isinstance(metric, list):
+                what += "; choose one of them, or add a metric that combines them"
+            yield Problem(where, what)
         # A metric with several results is "name/part" in the records.
         starts = [f"{one}/" for one in results]
         if isinstance(metric, str) and not f"{metric}/".startswith(tuple(starts)):

@@ -160,6 +160,12 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ),
         ("hooks=3", "hooks: must be hooks by name, got 3"),
         ("hooks.log=3", "hooks.log: must be true, false or the hook's settings, got 3"),
+        (
+            "hooks.checkpoint.keep_best=[accuracy, loss]",
+            "keep_best: must be the name of one metric, got ['accuracy', 'loss']; choose one",
+        ),
+        ("hooks.early_stop={metric: 3, patience: 1}", "hooks.early_stop.metric: must be the name"),
+        ("schedulers={type: ReduceLROnPlateau, metric: [loss]}", "schedulers.metric: must be text"),
         ("hooks.checkpoint.keep_lst=1", "hooks.checkpoint.keep_lst: CheckpointHook has no such"),
     ],
 )

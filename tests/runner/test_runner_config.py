@@ -46,6 +46,35 @@ def test_hook_watching_an_unknown_metric_is_reported_before_the_run(run: Path) -
     assert "did you mean accuracy?" in text
 
 
+QUALITY = """
+from torchmetrics import MeanMetric
+
+class Quality(MeanMetric):
+    def update(self, preds, target):
+        super().update(preds.argmax(1) == target)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "key"),
+    [("checkpoint: {keep_best: quality}", "checkpoint.keep_best"),
+     ("stop: {type: EarlyStopHook, metric: quality, patience: 2}", "stop.metric")],
+)  # fmt: skip
+def test_a_metric_of_unknown_direction_is_reported_with_its_line(
+    hook: str, key: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "quality.py").write_text(QUALITY)
+    extra = f"metrics: {{quality: {{type: quality.Quality}}}}\nhooks: {{{hook}, progress: false}}"
+    config = str(write(run, extra))
+    for words in (["check", config], ["train", config]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"run.yaml:4: hooks.{key}: " in error
+        assert "mode must be given" in error
+    assert not (run / "run").exists()
+    assert main(["check", config, f"hooks.{key.partition('.')[0]}.mode=max"]) == 0
+
+
 def test_plateau_needs_a_metric(run: Path) -> None:
     plateau = "schedulers: {_delete_: true, type: ReduceLROnPlateau"
     assert "ReduceLROnPlateau watches a metric" in complaint(run, plateau + "}")
