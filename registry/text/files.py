@@ -22,6 +22,7 @@ from ..errors import (
     shown_value,
 )
 from ..imports import IMPORT_FAILURES
+from .syntax import explain
 from .values import (
     BASE,
     MAX_DEPTH,
@@ -41,14 +42,6 @@ _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 _TEXT_TAGS = {_TAG + name for name in ("value", "merge")}
 # YAML's limit for keys without a question mark.
 _MAX_KEY = 1024
-_HINTS = {
-    "mapping values are not allowed": "is it indented too far, or text that needs quotes?",
-    "'\\t' that cannot start": "indent with spaces, not with tabs",
-    "that cannot start any token": "text that starts with it needs quotes",
-    "undefined alias": "text that starts with * needs quotes",
-    "expected ',' or": "is a bracket or a comma missing?",
-    "unexpected end of stream": "is a closing quote missing?",
-}
 _FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
         |[0-9][0-9_]*[eE][-+]?[0-9]+
@@ -300,8 +293,8 @@ class _Reader:
             what = f"the character {chr(error.character)!r} is not allowed"
             raise self._error(line, what) from error
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            raise self._error(mark.line if mark else 0, _syntax_text(error)) from error
+            line, what = explain(error, self._text)
+            raise self._error(line, f"not valid YAML: {what}") from error
         except RecursionError as error:
             raise self._error(0, TOO_DEEP) from error
 
@@ -392,9 +385,3 @@ class _Reader:
         except (ValueError, KeyError) as error:
             what = f"not valid YAML: {shown_value(node.value)} is not a value"
             raise self._error(line, what) from error
-
-
-def _syntax_text(error: yaml.MarkedYAMLError) -> str:
-    problem = " ".join((error.problem or error.context or "").split())
-    hint = next((hint for part, hint in _HINTS.items() if part in problem), "")
-    return f"not valid YAML: {problem}" + (f" ({hint})" if hint else "")

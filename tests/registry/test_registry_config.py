@@ -115,6 +115,38 @@ def test_a_base_undoes_only_what_it_sets(
     assert cfg.train.max_epochs == 9
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "parts"),
+    [
+        ("model:\n  type: X\n   net: {type: Y}\n", 3,
+         ["`net` begins in column 4", "column 3 like `type` in line 2 or 1 like `model`"]),
+        ("model:\n   type: X\n  net: {type: Y}\n", 3,
+         ["`net` begins in column 3", "column 4 like `type` in line 2"]),
+        ("seed: 1\n train: {}\n", 2, ["`train` begins in column 2", "column 1 like `seed`"]),
+        ("hooks:\n  - a: 1\n    b: 2\n   c: 3\n", 4, ["column 5 like `b` in line 3"]),
+        ("model:\n  type:X\n  net: 3\n", 2, ["a space is missing after `type:`"]),
+        ("model:\n  type X\n  net: 3\n", 2, ["a colon with a space is missing in `type X`"]),
+        ("a:\n  - {b: 1}\n  -{b: 1}\n", 3, ["a space is missing after the dash"]),
+        ("model: {type: X, net: {type: Y}\noptimizer: {lr: 1}\n", 1, ["the { in column 8 is not"]),
+        ("model: {type: X,\n  net: {},\n  width: 3\n# comment\n\nseed: 1\n", 3,
+         ["the { in column 8 of line 1 is not closed"]),
+        ("freeze: [a, b\nseed: 1\n", 1, ["the [ in column 9 is not closed, or a comma"]),
+        ("freeze: [a, b\n", 1, ["the [ in column 9 is not closed"]),
+        ("model: {a: 1 b: 2}\n", 1, ["the { in column 8", "a comma is missing"]),
+        ("name: \"abc\nseed: 3\n", 1, ["the quote in column 7 is not closed"]),
+        ("model: {type: X}}\nseed: 1\n", 1, ["no bracket is open"]),
+        ("name: a: b\n", 1, ["need quotes"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_syntax_has_its_line_and_remedy(
+    write: Write, text: str, line: int, parts: list[str]
+) -> None:
+    write("a.yaml", text)
+    message = refused("a.yaml")
+    assert message.startswith(f"a.yaml:{line}: not valid YAML: ")
+    assert all(part in message for part in parts), message
+
+
 def test_bases_without_a_common_order_are_refused(write: Write) -> None:
     write("common.yaml", "seed: 1\n")
     write("a.yaml", "_base_: common.yaml\n")
