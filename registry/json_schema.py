@@ -12,6 +12,8 @@ from .checks.schema import (
     HOOK_TYPES,
     METRIC_KEYS,
     SCHEDULER_KEYS,
+    LaunchSection,
+    LoaderSection,
     MetricSection,
     ParamwiseSection,
     RunSections,
@@ -19,7 +21,7 @@ from .checks.schema import (
     SetsSection,
 )
 from .scan import Registration, documented_items, list_registrations
-from .text.values import BASE, DELETE
+from .text.values import BASE, DELETE, dotted, walk
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -79,6 +81,32 @@ def config_schema() -> Schema:
             **components,
         },
     }
+
+
+def setting_paths(config: Mapping[str, Any]) -> list[str]:
+    """Return the sorted key paths of the settings that a config has or may have.
+
+    These are its own values, the settings of the sections, and the arguments of our classes, for
+    its types and for the hooks that need no ``type``. Nothing is imported to find them.
+    """
+    registered = [entry for entries in list_registrations().values() for entry in entries]
+    arguments = {
+        name: [declaration.partition(":")[0] for declaration, _ in entry.arguments]
+        for entry in registered
+        for name in (entry.name, *entry.aliases)
+    }
+    paths = {field.name for field in fields(RunSections)}
+    paths |= {f"launch.{field.name}" for field in fields(LaunchSection)}
+    for name in ("train", "val", "test"):
+        paths |= {f"data.{name}.{field.name}" for field in fields(LoaderSection)}
+    for name, kind in HOOK_TYPES.items():
+        paths |= {f"hooks.{name}", *(f"hooks.{name}.{key}" for key in arguments[kind])}
+    for path, value in walk(dict(config)):
+        if path:
+            paths.add(dotted(path))
+        if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+            paths |= {dotted((*path, key)) for key in arguments.get(value["type"], ())}
+    return sorted(paths)
 
 
 def _section(section: type) -> Schema:
