@@ -41,7 +41,7 @@ _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 _NOT_TEXT = {"anyOf": [{"type": ["number", "array", "object", "null"]}, _INTERPOLATION]}
 # Arguments that are numbers in all optimizers.
 _NUMBERS = ("lr", "weight_decay", "momentum", "eps")
-# The values of arguments whose annotation does not tell them.
+# The values of arguments that are annotated as text.
 _VALUES: dict[str, list[str | None]] = {
     "dtype": ["float16", "bfloat16", "float32", "float64", None],
 }
@@ -220,9 +220,9 @@ def _check_without_type(component: Schema, entries: list[Registration]) -> None:
 def _require_known_type(component: Schema) -> None:
     """Allow only registered names and import paths as ``type``, unless there is a ``_scope_``."""
     names = component["properties"]["type"]["anyOf"][0]
-    known = {"anyOf": [names, {"type": "string", "pattern": r"\."}, _INTERPOLATION]}
+    types = {"anyOf": [names, {"type": "string", "pattern": r"\."}, _INTERPOLATION]}
     is_here = {"not": {"required": ["_scope_"]}}
-    rule = {"if": is_here, "then": {"properties": {"type": known}}}
+    rule = {"if": is_here, "then": {"properties": {"type": types}}}
     component.setdefault("allOf", []).append(rule)
 
 
@@ -241,13 +241,13 @@ def _arguments(entry: Registration, *, is_closed: bool) -> Schema:
 
 
 def _declared_type(declaration: str) -> Schema:
-    """Return the schema of an argument such as "patience: int = 3"; empty if it cannot be told."""
-    name, _, rest = declaration.partition(": ")
+    """Return the schema of an argument such as "patience: int = 3"; empty for other types."""
+    name, _, annotation = declaration.partition(": ")
     if name in _VALUES:
         return {"anyOf": [{"enum": _VALUES[name]}, _INTERPOLATION]}
     kinds = [
         "object" if kind.startswith("Mapping[") else _TYPES_BY_NAME.get(kind, "")
-        for kind in re.split(r" \| (?![^\[]*\])", rest.partition(" = ")[0])
+        for kind in re.split(r" \| (?![^\[]*\])", annotation.partition(" = ")[0])
     ]
     return {"anyOf": [{"type": kinds}, _INTERPOLATION]} if all(kinds) else {}
 

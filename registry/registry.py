@@ -429,7 +429,7 @@ def find_component(cfg: Mapping[str, Any], registry: Registry) -> Any:
     """Return the class or function that the ``type`` of ``cfg`` names in its ``_scope_``.
 
     Raises:
-        KeyError: there is no such name or scope.
+        KeyError: the name or the scope is unknown.
         TypeError: ``type`` is neither a name nor callable.
     """
     return find_type(cfg["type"], registry.at_scope(cfg.get("_scope_")))

@@ -55,7 +55,7 @@ def nested_table(cfg: Mapping[str, Any], registry: Registry) -> Registry:
     it is a registry of another kind.
 
     Raises:
-        KeyError: there is no such scope.
+        KeyError: the scope is unknown.
     """
     scope = cfg.get("_scope_")
     for table in (registry, *_looked_in_next(registry)):
@@ -99,11 +99,11 @@ def look_up_nested(wanted: str, registry: Registry) -> tuple[Any, bool] | None:
 
 def _looked_in_next(registry: Registry) -> list[Registry]:
     """Return the registries of other kinds, in the scope of ``registry`` if they have it."""
-    first = (COMM_HOOKS,) if registry.root is MODEL_WRAPPERS else ()
-    others = [other for other in (*first, MODELS, DATASETS) if other is not registry.root]
+    comm_hooks = (COMM_HOOKS,) if registry.root is MODEL_WRAPPERS else ()
+    candidates = [other for other in (*comm_hooks, MODELS, DATASETS) if other is not registry.root]
     return [
         next((member for member in other.family() if member.scope == registry.scope), other)
-        for other in others
+        for other in candidates
     ]
 
 

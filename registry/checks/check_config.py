@@ -218,8 +218,10 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
     if given is not None and not isinstance(given, dict):
-        what = f"must be hooks by name, got {shown_value(given)}{_form_by_name(given, HOOK_TYPES)}"
-        problems.append(Problem("hooks", what))
+        message = (
+            f"must be hooks by name, got {shown_value(given)}{_form_by_name(given, HOOK_TYPES)}"
+        )
+        problems.append(Problem("hooks", message))
         return {}
     wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
     hooks: dict[str, Component] = {}
@@ -241,14 +243,14 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
     return hooks
 
 
-def _form_by_name(given: Any, types: Mapping[str, str]) -> str:
-    """Return "; write {...}" with the entries of a list by name, "" if ``given`` is no such list.
+def _form_by_name(listed: Any, types: Mapping[str, str]) -> str:
+    """Return "; write {...}" with the entries of a list by name, "" for other values.
 
     Args:
         types: the types of names that need none.
     """
     named: dict[str, Any] = {}
-    for entry in given if isinstance(given, list) else ():
+    for entry in listed if isinstance(listed, list) else ():
         component = {"type": entry} if isinstance(entry, str) else entry
         if not isinstance(component, dict):
             return ""
@@ -294,8 +296,8 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
 
 def _metrics(given: Any, problems: list[Problem]) -> dict[str, MetricSection]:
     if given is not None and not isinstance(given, dict):
-        what = f"must be metrics by name, got {shown_value(given)}{_form_by_name(given, {})}"
-        problems.append(Problem("metrics", what))
+        message = f"must be metrics by name, got {shown_value(given)}{_form_by_name(given, {})}"
+        problems.append(Problem("metrics", message))
     found: dict[str, MetricSection] = {}
     for name, entry in given.items() if isinstance(given, dict) else ():
         where = f"metrics.{name}"
@@ -406,18 +408,18 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
     results = _validation_results(run)
     for where, metric in watched.items():
         if not isinstance(metric, str | None):
-            what = f"must be the name of one metric, got {shown_value(metric)}"
+            message = f"must be the name of one metric, got {shown_value(metric)}"
             if isinstance(metric, list):
-                what += "; choose one of them, or add a metric that combines them"
-            yield Problem(where, what)
+                message += "; choose one of them, or add a metric that combines them"
+            yield Problem(where, message)
         # A metric with several results is "name/part" in the records.
         starts = [f"{one}/" for one in results]
         if isinstance(metric, str) and not f"{metric}/".startswith(tuple(starts)):
-            what = f"there is no metric {shown_value(metric)}{did_you_mean(metric, results)}"
+            message = f"there is no metric {shown_value(metric)}{did_you_mean(metric, results)}"
             remedy = f"the run's metrics are: {', '.join(results)}"
             if not results:
                 remedy = "the run has none; add some, such as metrics: {loss: {type: MeanLoss}}"
-            yield Problem(where, f"{what}; {remedy}")
+            yield Problem(where, f"{message}; {remedy}")
     yield from _set_problems(run)
 
 

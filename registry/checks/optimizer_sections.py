@@ -143,8 +143,8 @@ def _wrapper_checks(
         clip = one.get("clip_grad") if isinstance(one, Mapping) else None
         if isinstance(clip, int | float | str):
             largest = 1.0 if isinstance(clip, bool | str) else clip
-            what = f"must be a section of settings, got {shown_value(clip)}"
-            yield Problem(f"{where}.clip_grad", f"{what}; write {{max_norm: {largest}}}")
+            message = f"must be a section of settings, got {shown_value(clip)}"
+            yield Problem(f"{where}.clip_grad", f"{message}; write {{max_norm: {largest}}}")
         yield component_check(one, OPTIM_WRAPPERS, where, ("optimizer",))
         if not by_name:
             return

@@ -150,7 +150,7 @@ def _allowed_text(options: tuple[Any, ...]) -> str:
 def _near(value: Any, options: tuple[Any, ...]) -> str:
     if not isinstance(value, str):
         return ""
-    if remedy := _without_quotes(value, options):
+    if remedy := _quotes_hint(value, options):
         return remedy
     if dict[str, Any] in options:
         return f"; write {{type: {value}}}" if len(value) < MOST_SHOWN else ""
@@ -159,7 +159,7 @@ def _near(value: Any, options: tuple[Any, ...]) -> str:
     return f"; did you mean {meant}?" if meant in allowed else did_you_mean(value, allowed)
 
 
-def _without_quotes(value: str, options: tuple[Any, ...]) -> str:
+def _quotes_hint(value: str, options: tuple[Any, ...]) -> str:
     """Return the remedy for a number, truth value or null in quotes, "" for other text."""
     kinds = {int: r"[-+]?\d+", float: _NUMBER, bool: "true|false", type(None): "null|none"}
     named = [pattern for kind, pattern in kinds.items() if kind in options]
@@ -181,11 +181,13 @@ def value_problems(
             continue
         allowed, remedy = _allowed_instead(value, hints[name]), ""
         if allowed and isinstance(value, str):
-            remedy = _without_quotes(value, options_of(hints[name]))
+            remedy = _quotes_hint(value, options_of(hints[name]))
         elif not allowed and str(target.__module__).startswith(f"{_OURS}."):
             allowed, remedy = _section_instead(value, hints[name])
         if not allowed and isinstance(value, list) and not _admits_text(hints[name]):
-            quoted = [one for one in value if isinstance(one, str) and re.fullmatch(_NUMBER, one)]
+            quoted = [
+                text for text in value if isinstance(text, str) and re.fullmatch(_NUMBER, text)
+            ]
             allowed, remedy = ("numbers", "; write them without quotes") if quoted else ("", "")
         if allowed:
             what = f"must be {allowed}, got {shown_value(value)} ({title(target)}){remedy}"

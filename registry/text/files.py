@@ -130,8 +130,8 @@ def _precedence(
         return orders[path]
     values, origins = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
     if not isinstance(values, dict):
-        what = "the file is empty" if values is None else f"got a {type(values).__name__}"
-        raise _error(path, f"a config must hold settings such as `seed: 0`, {what}")
+        message = "the file is empty" if values is None else f"got a {type(values).__name__}"
+        raise _error(path, f"a config must hold settings such as `seed: 0`, {message}")
     names = values.pop(BASE, [])
     files[path] = _File(values, origins)
     branches: list[list[Path]] = []
@@ -152,24 +152,24 @@ def _linearized(branches: list[list[Path]], origin: str) -> list[Path]:
     order: list[Path] = []
     while waiting:
         behind = {path for branch in waiting for path in branch[1:]}
-        first = next((branch[0] for branch in waiting if branch[0] not in behind), None)
-        if first is None:
+        head = next((branch[0] for branch in waiting if branch[0] not in behind), None)
+        if head is None:
             raise ConfigError([Problem(BASE, _contradiction(waiting, bases), origin)])
-        order.append(first)
-        waiting = [[path for path in branch if path != first] for branch in waiting]
+        order.append(head)
+        waiting = [[path for path in branch if path != head] for branch in waiting]
         waiting = [branch for branch in waiting if branch]
     return order
 
 
 def _contradiction(waiting: list[list[Path]], bases: list[Path]) -> str:
-    """Return why no file of the branches can come first."""
+    """Return why no file of the branches can come blocked."""
     for derived, *ancestors in waiting:
         for path in set(ancestors) & set(bases):
             if derived in bases and bases.index(path) < bases.index(derived):
                 return f"{shown(path)} must be listed before {shown(derived)}, which is based on it"
-    first = waiting[0][0]
-    second = next(branch[0] for branch in waiting if first in branch[1:])
-    names = f"{shown(first)} and {shown(second)}"
+    blocked = waiting[0][0]
+    blocking = next(branch[0] for branch in waiting if blocked in branch[1:])
+    names = f"{shown(blocked)} and {shown(blocking)}"
     return f"the files inherit {names} in contradictory orders; list them in the same order"
 
 
@@ -293,8 +293,8 @@ class _Reader:
             what = f"the character {chr(error.character)!r} is not allowed"
             raise self._error(line, what) from error
         except yaml.MarkedYAMLError as error:
-            line, what = explain(error, self._text)
-            raise self._error(line, f"not valid YAML: {what}") from error
+            line, message = explain(error, self._text)
+            raise self._error(line, f"not valid YAML: {message}") from error
         except RecursionError as error:
             raise self._error(0, TOO_DEEP) from error
 

@@ -41,7 +41,7 @@ def explain(error: yaml.MarkedYAMLError, text: str) -> tuple[int, str]:
         mistake = _missing_character(rows, mark.line) or _indentation(rows, mark.line)
         if mistake is not None:
             return mistake
-    hint = next((hint for part, hint in _HINTS.items() if part in problem), "")
+    hint = next((hint for words, hint in _HINTS.items() if words in problem), "")
     return mark.line, problem + (f" ({hint})" if hint else "")
 
 

@@ -134,11 +134,11 @@ class Mismeasured(Unmeasured):
 
 @pytest.mark.parametrize("sampler", [Unmeasured(), Mismeasured()])
 def test_it_does_not_depend_on_the_length_of_the_sampler(sampler: Unmeasured) -> None:
-    val = ValLoop(DataLoader(Broken(), batch_size=2, sampler=sampler))
-    seen = Everything()
+    val_loop = ValLoop(DataLoader(Broken(), batch_size=2, sampler=sampler))
+    hook = Everything()
     with pytest.raises(OSError, match="no such image"):
-        train(new_state(), [seen], val_loop=val)
-    assert seen.batches == 0
+        train(new_state(), [hook], val_loop=val_loop)
+    assert hook.batches == 0
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ rate: ${optimizer.lr}
 
 
 @pytest.mark.parametrize(
-    ("first", "path", "value", "line"),
+    ("change", "path", "value", "line"),
     [("seed: 7", "seed", 7, 2), ("optimizer: {lr: 0.5}", "optimizer.lr", 0.5, 2),
      ("optimizer: {lr: 0.5}", "rate", 0.5, 5), ("freeze: [d]", "freeze", ["d"], 2),
      ("optimizer: {_delete_: true, type: Muon, lr: 2}", "optimizer", MUON, 2),
@@ -102,10 +102,10 @@ rate: ${optimizer.lr}
 )  # fmt: skip
 @pytest.mark.parametrize("suffix", ["yaml", "py"])
 def test_a_base_undoes_only_what_it_sets(
-    write: Write, first: str, path: str, value: object, line: int, suffix: str
+    write: Write, change: str, path: str, value: object, line: int, suffix: str
 ) -> None:
     write("common.yaml", COMMON)
-    write("a.yaml", f"_base_: common.yaml\n{first}\n")
+    write("a.yaml", f"_base_: common.yaml\n{change}\n")
     write("b.yaml", "_base_: common.yaml\ntrain: {max_epochs: 9}\n")
     write("b.py", "config = {'_base_': 'common.yaml', 'train': {'max_epochs': 9}}\n")
     write("top.yaml", f"_base_: [a.yaml, b.{suffix}]\n")
@@ -116,7 +116,7 @@ def test_a_base_undoes_only_what_it_sets(
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "parts"),
+    ("text", "line", "phrases"),
     [
         ("model:\n  type: X\n   net: {type: Y}\n", 3,
          ["`net` begins in column 4", "column 3 like `type` in line 2 or 1 like `model`"]),
@@ -139,12 +139,12 @@ def test_a_base_undoes_only_what_it_sets(
     ],
 )  # fmt: skip
 def test_a_mistake_of_syntax_has_its_line_and_remedy(
-    write: Write, text: str, line: int, parts: list[str]
+    write: Write, text: str, line: int, phrases: list[str]
 ) -> None:
     write("a.yaml", text)
     message = refused("a.yaml")
     assert message.startswith(f"a.yaml:{line}: not valid YAML: ")
-    assert all(part in message for part in parts), message
+    assert all(phrase in message for phrase in phrases), message
 
 
 def test_bases_without_a_common_order_are_refused(write: Write) -> None:
