@@ -70,7 +70,7 @@ class Rounds:
         except Exception as error:
             if not self._together:
                 raise
-            self._failure = self._failure or error
+            self._failure = error if self._failure is None else self._failure
 
     def agree(self) -> bool:
         """Return whether there is another step; raise a deferred exception on every rank."""

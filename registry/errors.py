@@ -197,6 +197,6 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         yield current
-        current = current.__cause__ or (
-            None if current.__suppress_context__ else current.__context__
-        )
+        # Exceptions of users may be falsy, such as those that are sequences.
+        following = None if current.__suppress_context__ else current.__context__
+        current = following if current.__cause__ is None else current.__cause__

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from .arguments import options_of
+from .checks.other_trainers import SETTINGS_BY_NAME
 from .checks.schema import (
     HOOK_TYPES,
     METRIC_KEYS,
     SCHEDULER_KEYS,
+    LaunchSection,
+    LoaderSection,
     MetricSection,
     ParamwiseSection,
     RunSections,
@@ -19,7 +23,7 @@ from .checks.schema import (
     SetsSection,
 )
 from .scan import Registration, documented_items, list_registrations
-from .text.values import BASE, DELETE
+from .text.values import BASE, DELETE, dotted, walk
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -32,7 +36,21 @@ _TYPES: dict[Any, str] = {
     dict: "object",
     type(None): "null",
 }
+_TYPES_BY_NAME = {"None": "null", **{kind.__name__: name for kind, name in _TYPES.items()}}
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+_NOT_TEXT = {"anyOf": [{"type": ["number", "array", "object", "null"]}, _INTERPOLATION]}
+# Arguments that are numbers in all optimizers.
+_NUMBERS = ("lr", "weight_decay", "momentum", "eps")
+# The values of arguments that are annotated as text.
+_VALUES: dict[str, list[str | None]] = {
+    "dtype": ["float16", "bfloat16", "float32", "float64", None],
+}
+# Keys that are allowed in each section with a ``type``.
+_KEYS = ("type", "_scope_", DELETE)
+# Registries whose classes of ours have no arguments but the declared ones.
+_CLOSED = ("LOOPS", "OPTIM_WRAPPERS", "HOOKS")
+# Registries whose classes have registered names only if they are ours or torch's.
+_NAMED_BY_PATH = ("LOOPS", "OPTIM_WRAPPERS", "OPTIMIZERS", "PARAM_SCHEDULERS")
 # The registry of each section that names one component.
 _REGISTRIES = {
     "model": "MODELS",
@@ -51,12 +69,13 @@ def config_schema() -> Schema:
 
     The schema describes single files. Required settings may be missing, since ``_base_`` or another
     file may set them, and any value may be ``${...}``. A ``type`` may be any text, because configs
-    can name import paths; the registered names are suggestions. Nothing is imported to describe our
-    own classes.
+    can name import paths and classes of the user; the registered names are suggestions. Only
+    optimizers, optimizer wrappers, schedulers and loops of the user need an import path. Nothing is
+    imported to describe our own classes.
     """
     registered = list_registrations()
     components = {
-        name: _component(entries)
+        name: _component(entries, is_closed=name in _CLOSED)
         for name, entries in registered.items()
         if name in {*_REGISTRIES.values(), "HOOKS", "METRICS", "PARAM_SCHEDULERS"}
     }
@@ -67,6 +86,11 @@ def config_schema() -> Schema:
     settings["metrics"] |= {"additionalProperties": _with_ours("METRICS", MetricSection)}
     settings["hooks"] |= _hooks(registered["HOOKS"])
     settings["schedulers"] = _schedulers()
+    for name in _NAMED_BY_PATH:
+        _require_known_type(components[name])
+    for name in ("LOOPS", "OPTIM_WRAPPERS"):
+        _check_without_type(components[name], registered[name])
+    components["OPTIMIZERS"]["properties"] |= dict.fromkeys(_NUMBERS, _NOT_TEXT)
     components["OPTIMIZERS"]["properties"]["paramwise"] = _section(ParamwiseSection)
     files = {"type": ["string", "array"], "description": "The files that this one extends."}
     return {
@@ -79,6 +103,32 @@ def config_schema() -> Schema:
             **components,
         },
     }
+
+
+def setting_paths(config: Mapping[str, Any]) -> list[str]:
+    """Return the sorted key paths of the settings that a config has or may have.
+
+    These are its own values, the settings of the sections, and the arguments of our classes, for
+    its types and for the hooks that need no ``type``. Nothing is imported to find them.
+    """
+    registered = [entry for entries in list_registrations().values() for entry in entries]
+    arguments = {
+        name: [declaration.partition(":")[0] for declaration, _ in entry.arguments]
+        for entry in registered
+        for name in (entry.name, *entry.aliases)
+    }
+    paths = {field.name for field in fields(RunSections)}
+    paths |= {f"launch.{field.name}" for field in fields(LaunchSection)}
+    for name in ("train", "val", "test"):
+        paths |= {f"data.{name}.{field.name}" for field in fields(LoaderSection)}
+    for name, kind in HOOK_TYPES.items():
+        paths |= {f"hooks.{name}", *(f"hooks.{name}.{key}" for key in arguments[kind])}
+    for path, value in walk(dict(config)):
+        if path:
+            paths.add(dotted(path))
+        if isinstance(value, Mapping) and isinstance(value.get("type"), str):
+            paths |= {dotted((*path, key)) for key in arguments.get(value["type"], ())}
+    return sorted(paths)
 
 
 def _section(section: type) -> Schema:
@@ -129,8 +179,12 @@ def _value(hint: Any, metadata: Mapping[str, Any]) -> Schema:
     return found
 
 
-def _component(entries: list[Registration]) -> Schema:
-    """Return the schema of a dict with a ``type``: the names, and the arguments of our classes."""
+def _component(entries: list[Registration], *, is_closed: bool) -> Schema:
+    """Return the schema of a dict with a ``type``: the names, and the arguments of our classes.
+
+    Args:
+        is_closed: whether our classes have no further arguments.
+    """
     names = sorted({name for entry in entries for name in (entry.name, *entry.aliases)})
     found: Schema = {"properties": {"type": {"anyOf": [{"enum": names}, {"type": "string"}]}}}
     by_type = [
@@ -139,7 +193,7 @@ def _component(entries: list[Registration]) -> Schema:
                 "properties": {"type": {"enum": [entry.name, *entry.aliases]}},
                 "required": ["type"],
             },
-            "then": {"description": entry.summary, "properties": _arguments(entry)},
+            "then": {"description": entry.summary, **_arguments(entry, is_closed=is_closed)},
         }
         for entry in entries
         if entry.arguments
@@ -148,12 +202,54 @@ def _component(entries: list[Registration]) -> Schema:
     return {**found, "allOf": by_type} if by_type else found
 
 
-def _arguments(entry: Registration) -> Schema:
-    """Return the arguments with descriptions but without types, which may be too narrow."""
-    return {
-        declaration.partition(":")[0]: {"description": f"{declaration}. {meaning}".rstrip()}
+def _check_without_type(component: Schema, entries: list[Registration]) -> None:
+    """Check a section whose type may be in a base file by the arguments of all our classes.
+
+    Names of other trainers are refused, unless they name an optimizer whose settings follow.
+    """
+    refused = {
+        name: {"type": "object", "description": f"in stepwrap: {ours}"}
+        for name, ours in SETTINGS_BY_NAME.items()
+    }
+    for entry in entries:
+        refused |= _arguments(entry, is_closed=True)["properties"]
+    is_untyped = {"not": {"required": ["type"]}}
+    component["allOf"].append({"if": is_untyped, "then": {"properties": refused}})
+
+
+def _require_known_type(component: Schema) -> None:
+    """Allow only registered names and import paths as ``type``, unless there is a ``_scope_``."""
+    names = component["properties"]["type"]["anyOf"][0]
+    types = {"anyOf": [names, {"type": "string", "pattern": r"\."}, _INTERPOLATION]}
+    is_here = {"not": {"required": ["_scope_"]}}
+    rule = {"if": is_here, "then": {"properties": {"type": types}}}
+    component.setdefault("allOf", []).append(rule)
+
+
+def _arguments(entry: Registration, *, is_closed: bool) -> Schema:
+    """Return the schema of the arguments with descriptions and, if they are plain, with types."""
+    settings = {
+        declaration.partition(":")[0]: {
+            "description": f"{declaration}. {meaning}".rstrip(),
+            **_declared_type(declaration),
+        }
         for declaration, meaning in entry.arguments
     }
+    if not is_closed:
+        return {"properties": settings}
+    return {"properties": {**dict.fromkeys(_KEYS, True), **settings}, "additionalProperties": False}
+
+
+def _declared_type(declaration: str) -> Schema:
+    """Return the schema of an argument such as "patience: int = 3"; empty for other types."""
+    name, _, annotation = declaration.partition(": ")
+    if name in _VALUES:
+        return {"anyOf": [{"enum": _VALUES[name]}, _INTERPOLATION]}
+    kinds = [
+        "object" if kind.startswith("Mapping[") else _TYPES_BY_NAME.get(kind, "")
+        for kind in re.split(r" \| (?![^\[]*\])", annotation.partition(" = ")[0])
+    ]
+    return {"anyOf": [{"type": kinds}, _INTERPOLATION]} if all(kinds) else {}
 
 
 def _component_ref(registry: str) -> Schema:
@@ -165,7 +261,9 @@ def _hooks(entries: list[Registration]) -> Schema:
     known = {entry.name: entry for entry in entries}
     settings: Schema = {}
     for name, kind in HOOK_TYPES.items():
-        arguments = {"type": "object", "properties": _arguments(known[kind])}
+        ours = _arguments(known[kind], is_closed=True)
+        own_type = {"if": {"not": {"required": ["type"]}}, "then": ours}
+        arguments = {"type": "object", "properties": {**ours["properties"]}, **own_type}
         settings[name] = {
             "description": known[kind].summary,
             "anyOf": [{"type": ["boolean", "null"]}, arguments, _INTERPOLATION],

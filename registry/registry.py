@@ -147,7 +147,7 @@ class Registry:
             The class or function, unchanged, or the decorator.
 
         Raises:
-            KeyError: the name is already registered.
+            KeyError: a name is already registered; then none of the names is registered.
             TypeError: an argument has the wrong type.
         """
         if not isinstance(force, bool):
@@ -216,7 +216,8 @@ class Registry:
                 _log.warning("%s has no scope %r: %s is used", self.name, scope, self.scope)
             token = _switched_to.set(scope or _switched_to.get())
             try:
-                yield found or self
+                # An empty registry is falsy.
+                yield self if found is None else found
             finally:
                 _switched_to.reset(token)
 
@@ -301,12 +302,13 @@ def _own(registry: Registry, name: str) -> Any:
 def _add(registry: Registry, target: T, names: Sequence[str] | None, force: bool) -> T:
     if not callable(target):
         raise TypeError(f"module must be Callable, but got {_kind(target)}")
-    for name in names or [getattr(target, "__name__", type(target).__name__)]:
+    names = names or [getattr(target, "__name__", type(target).__name__)]
+    for name in names if not force else ():
         present = registry.module_dict.get(name)
-        if present is not None and not force and not _is_stale(present, target):
+        if present is not None and not _is_stale(present, target):
             where = getattr(present, "__module__", "unknown")
             raise RegistryKeyError(f"{name} is already registered in {registry.name} at {where}")
-        registry.module_dict[name] = target
+    registry.module_dict.update(dict.fromkeys(names, target))
     return target
 
 
@@ -421,6 +423,16 @@ def find_type(wanted: Any, table: Registry) -> Any:
     if not callable(wanted):
         raise TypeError(f"type must be a str or valid type, but got {_kind(wanted)}")
     return wanted
+
+
+def find_component(cfg: Mapping[str, Any], registry: Registry) -> Any:
+    """Return the class or function that the ``type`` of ``cfg`` names in its ``_scope_``.
+
+    Raises:
+        KeyError: the name or the scope is unknown.
+        TypeError: ``type`` is neither a name nor callable.
+    """
+    return find_type(cfg["type"], registry.at_scope(cfg.get("_scope_")))
 
 
 def check_arguments(target: Any, args: Collection[str]) -> None:

@@ -48,6 +48,22 @@ def build_tree(
     return _call(find_type(wanted, table), own, table, default_args or {})
 
 
+def nested_table(cfg: Mapping[str, Any], registry: Registry) -> Registry:
+    """Return the registry in which the ``type`` of a nested dict is looked up first.
+
+    This is ``registry``, in the ``_scope_`` of the dict. If no registry of this kind has the scope,
+    it is a registry of another kind.
+
+    Raises:
+        KeyError: the scope is unknown.
+    """
+    scope = cfg.get("_scope_")
+    for table in (registry, *_looked_in_next(registry)):
+        if scope in (None, *(member.scope for member in table.family())):
+            return table.at_scope(scope)
+    return registry.at_scope(scope)
+
+
 def find_nested(wanted: Any, registry: Registry) -> tuple[Any, bool]:
     """Return the object of a nested ``type`` and whether it is from the same registry.
 
@@ -82,8 +98,13 @@ def look_up_nested(wanted: str, registry: Registry) -> tuple[Any, bool] | None:
 
 
 def _looked_in_next(registry: Registry) -> list[Registry]:
-    first = (COMM_HOOKS,) if registry is MODEL_WRAPPERS else ()
-    return [other for other in (*first, MODELS, DATASETS) if other is not registry]
+    """Return the registries of other kinds, in the scope of ``registry`` if they have it."""
+    comm_hooks = (COMM_HOOKS,) if registry.root is MODEL_WRAPPERS else ()
+    candidates = [other for other in (*comm_hooks, MODELS, DATASETS) if other is not registry.root]
+    return [
+        next((member for member in other.family() if member.scope == registry.scope), other)
+        for other in candidates
+    ]
 
 
 def find_reference(wanted: Any, registry: Registry) -> Any:
@@ -111,7 +132,7 @@ def supply_where_taken(cfg: Any, registry: Registry, name: str, value: Any) -> A
         return cfg
     if "type" not in cfg:
         return {key: supply_where_taken(one, registry, name, value) for key, one in cfg.items()}
-    table = registry.at_scope(cfg.get("_scope_"))
+    table = nested_table(cfg, registry)
     target = find_nested(cfg["type"], table)[0]
     plain = plain_names(target)
     filled = {
@@ -167,8 +188,9 @@ def _built(value: Any, registry: Registry, runtime: Mapping[str, Any]) -> Any:
         return find_reference(value["_ref_"], registry)
     if "type" not in value:
         return {key: _built_at(key, inner, registry, runtime) for key, inner in value.items()}
-    table = registry.at_scope(value.get("_scope_"))
+    table = nested_table(value, registry)
     target, same = find_nested(value["type"], table)
+    same = same and table.root is registry.root
     return _call(target, value, table, nested_runtime(target, runtime, same))
 
 

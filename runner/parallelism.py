@@ -20,6 +20,7 @@ from ..registry import (
     find_train_step,
     supply_where_taken,
 )
+from ..registry.registry import find_component
 from ..wrappers import (
     Mesh,
     Preparation,
@@ -75,8 +76,10 @@ def build_model(run: RunSections, ranks: int | None = None) -> tuple[nn.Module, 
         load_pretrained(model, run.load_from, adapted=run.adapter is not None)
     adapter = add_configured(model, run.adapter, run.load_from, run.seed)
     _check_model(run, model, preparation, tensor_size)
-    options = {k: v for k, v in (run.wrapper or {}).items() if k not in ("type", "_scope_")}
-    with building("wrapper", options):
+    options = dict(run.wrapper or {})
+    options.pop("type", None)
+    scope = options.pop("_scope_", None)
+    with building("wrapper", options), MODEL_WRAPPERS.switch_scope_and_registry(scope):
         wrapped = wrap_model(
             _wrapper_for(run, ranks),
             model,
@@ -158,7 +161,7 @@ def tables_with(name: str) -> list[str]:
 
 def wrapper_class(run: RunSections) -> Any:
     """Return the class or function of the wrapper's ``type``; None for the default wrapper."""
-    return None if run.wrapper is None else MODEL_WRAPPERS.resolve(run.wrapper["type"])
+    return None if run.wrapper is None else find_component(run.wrapper, MODEL_WRAPPERS)
 
 
 def _check_model(

@@ -17,6 +17,8 @@ from torch.utils.data import IterableDataset, Subset
 
 from ..collectives import get_rank, get_world_size
 from ..loops import (
+    CheckpointHook,
+    EarlyStopHook,
     EvalSets,
     FreezeHook,
     Hook,
@@ -27,6 +29,7 @@ from ..loops import (
     seed_rng,
 )
 from ..loops.data.loaders import length_of
+from ..loops.metrics.evaluation import directions_of
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -51,6 +54,7 @@ from ..registry import (
     stepping_class,
     supply_where_taken,
 )
+from ..registry.registry import find_component
 from ..wrappers import OptimWrapperDict, param_groups
 from ..wrappers.optimizers.gates import refuse_without_closure
 from ..wrappers.optimizers.optimizer_fit import build_optimizer
@@ -109,6 +113,7 @@ def build_parts(
             hooks = {**schedules, **hooks}
         if run.frozen_until:
             hooks = {"freeze.until_step": FreezeHook(until_step=run.frozen_until), **hooks}
+        _check_watched(hooks, parts["val_loop"], attempts)
         train = partial(_build_training, run, load, parts["val_loop"], one_batch)
         parts["train_loop"] = attempts.make("train", train)
     elif model is not None:
@@ -161,7 +166,8 @@ def _build_training(
     settings = dict(run.train or {})
     if one_batch:
         ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
-        settings = {"type": settings["type"], **ones}
+        chosen = {key: settings[key] for key in ("type", "_scope_") if key in settings}
+        settings = {**chosen, **ones}
     supplied = {"dataloader": load("train"), "val_loop": val_loop}
     with building("train"):
         return build_tree(settings, LOOPS, supplied)
@@ -179,6 +185,15 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
         loops[one] = attempts.make(name, make) if None not in supplied.values() else None
     attempts.finish()
     return EvalSets(loops) if isinstance(getattr(run.data, name), SetsSection) else loops.get("")
+
+
+def _check_watched(hooks: Mapping[str, Any], val_loop: Any, attempts: Attempts) -> None:
+    """Report hooks for which it is unknown whether higher values of their metric are better."""
+    directions = directions_of(getattr(val_loop, "metrics", {}))
+    for name, hook in hooks.items():
+        if isinstance(hook, CheckpointHook | EarlyStopHook) and hook.watched.name:
+            key = f"hooks.{name}.{hook.watched.argument}"
+            attempts.make(key, partial(hook.watched.mode_by, directions))
 
 
 def _build_metrics(metrics: Mapping[str, MetricSection], set_name: str) -> dict[str, Any]:
@@ -341,7 +356,7 @@ def _optimizer(
             )
     with building(where):
         # `build_optimizer` selects the fastest implementation of the class.
-        kind = partial(build_optimizer, OPTIMIZERS.resolve(own["type"]))
+        kind = partial(build_optimizer, find_component(own, OPTIMIZERS))
         built: Optimizer = build_tree({**own, "type": kind}, OPTIMIZERS, {"params": params})
     return built
 
@@ -374,7 +389,7 @@ def _evaluation_precision(
     built around one that is never used.
     """
     sections = optim_wrapper_sections(run.optim_wrapper, run.optimizer)
-    kinds = [OPTIM_WRAPPERS.resolve(one["type"]) for one in sections.values()]
+    kinds = [find_component(settings, OPTIM_WRAPPERS) for settings in sections.values()]
     parameters = list(model.parameters())
     if not parameters or all(getattr(kind, "precision_context", None) is None for kind in kinds):
         return nullcontext

@@ -119,7 +119,8 @@ class Runner:
         _require_group()
         named = default_hooks() if hooks is None else _named(hooks)
         self._train_loop = train_loop
-        self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
+        default_val_loop = getattr(train_loop, "val_loop", None)
+        self._val_loop = default_val_loop if val_loop is None else val_loop
         self._test_loop = test_loop
         self._owns_run_dir = False
         self._holds_run_dir = False

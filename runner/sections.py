@@ -21,6 +21,7 @@ from ..registry import (
     load_config,
     optim_wrapper_sections,
 )
+from ..registry.registry import find_component
 from ..wrappers import LossWeight
 from .parallelism import layout_problems, preparation_problems, tables_with, works_over_ranks
 
@@ -99,7 +100,7 @@ def _uneven_problems(run: RunSections) -> Iterator[Problem]:
     if any(one.get("accumulative_counts", 1) != 1 for one in sections):
         what = "needs accumulative_counts=1: a rank that runs out of batches inside a window"
         yield Problem(where, f"{what} would lose its gradients")
-    loop = LOOPS.resolve(run.train["type"])
+    loop = find_component(run.train, LOOPS)
     if isinstance(loop, type) and issubclass(loop, IterTrainLoop):
         what = "needs an EpochTrainLoop: updates that only some ranks make cannot be counted"
         yield Problem(where, what)

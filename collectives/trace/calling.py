@@ -65,7 +65,7 @@ class calling(Call):
             return
         _thread.call = self._outer
         if self._record:
-            self._record.state = "failed" if error else "finished"
+            self._record.state = "finished" if error is None else "failed"
         if error is None:
             _withdraw_failure(self.group)
         elif isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):

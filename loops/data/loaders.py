@@ -128,7 +128,8 @@ def _complete(options: dict[str, Any], seed: int) -> None:
     if options["num_workers"]:
         options.setdefault("persistent_workers", True)
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
-        options["collate_fn"] = WorkerCollate(options["collate_fn"] or default_collate)
+        chosen = options["collate_fn"]
+        options["collate_fn"] = WorkerCollate(default_collate if chosen is None else chosen)
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -252,9 +253,9 @@ def _can_read_aside(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 
 def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
     """Yield the first ``most`` batches of a pass, or all, and leave ``loader`` unchanged."""
-    sampler = copy(loader.batch_sampler)
+    sampler: Any = copy(loader.batch_sampler)
     order = getattr(sampler, "sampler", None)
-    if sampler is not None and order is not None:
+    if order is not None:
         vars(sampler)["sampler"] = copy(order)
     if isinstance(sampler, ShardedBatchSampler):
         sampler.set_position(0)
@@ -263,7 +264,7 @@ def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
     while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
         datasets.append(dataset)
     with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
-        indices = list(itertools.islice(sampler or (), most))
+        indices = list(itertools.islice(sampler, most))
         yield from _like(loader, indices, min(len(indices), loader.num_workers))
 
 

@@ -34,7 +34,7 @@ class EarlyStopHook(Hook):
     ) -> None:
         if min_delta < 0:
             raise ValueError(f"min_delta must be at least 0, got {min_delta}")
-        self._watched = WatchedMetric(metric, mode, setting="EarlyStopHook: metric")
+        self.watched = WatchedMetric(metric, mode, setting="EarlyStopHook: metric")
         self._patience = positive("patience", patience)
         self._min_delta = min_delta
         self._best: float | None = None
@@ -42,14 +42,14 @@ class EarlyStopHook(Hook):
         self._waited = 0
 
     def on_train_start(self, state: LoopState) -> None:
-        self._watched.start(state)
+        self.watched.start(state)
         self._stop_if_due(state)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         if state.phase is not Phase.VAL or (state.stop_reason and not metrics):
             return
-        value = self._watched.value_in(metrics)
-        if self._watched.improves(value, self._best, state, min_delta=self._min_delta):
+        value = self.watched.value_in(metrics)
+        if self.watched.improves(value, self._best, state, min_delta=self._min_delta):
             self._best, self._best_step, self._waited = value, state.step, 0
         else:
             self._waited += 1
@@ -68,8 +68,8 @@ class EarlyStopHook(Hook):
             return
         best = "was always NaN"
         if self._best is not None:
-            best = f"was {self._watched.extreme(state)} at {self._best:.4g}"
+            best = f"was {self.watched.extreme(state)} at {self._best:.4g}"
         state.request_stop(
-            f"{self._watched.name} {best} (step {self._best_step}) and has not improved "
+            f"{self.watched.name} {best} (step {self._best_step}) and has not improved "
             f"in {self._waited} validations (patience {self._patience})"
         )

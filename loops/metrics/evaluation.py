@@ -297,10 +297,19 @@ class WatchedMetric:
         name: the name of the metric's result.
         mode: "min", "max", or None to derive it from the metric.
         setting: the hook and its argument, for messages, such as "EarlyStopHook: metric".
+
+    Attributes:
+        argument: the argument of the hook.
+
+    Raises:
+        TypeError: ``name`` is not a str.
+        ValueError: ``mode`` is not allowed.
     """
 
     def __init__(self, name: str, mode: str | None, *, setting: str) -> None:
-        self._hook = setting.partition(":")[0]
+        self._hook, _, self.argument = setting.partition(": ")
+        if not isinstance(name, str):
+            raise TypeError(f"{setting} must be the name of one metric, got {name!r}")
         if mode not in ("min", "max", None):
             raise ValueError(f"{self._hook}: mode must be 'min' or 'max', got {mode!r}")
         self.name = name
@@ -318,15 +327,24 @@ class WatchedMetric:
     def extreme(self, state: LoopState) -> str:
         """Return which value is the best, "lowest" or "highest"; ValueError if unknown."""
         if self._mode is None:
-            higher = direction_of(self.name, state.higher_is_better)
-            if higher is None:
-                raise ValueError(
-                    f"{self._hook}: mode must be given, since neither higher_is_better nor the "
-                    f"name of {self.name!r} says which values are better; use 'max' for higher, "
-                    "'min' for lower"
-                )
-            self._mode = "max" if higher else "min"
+            self._mode = self.mode_by(state.higher_is_better)
         return "highest" if self._mode == "max" else "lowest"
+
+    def mode_by(self, directions: Mapping[str, bool | None]) -> str:
+        """Return "min" or "max", if necessary by ``higher_is_better`` of metrics by name.
+
+        Raises:
+            ValueError: the direction is unknown.
+        """
+        if self._mode is not None:
+            return self._mode
+        higher = direction_of(self.name, directions)
+        if higher is None:
+            raise ValueError(
+                f"{self._hook}: mode must be given, since neither higher_is_better nor the name of "
+                f"{self.name!r} says which values are better; use 'max' for higher, 'min' for lower"
+            )
+        return "max" if higher else "min"
 
     def warn_unless(self, mode: str, state: LoopState) -> None:
         higher = direction_of(self.name, state.higher_is_better)

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from ...collectives import all_gather_object, get_rank, get_world_size
 from ...registry import MODELS, OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS, build_tree
+from ...registry.registry import find_component
 from ...wrappers import OptimWrapperDict, SingleDevice
 from ...wrappers.features import ModelFeatures, optim_features
 from ...wrappers.optimizers.optimizer_fit import build_optimizer
@@ -338,7 +339,7 @@ def _from_config(given: Mapping[str, Any], wrapped: nn.Module) -> Any:
             f"optim_wrapper as a config needs one optimizer with a type, such as {example}; for "
             "several optimizers, give a function of the model that returns an OptimWrapperDict"
         )
-    fastest = partial(build_optimizer, OPTIMIZERS.resolve(optimizer["type"]))
+    fastest = partial(build_optimizer, find_component(optimizer, OPTIMIZERS))
     parameters = {"params": list(wrapped.parameters())}
     built = build_tree({**optimizer, "type": fastest}, OPTIMIZERS, parameters)
     return build_tree(settings, OPTIM_WRAPPERS, {"optimizer": built})

@@ -7,7 +7,13 @@ from typing import Any, TypeAlias
 from ..arguments import argument_problems, plain_names
 from ..errors import MOST_SHOWN, Problem, nearest, shown_value
 from ..registry import Registry, find_type
-from ..tree import find_nested, find_reference, look_up_nested, nested_runtime
+from ..tree import (
+    find_nested,
+    find_reference,
+    look_up_nested,
+    nested_runtime,
+    nested_table,
+)
 from .typed import value_problems
 
 # A check that needs classes, to be called when they may be imported.
@@ -84,9 +90,14 @@ def _class_problems(
     is_nested: bool = False,
 ) -> Iterator[Problem]:
     try:
-        table = registry.at_scope(cfg.get("_scope_"))
+        table = nested_table(cfg, registry) if is_nested else registry.at_scope(cfg.get("_scope_"))
+    except KeyError as error:
+        yield Problem(f"{where}._scope_", str(error), cause=error)
+        return
+    try:
         if is_nested:
             target, same = find_nested(cfg["type"], table)
+            same = same and table.root is registry.root
             runtime_args = nested_runtime(target, dict.fromkeys(runtime_args), same)
         else:
             target = find_type(cfg["type"], table)

@@ -1,5 +1,6 @@
 """Check a whole run config, before any process starts."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
@@ -8,8 +9,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from ..catalog import ADAPTERS, HOOKS, LOOPS, METRICS, MODEL_WRAPPERS, MODELS
-from ..errors import ConfigError, Problem, did_you_mean, meant_by, shown, shown_value
+from ..errors import (
+    ConfigError,
+    Problem,
+    did_you_mean,
+    meant_by,
+    shortened,
+    shown,
+    shown_value,
+)
 from ..imports import (
     find_entry,
     folders_of,
@@ -31,11 +42,11 @@ from .check_component import (
 )
 from .data_sections import LOADERS, data_checks, sets_in, with_sets, without_sets
 from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
+from .other_trainers import hint_elsewhere
 from .schema import (
     DEFAULT_HOOKS,
     HOOK_TYPES,
     METRIC_KEYS,
-    PLACES,
     SCHEDULER_KEYS,
     Component,
     FreezeSection,
@@ -60,6 +71,7 @@ _ADAPTER = "LoraConfig"
 _WATCHING = ("metric", "keep_best")
 # Keys whose values may be import paths.
 _PATH_KEYS = ("type", "_ref_", "collate", "train_step", "transform")
+_NOT_THERE = re.compile("there is no such setting|has no such argument")
 _SECTIONS = tuple(field.name for field in fields(RunSections))
 
 
@@ -133,7 +145,7 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
     values = _with_implied(values)
     typed: list[Problem] = []
     single, sets = without_sets(values, typed)
-    sections = check_section(RunSections, single, "", typed, places=PLACES)
+    sections = check_section(RunSections, single, "", typed)
     problems += typed
     later: list[Later] = []
     for check in _checks(values, hooks, schedulers, metrics):
@@ -206,7 +218,10 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
     if given is not None and not isinstance(given, dict):
-        problems.append(Problem("hooks", f"must be hooks by name, got {shown_value(given)}"))
+        message = (
+            f"must be hooks by name, got {shown_value(given)}{_form_by_name(given, HOOK_TYPES)}"
+        )
+        problems.append(Problem("hooks", message))
         return {}
     wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
     hooks: dict[str, Component] = {}
@@ -226,6 +241,30 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
         else:
             hooks[name] = {"type": HOOK_TYPES.get(name), **options}
     return hooks
+
+
+def _form_by_name(listed: Any, types: Mapping[str, str]) -> str:
+    """Return "; write {...}" with the entries of a list by name, "" for other values.
+
+    Args:
+        types: the types of names that need none.
+    """
+    named: dict[str, Any] = {}
+    for entry in listed if isinstance(listed, list) else ():
+        component = {"type": entry} if isinstance(entry, str) else entry
+        if not isinstance(component, dict):
+            return ""
+        kind = component.get("type")
+        if not isinstance(kind, str):
+            named |= component
+            continue
+        name = next((name for name, usual in types.items() if kind in (name, usual)), "")
+        options = {key: value for key, value in component.items() if key != "type" or not name}
+        named[name or kind.rpartition(".")[2].lower()] = options or True
+    if not named:
+        return ""
+    text = yaml.safe_dump(named, default_flow_style=True, sort_keys=False, width=math.inf)
+    return f"; write {shortened(text.strip(), 120)}"
 
 
 def _ledger_hook(section: LedgerSection | bool) -> dict[str, Component]:
@@ -257,9 +296,8 @@ def _schedulers(given: Any, problems: list[Problem]) -> dict[str, SchedulerSecti
 
 def _metrics(given: Any, problems: list[Problem]) -> dict[str, MetricSection]:
     if given is not None and not isinstance(given, dict):
-        problems.append(
-            Problem("metrics", f"must be a section of settings, got {shown_value(given)}")
-        )
+        message = f"must be metrics by name, got {shown_value(given)}{_form_by_name(given, {})}"
+        problems.append(Problem("metrics", message))
     found: dict[str, MetricSection] = {}
     for name, entry in given.items() if isinstance(given, dict) else ():
         where = f"metrics.{name}"
@@ -369,12 +407,19 @@ def _metric_problems(run: RunSections) -> Iterator[Problem]:
         yield Problem("schedulers", "all that watch a metric must watch the same one")
     results = _validation_results(run)
     for where, metric in watched.items():
+        if not isinstance(metric, str | None):
+            message = f"must be the name of one metric, got {shown_value(metric)}"
+            if isinstance(metric, list):
+                message += "; choose one of them, or add a metric that combines them"
+            yield Problem(where, message)
         # A metric with several results is "name/part" in the records.
         starts = [f"{one}/" for one in results]
         if isinstance(metric, str) and not f"{metric}/".startswith(tuple(starts)):
-            known = ", ".join(results) or "none"
-            what = f"there is no metric {shown_value(metric)}{did_you_mean(metric, results)}"
-            yield Problem(where, f"{what}; the run's metrics are: {known}")
+            message = f"there is no metric {shown_value(metric)}{did_you_mean(metric, results)}"
+            remedy = f"the run's metrics are: {', '.join(results)}"
+            if not results:
+                remedy = "the run has none; add some, such as metrics: {loss: {type: MeanLoss}}"
+            yield Problem(where, f"{message}; {remedy}")
     yield from _set_problems(run)
 
 
@@ -409,6 +454,9 @@ def _located(problems: list[Problem], config: Config) -> list[Problem]:
         if hint:
             # The hint replaces the list of the other arguments.
             what = what.partition("; it also takes ")[0] + hint
+        elif _NOT_THERE.search(what):
+            hint = hint_elsewhere(problem.key, is_similar="did you mean" in what)
+            what = what.partition(";")[0] + hint if hint else what
         located.append(replace(problem, origin=config.origin(problem.key), what=what))
     return sorted(dict.fromkeys(located), key=_place)
 

@@ -7,7 +7,7 @@ from typing import Any
 from ..arguments import parameters_of, signature_of, title
 from ..catalog import OPTIM_WRAPPERS, OPTIMIZERS, PARAM_SCHEDULERS
 from ..errors import Problem, did_you_mean, nearest, one_of, shown_value
-from ..registry import find_type
+from ..registry import find_component
 from .check_component import Later, component_check, with_type
 from .schema import SCHEDULER_KEYS, CustomKeySection, ParamwiseSection, SchedulerSection
 from .typed import check_section, fits, value_problems
@@ -36,7 +36,7 @@ def stepping_class(settings: Mapping[str, Any]) -> Any:
     if isinstance(wanted, Mapping):
         wanted = wanted.get("_ref_")
     try:
-        return find_type(wanted, OPTIMIZERS)
+        return find_component({**settings, "type": wanted}, OPTIMIZERS)
     except (KeyError, TypeError):
         return None
 
@@ -58,9 +58,9 @@ def optim_wrapper_sections(optim_wrapper: Mapping[str, Any], optimizer: Any) -> 
     if not _by_name(optim_wrapper, names):
         common = with_type(optim_wrapper, _WRAPPER)
         return dict.fromkeys(names, common) or {"": common}
-    by_name = {name: optim_wrapper.get(name) or {} for name in (*names, *optim_wrapper)}
+    by_name = {name: optim_wrapper.get(name) for name in (*names, *optim_wrapper)}
     return {
-        name: with_type(one, _WRAPPER) if isinstance(one, Mapping) else one
+        name: with_type(one or {}, _WRAPPER) if isinstance(one, Mapping | None) else one
         for name, one in by_name.items()
     }
 
@@ -140,6 +140,11 @@ def _wrapper_checks(
             hint = did_you_mean(name, names) or f"; it must be {one_of(list(names))}"
             yield Problem(where, f"there is no such optimizer{hint}")
             continue
+        clip = one.get("clip_grad") if isinstance(one, Mapping) else None
+        if isinstance(clip, int | float | str):
+            largest = 1.0 if isinstance(clip, bool | str) else clip
+            message = f"must be a section of settings, got {shown_value(clip)}"
+            yield Problem(f"{where}.clip_grad", f"{message}; write {{max_norm: {largest}}}")
         yield component_check(one, OPTIM_WRAPPERS, where, ("optimizer",))
         if not by_name:
             return

@@ -1,8 +1,8 @@
 """Check values against the annotations of a section's dataclass or a function's arguments."""
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ..arguments import (
@@ -17,8 +17,13 @@ from ..arguments import (
 from ..errors import MOST_SHOWN, Problem, did_you_mean, meant_by, nearest, one_of, shown_value
 
 T = TypeVar("T")
+_OURS = __name__.partition(".")[0]
 # Messages list the settings of a section only if it has at most this many.
 _MANY = 12
+
+_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
+# Words of other programs for values of ours.
+_OTHER_WORDS = {"gpu": "cuda", "cuda:0": "cuda", "nvidia": "cuda"}
 
 _KINDS: dict[Any, str] = {
     bool: "true or false",
@@ -37,8 +42,6 @@ def check_section(
     where: str,
     problems: list[Problem],
     also: Collection[str] = (),
-    *,
-    places: Mapping[str, str] = MappingProxyType({}),
 ) -> T | None:
     """Return ``values`` as a ``section`` dataclass, None if they have problems.
 
@@ -47,7 +50,6 @@ def check_section(
 
     Args:
         also: keys that are not allowed here but select another kind of section, such as "type".
-        places: by name, the key paths of settings that belong to other sections, for hints.
     """
     if not isinstance(values, Mapping):
         problems.append(Problem(where, f"must be a section of settings, got {shown_value(values)}"))
@@ -63,8 +65,7 @@ def check_section(
         # Propose settings that are not given yet. One that is given is proposed only if its name
         # begins with the key.
         likely = [name for name in known if name in free or name.startswith(key)]
-        hint = f"; did you mean {places[key]}?" if key in places else did_you_mean(key, likely)
-        hint = hint or did_you_mean(key, [*known, *also]) or all_of
+        hint = did_you_mean(key, likely) or did_you_mean(key, [*known, *also]) or all_of
         problems.append(Problem(joined(where, key), f"there is no such setting{hint}"))
     if not any(near in also for key in unknown for near in nearest(key, [*known, *also], 1)):
         meant = meant_by(unknown, [*known])
@@ -149,11 +150,21 @@ def _allowed_text(options: tuple[Any, ...]) -> str:
 def _near(value: Any, options: tuple[Any, ...]) -> str:
     if not isinstance(value, str):
         return ""
+    if remedy := _quotes_hint(value, options):
+        return remedy
     if dict[str, Any] in options:
         return f"; write {{type: {value}}}" if len(value) < MOST_SHOWN else ""
-    return did_you_mean(
-        value, [str(a) for o in options if get_origin(o) is Literal for a in get_args(o)]
-    )
+    allowed = [str(a) for o in options if get_origin(o) is Literal for a in get_args(o)]
+    meant = _OTHER_WORDS.get(value.lower(), "")
+    return f"; did you mean {meant}?" if meant in allowed else did_you_mean(value, allowed)
+
+
+def _quotes_hint(value: str, options: tuple[Any, ...]) -> str:
+    """Return the remedy for a number, truth value or null in quotes, "" for other text."""
+    kinds = {int: r"[-+]?\d+", float: _NUMBER, bool: "true|false", type(None): "null|none"}
+    named = [pattern for kind, pattern in kinds.items() if kind in options]
+    quoted = re.fullmatch("|".join(named) or "(?!)", value.strip(), re.IGNORECASE)
+    return f"; write {value.strip()} without quotes" if quoted else ""
 
 
 def value_problems(
@@ -166,10 +177,42 @@ def value_problems(
     """
     hints = {} if is_only_declared(target) else annotations_of(target)
     for name, value in given.items():
-        allowed = _allowed_instead(value, hints[name]) if name in hints else ""
+        if name not in hints:
+            continue
+        allowed, remedy = _allowed_instead(value, hints[name]), ""
+        if allowed and isinstance(value, str):
+            remedy = _quotes_hint(value, options_of(hints[name]))
+        elif not allowed and str(target.__module__).startswith(f"{_OURS}."):
+            allowed, remedy = _section_instead(value, hints[name])
+        if not allowed and isinstance(value, list) and not _admits_text(hints[name]):
+            quoted = [
+                text for text in value if isinstance(text, str) and re.fullmatch(_NUMBER, text)
+            ]
+            allowed, remedy = ("numbers", "; write them without quotes") if quoted else ("", "")
         if allowed:
-            what = f"must be {allowed}, got {shown_value(value)} ({title(target)})"
+            what = f"must be {allowed}, got {shown_value(value)} ({title(target)}){remedy}"
             yield ArgumentProblem(name, what)
+
+
+def _section_instead(value: Any, hint: Any) -> tuple[str, str]:
+    """Return what an argument of ours must be instead of a text or number, and the remedy.
+
+    Both are "" if the value is allowed, or if its type cannot be judged.
+    """
+    options = [option for option in options_of(hint) if option is not type(None)]
+    kinds = {title(get_origin(option) or option) for option in options}
+    if not isinstance(value, str | int | float) or not kinds <= {"Module", "Callable", "Mapping"}:
+        return "", ""
+    if kinds == {"Mapping"}:
+        return "a section of settings", ""
+    shows = isinstance(value, str) and len(value) < MOST_SHOWN
+    return "a section with a type", f"; write {{type: {value}}}" if shows else ""
+
+
+def _admits_text(hint: Any) -> bool:
+    """Return whether text may occur anywhere in a value of the type ``hint``."""
+    is_leaf = hint in (int, float, bool, type(None), Ellipsis) or title(hint) == "Tensor"
+    return not is_leaf and (not get_args(hint) or any(map(_admits_text, get_args(hint))))
 
 
 def _allowed_instead(value: Any, hint: Any) -> str:

@@ -234,6 +234,8 @@ def _apply(values: dict[str, Any], origins: dict[str, str], text: str) -> None:
             f"if it is text, put it in quotes: '{shortened(dotted)}=\"{shortened(value_text)}\"'"
         )
         raise ConfigError([Problem(dotted, what, origin)]) from error
+    for stale in [key for key in origins if key.startswith(f"{dotted}.")]:
+        del origins[stale]
     origins.update(own_origins)
     section: Any = values
     for at in range(len(path) - 1):

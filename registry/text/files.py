@@ -6,7 +6,7 @@ import runpy
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,7 +22,19 @@ from ..errors import (
     shown_value,
 )
 from ..imports import IMPORT_FAILURES
-from .values import BASE, MAX_DEPTH, MAX_REPEATED, TOO_DEEP, dotted, escaped, merge, plain, walk
+from .syntax import explain
+from .values import (
+    BASE,
+    MAX_DEPTH,
+    MAX_REPEATED,
+    TOO_DEEP,
+    dotted,
+    escaped,
+    merge,
+    plain,
+    remaining_origins,
+    walk,
+)
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
@@ -30,14 +42,6 @@ _SCALAR_TAGS = {_TAG + name for name in ("str", "int", "float", "bool", "null")}
 _TEXT_TAGS = {_TAG + name for name in ("value", "merge")}
 # YAML's limit for keys without a question mark.
 _MAX_KEY = 1024
-_HINTS = {
-    "mapping values are not allowed": "is it indented too far, or text that needs quotes?",
-    "'\\t' that cannot start": "indent with spaces, not with tabs",
-    "that cannot start any token": "text that starts with it needs quotes",
-    "undefined alias": "text that starts with * needs quotes",
-    "expected ',' or": "is a bracket or a comma missing?",
-    "unexpected end of stream": "is a closing quote missing?",
-}
 _FLOAT = re.compile(
     r"""[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
         |[0-9][0-9_]*[eE][-+]?[0-9]+
@@ -86,27 +90,87 @@ def find_config(name: str | os.PathLike[str], folder: Path, origin: str = "") ->
     raise ConfigError([Problem("", what, origin)])
 
 
-def read_config(
-    path: Path, including: tuple[Path, ...] = ()
-) -> tuple[dict[str, Any], dict[str, str]]:
+class _File(NamedTuple):
+    """The settings that one file sets itself, and the origin of each by dotted path."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the settings of a file, merged over its ``_base_`` files, and their origins.
+
+    Each file is merged once, after all files that it is based on. A file in several branches
+    therefore undoes nothing that another file sets.
 
     The origins are texts such as "a.yaml:14" by dotted path, "" for the file as a whole.
     """
-    path = Path(os.path.abspath(path))
-    own, own_origins = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
-    if not isinstance(own, dict):
-        what = "the file is empty" if own is None else f"got a {type(own).__name__}"
-        raise _error(path, f"a config must hold settings such as `seed: 0`, {what}")
-    bases = own.pop(BASE, [])
+    files: dict[Path, _File] = {}
+    order = _precedence(Path(os.path.abspath(path)), (), files, {})
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for at, name in enumerate(bases if isinstance(bases, list) else [bases]):
-        origin = own_origins.get(f"{BASE}.{at}", own_origins[BASE])
-        parent = _parent(name, origin, (*including, path))
-        more, more_origins = read_config(parent, (*including, path))
-        values, origins = merge(values, more), {**origins, **more_origins}
-    return merge(values, own), {**origins, **own_origins}
+    for file in map(files.__getitem__, reversed(order)):
+        origins = {**remaining_origins(origins, file.values), **file.origins}
+        values = merge(values, file.values)
+    return values, origins
+
+
+def _precedence(
+    path: Path,
+    including: tuple[Path, ...],
+    files: dict[Path, _File],
+    orders: dict[Path, list[Path]],
+) -> list[Path]:
+    """Return a file and those that it is based on; a setting comes from the first that has it.
+
+    The order is the method resolution order of Python's classes (C3), except that later bases
+    precede earlier ones. The files are read into ``files``, each once.
+    """
+    if path in orders:
+        return orders[path]
+    values, origins = _read_python(path) if path.suffix == ".py" else _read_yaml(path)
+    if not isinstance(values, dict):
+        message = "the file is empty" if values is None else f"got a {type(values).__name__}"
+        raise _error(path, f"a config must hold settings such as `seed: 0`, {message}")
+    names = values.pop(BASE, [])
+    files[path] = _File(values, origins)
+    branches: list[list[Path]] = []
+    for at, name in enumerate(names if isinstance(names, list) else [names]):
+        origin = origins.get(f"{BASE}.{at}", origins[BASE])
+        parent = Path(os.path.abspath(_parent(name, origin, (*including, path))))
+        if parent in [branch[0] for branch in branches]:
+            raise ConfigError([Problem(BASE, f"{shown(parent)} is listed twice", origin)])
+        branches.insert(0, _precedence(parent, (*including, path), files, orders))
+    orders[path] = [path, *_linearized(branches, origins.get(BASE, ""))]
+    return orders[path]
+
+
+def _linearized(branches: list[list[Path]], origin: str) -> list[Path]:
+    """Return the files of all branches in one order that agrees with each branch."""
+    bases = [branch[0] for branch in branches]
+    waiting = [branch for branch in [*branches, bases] if branch]
+    order: list[Path] = []
+    while waiting:
+        behind = {path for branch in waiting for path in branch[1:]}
+        head = next((branch[0] for branch in waiting if branch[0] not in behind), None)
+        if head is None:
+            raise ConfigError([Problem(BASE, _contradiction(waiting, bases), origin)])
+        order.append(head)
+        waiting = [[path for path in branch if path != head] for branch in waiting]
+        waiting = [branch for branch in waiting if branch]
+    return order
+
+
+def _contradiction(waiting: list[list[Path]], bases: list[Path]) -> str:
+    """Return why no file of the branches can come blocked."""
+    for derived, *ancestors in waiting:
+        for path in set(ancestors) & set(bases):
+            if derived in bases and bases.index(path) < bases.index(derived):
+                return f"{shown(path)} must be listed before {shown(derived)}, which is based on it"
+    blocked = waiting[0][0]
+    blocking = next(branch[0] for branch in waiting if blocked in branch[1:])
+    names = f"{shown(blocked)} and {shown(blocking)}"
+    return f"the files inherit {names} in contradictory orders; list them in the same order"
 
 
 def _parent(name: Any, origin: str, chain: tuple[Path, ...]) -> Path:
@@ -229,8 +293,8 @@ class _Reader:
             what = f"the character {chr(error.character)!r} is not allowed"
             raise self._error(line, what) from error
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            raise self._error(mark.line if mark else 0, _syntax_text(error)) from error
+            line, message = explain(error, self._text)
+            raise self._error(line, f"not valid YAML: {message}") from error
         except RecursionError as error:
             raise self._error(0, TOO_DEEP) from error
 
@@ -321,9 +385,3 @@ class _Reader:
         except (ValueError, KeyError) as error:
             what = f"not valid YAML: {shown_value(node.value)} is not a value"
             raise self._error(line, what) from error
-
-
-def _syntax_text(error: yaml.MarkedYAMLError) -> str:
-    problem = " ".join((error.problem or error.context or "").split())
-    hint = next((hint for part, hint in _HINTS.items() if part in problem), "")
-    return f"not valid YAML: {problem}" + (f" ({hint})" if hint else "")

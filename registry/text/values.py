@@ -76,6 +76,20 @@ def merge(base: Any, over: Any) -> Any:
     return {**kept, **own}
 
 
+def remaining_origins(origins: Mapping[str, str], over: Mapping[Any, Any]) -> dict[str, str]:
+    """Return the origins of the settings that remain when ``over`` is merged over them."""
+    replaced = {
+        dotted(path)
+        for path, value in walk(over)
+        if path and (not isinstance(value, dict) or value.get(DELETE) is True)
+    }
+    return {
+        path: origin
+        for path, origin in origins.items()
+        if replaced.isdisjoint(accumulate(path.split("."), "{}.{}".format))
+    }
+
+
 def plain(value: Any, path: KeyPath = ()) -> Any:
     """Return a copy as dicts, lists and scalars; a class or function becomes its import path.
 

@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_stop_text(stop), file=sys.stderr)
         return 128 + stop.number
     except TrainingFailed as error:
-        code = _print_error(error.__cause__ or error, debug)
+        code = _print_error(error if error.__cause__ is None else error.__cause__, debug)
         again = f"continue with: stepwrap train {error.config} --resume"
         if error.saved is not None:
             print(f"  the last checkpoint is {error.saved}; {again}", file=sys.stderr)

@@ -20,6 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
+from ...registry.json_schema import setting_paths
 from ...registry.text.files import shipped_configs
 
 # The usage line of a command that runs a config.
@@ -100,8 +101,16 @@ class Command(click.Command):
     def _proposals(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Propose files to a shell; for CONFIG, propose shipped configs if no file matches."""
-        is_config = self._usage.startswith("CONFIG") and not ctx.params.get("words")
+        """Propose files to a shell; for CONFIG, propose shipped configs if no file matches.
+
+        For an override, propose the settings of the config.
+        """
+        words = ctx.params.get("words")
+        if words and self._usage.startswith(RUN):
+            settings = _setting_proposals(words[0], incomplete)
+            if settings:
+                return settings
+        is_config = self._usage.startswith("CONFIG") and not words
         if not is_config or glob.glob(f"{glob.escape(incomplete)}*"):
             return [CompletionItem(incomplete, type="file")]
         names = [name for name in shipped_configs() if name.startswith(incomplete)]
@@ -190,6 +199,15 @@ def above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise click.BadParameter(f"must be a positive number, got {text!r}")
     return number
+
+
+def _setting_proposals(source: str, incomplete: str) -> list[CompletionItem]:
+    """Propose ``key=`` for the settings of a config file, which is not executed."""
+    try:
+        paths = [] if source.endswith(".py") else setting_paths(load_config(source).to_dict())
+    except ConfigError:
+        return []
+    return [CompletionItem(f"{path}=") for path in paths if path.startswith(incomplete)]
 
 
 def from_zero(text: str) -> int:

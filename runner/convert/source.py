@@ -65,7 +65,11 @@ def _by_python(path: Path) -> dict[str, Any]:
     bases = variables.get("_base_", ())
     settings: dict[str, Any] = {}
     for base in bases if isinstance(bases, (list, tuple)) else [bases]:
-        settings = _merged(settings, _by_python(path.parent / base))
+        inherited = _by_python(path.parent / base)
+        if repeated := ", ".join(settings.keys() & inherited.keys()):
+            # An error in mmengine too.
+            raise _error(f"several of its base files set {repeated}", path)
+        settings |= inherited
     own = {
         name: value
         for name, value in variables.items()

@@ -29,7 +29,10 @@ def build_user_model(settings: Mapping[str, Any], *, is_meta: bool = False) -> n
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Call ``init_weights`` of modules with an ``init_cfg``: their constructors do not."""
+    """Call ``init_weights`` of modules with an ``init_cfg``, unless they are already initialised.
+
+    Their constructors do not call it.
+    """
     # Without `init_cfg`, our default only calls `init_weights` of the children. Skip it: children
     # from other libraries may reset pretrained weights.
     is_skipped = (
@@ -40,7 +43,8 @@ def _init_weights(model: nn.Module) -> None:
     init_weights: Any = getattr(model, "init_weights", None)
     if hasattr(model, "init_cfg") and init_weights is not None and not is_skipped:
         # It also initialises the children.
-        init_weights()
+        if not getattr(model, "is_init", False):
+            init_weights()
         return
     for child in model.children():
         _init_weights(child)

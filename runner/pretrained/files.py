@@ -57,7 +57,9 @@ def together(path: Path, action: Callable[[], Any]) -> Any:
         raise own
     for failure in filter(None, failures):
         text = f"{path} cannot be loaded: {failure.full_text}"
-        raise CheckpointError(text if own else f"on rank {failure.rank}: {text}") from own
+        raise CheckpointError(
+            text if own is not None else f"on rank {failure.rank}: {text}"
+        ) from own
     return results[0]
 
 

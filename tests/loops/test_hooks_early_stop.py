@@ -137,3 +137,10 @@ def test_a_resume_of_a_run_that_was_stopped_does_not_train() -> None:
     patient = EarlyStopHook("error", patience=4)
     patient.load_state_dict(first.state_dict())
     assert train(state, [patient], epochs=9).epoch == 5
+
+
+def test_several_metrics_are_refused() -> None:
+    with pytest.raises(TypeError, match="EarlyStopHook: metric must be the name of one metric"):
+        EarlyStopHook(["accuracy", "loss"], 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="CheckpointHook: keep_best must be the name of one metric"):
+        CheckpointHook(keep_best=["accuracy", "loss"])  # type: ignore[arg-type]

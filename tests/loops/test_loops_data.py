@@ -206,6 +206,24 @@ def test_an_empty_data_set_is_named() -> None:
         build_loader(Noisy(0), batch_size=2)
 
 
+class Collator:
+    """A collator with a length, which is falsy."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __call__(self, samples: list[Any]) -> str:
+        return "collated"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_collator_may_have_a_length(num_workers: int) -> None:
+    loader = build_loader(
+        Noisy(), batch_size=5, collate=Collator(), num_workers=num_workers, shard=(0, 1)
+    )
+    assert set(loader) == {"collated"}
+
+
 def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
     loader = build_loader(Noisy(), batch_size=5, drop_last=True, collate=len, shard=(1, 2))
     assert list(loader) == [5]

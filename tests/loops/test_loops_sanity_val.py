@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -12,7 +13,7 @@ from hook_runs import loader, metrics, new_state, train, weights
 from listeners import Records
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -115,6 +116,29 @@ class Broken(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         raise OSError("no such image")
+
+
+class Unmeasured(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Mismeasured(Unmeasured):
+    """A sampler that claims to be empty."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("sampler", [Unmeasured(), Mismeasured()])
+def test_it_does_not_depend_on_the_length_of_the_sampler(sampler: Unmeasured) -> None:
+    val_loop = ValLoop(DataLoader(Broken(), batch_size=2, sampler=sampler))
+    hook = Everything()
+    with pytest.raises(OSError, match="no such image"):
+        train(new_state(), [hook], val_loop=val_loop)
+    assert hook.batches == 0
 
 
 @pytest.mark.parametrize(

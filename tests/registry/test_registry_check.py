@@ -4,11 +4,13 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from stepwrap.registry import ConfigError, check_config, load_config, name_problems
+from stepwrap.registry.checks.other_trainers import SETTINGS_BY_NAME
 
 Write = Callable[[str, str], Path]
 
@@ -115,7 +117,18 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("device=gpu", "device: must be auto, cpu or cuda, got 'gpu'; did you mean cpu?"),
+        ("device=gpu", "device: must be auto, cpu or cuda, got 'gpu'; did you mean cuda?"),
+        ("seed='3'", "seed: must be a whole number, got '3'; write 3 without quotes"),
+        ("optimizer.lr='1e-3'", "got '1e-3' (AdamW); write 1e-3 without quotes"),
+        ("optimizer.fused='true'", "got 'true' (AdamW); write true without quotes"),
+        ("optimizer.betas=[0.9, '0.99']", "must be numbers, got [0.9, '0.99'] (AdamW); write them"),
+        ("optim_wrapper.clip_grad=0.5", "got 0.5; write {max_norm: 0.5}"),
+        ("model.loss=CrossEntropyLoss", "(SupervisedModel); write {type: CrossEntropyLoss}"),
+        ("model.net=Net", "model.net: must be a section with a type, got 'Net' (SupervisedModel)"),
+        ("hooks=[ema, {type: LogHook}]", "write {ema: true, log: true}"),
+        ("hooks=[{type: a.Hook, x: 1}]", "write {hook: {type: a.Hook, x: 1}}"),
+        ("metrics=[{type: MeanLoss}]", "write {meanloss: {type: MeanLoss}}"),
+        ("hooks.checkpoint.keep_best=f1", "no metric 'f1'; the run's metrics are: accuracy, loss"),
         ("seed=true", "seed: must be a whole number, got true"),
         ("deterministic=1", "deterministic: must be true or false, got 1"),
         ("launch.timeout_s=soon", "launch.timeout_s: must be a number, got 'soon'"),
@@ -151,8 +164,11 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ("data.train.dataset.type=mmdet.Coco", "package mmdet is not installed"),
         ("test={}", "data.test: this setting is missing: test needs data"),
         ("train.val_loop=1", "train.val_loop: is supplied by the run"),
-        ("train.epochs=1", "train.epochs: EpochTrainLoop has no such argument; did you mean max"),
-        ("metrics=accuracy", "metrics: must be a section of settings, got 'accuracy'"),
+        (
+            "train.epochs=1",
+            "train.epochs: EpochTrainLoop has no such argument; did you mean train.max",
+        ),
+        ("metrics=accuracy", "metrics: must be metrics by name, got 'accuracy'"),
         ("metrics.x=1", "metrics.x: must be a dict with a type, got 1"),
         (
             "metrics.x.type=Acuracy",
@@ -160,11 +176,54 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
         ),
         ("hooks=3", "hooks: must be hooks by name, got 3"),
         ("hooks.log=3", "hooks.log: must be true, false or the hook's settings, got 3"),
+        (
+            "hooks.checkpoint.keep_best=[accuracy, loss]",
+            "keep_best: must be the name of one metric, got ['accuracy', 'loss']; choose one",
+        ),
+        ("hooks.early_stop={metric: 3, patience: 1}", "hooks.early_stop.metric: must be the name"),
+        ("schedulers={type: ReduceLROnPlateau, metric: [loss]}", "schedulers.metric: must be text"),
         ("hooks.checkpoint.keep_lst=1", "hooks.checkpoint.keep_lst: CheckpointHook has no such"),
     ],
 )
 def test_one_wrong_setting_is_one_problem(good: str, override: str, said: str) -> None:
     assert said in problem(good, override).replace(f"override {override}: ", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("precision=bf16", "write optim_wrapper: {type: AmpOptimWrapper, dtype: bfloat16}"),
+        ("train.gradient_checkpointing=true", "did you mean activation_checkpointing?"),
+        ("train.max_time=00:12:00:00", "write hooks: {time_limit: {max_seconds: 3600}}"),
+        ("model.lr=1", "did you mean optimizer.lr?"),
+        ("train.seed=1", "did you mean seed at the top level?"),
+        ("accumulate_grad_batches=2", "did you mean optim_wrapper.accumulative_counts?"),
+        ("train.gradient_accumulation_steps=2", "did you mean optim_wrapper.accumulative_counts?"),
+        ("optimizer.max_grad_norm=1", "write optim_wrapper: {clip_grad: {max_norm: 1.0}}"),
+        ("mixed_precision=fp16", "write optim_wrapper: {type: AmpOptimWrapper, dtype: bfloat16}"),
+        ("train_dataloader={}", "did you mean data.train?"),
+        ("param_scheduler=[]", "did you mean schedulers?"),
+        ("hooks.checkpoint.monitor=loss", "did you mean hooks.checkpoint.keep_best?"),
+        ("data.val.per_device_eval_batch_size=1", "did you mean data.val.batch_size?"),
+        ("launch.gpus=2", "did you mean launch.nproc?"),
+        ("lr=1", "did you mean optimizer.lr?"),
+    ],
+)
+def test_settings_of_other_trainers_name_ours(good: str, override: str, ours: str) -> None:
+    assert problem(good, override).endswith(f"; {ours}")
+
+
+def test_each_proposed_setting_exists(good: str) -> None:
+    for ours in SETTINGS_BY_NAME.values():
+        section, is_form, value = ours.partition(": ")
+        if is_form:
+            check_config(load_config(good, [f"{section}={value}"]))
+        elif not ours.startswith("stepwrap "):
+            for path in re.split(", | or ", ours):
+                with suppress(ConfigError):
+                    check_config(load_config(good, [f"{path}=[[1]]"]))
+                    continue
+                assert "no such" not in str(problems(good, f"{path}=[[1]]")), path
 
 
 LONG = "x" * 5000

@@ -83,6 +83,102 @@ def test_origins_are_shown_next_to_the_values(child: str) -> None:
     assert any(line.endswith("# base.yaml:2") for line in lines)
 
 
+MUON = {"type": "Muon", "lr": 2}
+COMMON = """\
+seed: 1
+optimizer: {type: AdamW, lr: 0.1, betas: [0.9, 0.99]}
+freeze: [a, b, c]
+opts: {type: SGD, lr: 3}
+rate: ${optimizer.lr}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "value", "line"),
+    [("seed: 7", "seed", 7, 2), ("optimizer: {lr: 0.5}", "optimizer.lr", 0.5, 2),
+     ("optimizer: {lr: 0.5}", "rate", 0.5, 5), ("freeze: [d]", "freeze", ["d"], 2),
+     ("optimizer: {_delete_: true, type: Muon, lr: 2}", "optimizer", MUON, 2),
+     ("optimizer: ${opts}", "optimizer.lr", 3, 2)],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["yaml", "py"])
+def test_a_base_undoes_only_what_it_sets(
+    write: Write, change: str, path: str, value: object, line: int, suffix: str
+) -> None:
+    write("common.yaml", COMMON)
+    write("a.yaml", f"_base_: common.yaml\n{change}\n")
+    write("b.yaml", "_base_: common.yaml\ntrain: {max_epochs: 9}\n")
+    write("b.py", "config = {'_base_': 'common.yaml', 'train': {'max_epochs': 9}}\n")
+    write("top.yaml", f"_base_: [a.yaml, b.{suffix}]\n")
+    cfg = load_config("top.yaml")
+    assert cfg.select(path) == value
+    assert cfg.origin(path) == f"{'common' if path == 'rate' else 'a'}.yaml:{line}"
+    assert cfg.train.max_epochs == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "phrases"),
+    [
+        ("model:\n  type: X\n   net: {type: Y}\n", 3,
+         ["`net` begins in column 4", "column 3 like `type` in line 2 or 1 like `model`"]),
+        ("model:\n   type: X\n  net: {type: Y}\n", 3,
+         ["`net` begins in column 3", "column 4 like `type` in line 2"]),
+        ("seed: 1\n train: {}\n", 2, ["`train` begins in column 2", "column 1 like `seed`"]),
+        ("hooks:\n  - a: 1\n    b: 2\n   c: 3\n", 4, ["column 5 like `b` in line 3"]),
+        ("model:\n  type:X\n  net: 3\n", 2, ["a space is missing after `type:`"]),
+        ("model:\n  type X\n  net: 3\n", 2, ["a colon with a space is missing in `type X`"]),
+        ("a:\n  - {b: 1}\n  -{b: 1}\n", 3, ["a space is missing after the dash"]),
+        ("model: {type: X, net: {type: Y}\noptimizer: {lr: 1}\n", 1, ["the { in column 8 is not"]),
+        ("model: {type: X,\n  net: {},\n  width: 3\n# comment\n\nseed: 1\n", 3,
+         ["the { in column 8 of line 1 is not closed"]),
+        ("freeze: [a, b\nseed: 1\n", 1, ["the [ in column 9 is not closed, or a comma"]),
+        ("freeze: [a, b\n", 1, ["the [ in column 9 is not closed"]),
+        ("model: {a: 1 b: 2}\n", 1, ["the { in column 8", "a comma is missing"]),
+        ("name: \"abc\nseed: 3\n", 1, ["the quote in column 7 is not closed"]),
+        ("model: {type: X}}\nseed: 1\n", 1, ["no bracket is open"]),
+        ("name: a: b\n", 1, ["need quotes"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_of_syntax_has_its_line_and_remedy(
+    write: Write, text: str, line: int, phrases: list[str]
+) -> None:
+    write("a.yaml", text)
+    message = refused("a.yaml")
+    assert message.startswith(f"a.yaml:{line}: not valid YAML: ")
+    assert all(phrase in message for phrase in phrases), message
+
+
+def test_bases_without_a_common_order_are_refused(write: Write) -> None:
+    write("common.yaml", "seed: 1\n")
+    write("a.yaml", "_base_: common.yaml\n")
+    write("b.yaml", "_base_: common.yaml\n")
+    write("ab.yaml", "_base_: [a.yaml, b.yaml]\n")
+    write("ba.yaml", "_base_: [b.yaml, a.yaml]\n")
+    write("top.yaml", "seed: 2\n_base_:\n- a.yaml\n- common.yaml\n")
+    assert refused("top.yaml") == (
+        "top.yaml:2: _base_: common.yaml must be listed before a.yaml, which is based on it"
+    )
+    write("top.yaml", "_base_: [ab.yaml, ba.yaml]\n")
+    assert "top.yaml:1: _base_: " in refused("top.yaml")
+    assert "a.yaml and b.yaml" in refused("top.yaml")
+    write("top.yaml", "_base_: [a.yaml, b.yaml, ./a.yaml]\n")
+    assert refused("top.yaml") == "top.yaml:1: _base_: a.yaml is listed twice"
+
+
+def test_an_interpolated_section_has_the_origin_of_its_interpolation(write: Write) -> None:
+    write("a.yaml", "x: {lr: 1}\ny: {lr: 2}\n")
+    assert load_config("a.yaml", ["x=${y}"]).origin("x.lr") == "override x=${y}"
+
+
+def test_each_base_is_read_once(write: Write) -> None:
+    write("0.yaml", "seed: 1\n")
+    for number in range(1, 40, 2):
+        for name in (number, number + 1):
+            write(f"{name}.yaml", f"_base_: [{max(number - 2, 0)}.yaml, {number - 1}.yaml]\n")
+    write("1.yaml", "_base_: 0.yaml\nseed: 2\n")
+    write("2.yaml", "_base_: 0.yaml\n")
+    assert load_config("40.yaml").seed == 2
+
+
 def test_a_config_reads_like_a_mapping(child: str) -> None:
     cfg = load_config(child)
     assert cfg.select("stages.1.x") == 2

@@ -7,9 +7,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from stepwrap.registry import config_schema, list_registrations
+from stepwrap.registry.text.files import parse
 from stepwrap.runner.command.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,8 @@ VALID = jsonschema.Draft202012Validator(config_schema())
 
 def mistakes(text: str) -> list[tuple[str, str]]:
     """Return the key path and the message of each mistake."""
-    found = VALID.iter_errors(yaml.safe_load(text))
+    # Editors read 1e-3 as a number, as YAML 1.2 and stepwrap do; PyYAML does not.
+    found = VALID.iter_errors(parse(text, "")[0])
     return [(".".join(map(str, one.path)), one.message) for one in found]
 
 
@@ -61,6 +62,19 @@ def test_configs_in_the_documentation_are_valid() -> None:
         ("schedulers: [{type: StepLR, by: epok}]", "schedulers.0.by", "'epok' is not valid"),
         ("optimizer: {type: SGD, paramwise: {bias: 1}}", "optimizer.paramwise", "'bias' was"),
         ("model: 3", "model", "3 is not valid"),
+        ("train: {type: EpochTrainLoop, epochs: 3}", "train", "'epochs' was unexpected"),
+        ("train: {epochs: 3}", "train.epochs", "3 is not of type 'object'"),
+        ("train: {type: EpochLoop}", "train.type", "'EpochLoop' is not valid"),
+        ("train: {max_epochs: many}", "train.max_epochs", "'many' is not valid"),
+        ("optim_wrapper: {dtype: bf16}", "optim_wrapper.dtype", "'bf16' is not valid"),
+        ("optim_wrapper: {type: AmpOptimWrapper, dtype: bf16}", "optim_wrapper.dtype", "'bf16' is"),
+        ("optim_wrapper: {clip_grad: 1.0}", "optim_wrapper.clip_grad", "1.0 is not valid"),
+        ("optim_wrapper: {type: OptimWrapper, clip: 1}", "optim_wrapper", "'clip' was unexpected"),
+        ("schedulers: {type: Cosine}", "schedulers.type", "'Cosine' is not valid"),
+        ("schedulers: [{type: StepLr}]", "schedulers.0.type", "'StepLr' is not valid"),
+        ("optimizer: {type: Adamm}", "optimizer.type", "'Adamm' is not valid"),
+        ("optimizer: {type: AdamW, lr: '1e-3'}", "optimizer.lr", "'1e-3' is not valid"),
+        ("hooks: {checkpoint: {monitor: loss}}", "hooks.checkpoint", "is not valid"),
     ],
 )
 def test_mistakes_are_found(text: str, key: str, words: str) -> None:
@@ -80,6 +94,10 @@ def test_mistakes_are_found(text: str, key: str, words: str) -> None:
         "data: {val: {a: {dataset: {}, batch_size: 3}, b: {type: my.loader, x: 1}}}",
         "metrics: {a: {type: my.Metric, sets: [a], head: cls, top_k: 3}}",
         "optimizer: {a: {type: SGD, lr: 0.1}, b: {type: Adam}}",
+        "optimizer: {type: Mine, _scope_: mine, lr: 1e-3}\nschedulers: {type: mine.Schedule}",
+        "train: {_delete_: true, type: mine.Loop, epochs: 3}\noptim_wrapper: {type: mine.Wrapper}",
+        "optim_wrapper: {backbone: {clip_grad: {max_norm: 1.0}}}",
+        "optim_wrapper: {dtype: '${dtype}', clip_grad: {max_norm: 1}}\ntrain: {max_epochs: 1e1}",
     ],
 )
 def test_parts_of_configs_are_accepted(text: str) -> None:

@@ -112,6 +112,16 @@ def test_a_taken_name_needs_force() -> None:
     assert registry.get("Thing") is Other
 
 
+def test_several_names_are_registered_together_or_not_at_all() -> None:
+    registry = Registry("things")
+    registry.register_module(module=Thing)
+    with pytest.raises(KeyError, match="Thing is already registered"):
+        registry.register_module(["fresh", "Thing"], module=Other)
+    assert registry.module_dict == {"Thing": Thing}
+    registry.register_module(["fresh", "Thing"], force=True, module=Other)
+    assert registry.module_dict == {"Thing": Other, "fresh": Other}
+
+
 def test_a_module_that_failed_half_way_keeps_its_own_error(write: Write) -> None:
     text = (
         "from stepwrap.registry import MODELS\n@MODELS.register_module()\nclass Half: ...\n1 / 0\n"

@@ -89,6 +89,23 @@ def test_switching_yields_the_member_and_builds_from_it(family: Family) -> None:
         assert registry is family.cls
 
 
+def test_a_registry_without_entries_is_switched_to(
+    family: Family, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name is then looked up in its ancestors, not in the registry that was left."""
+    empty = Registry("model", parent=family.root, scope="empty")
+    family.root.register_module(name="X", module=Backbone)
+    family.cls.register_module(name="X", module=dict)
+    with family.cls.switch_scope_and_registry("empty") as registry:
+        assert registry is empty
+        assert isinstance(family.cls.build({"type": "X", "depth": 1}), Backbone)
+    for build in (build_from_cfg, build_tree):
+        assert isinstance(
+            build({"type": "X", "_scope_": "empty", "depth": 1}, family.cls), Backbone
+        )
+    assert not caplog.records
+
+
 def test_a_switch_ends_with_an_error_too(family: Family) -> None:
     with pytest.raises(RuntimeError), family.root.switch_scope_and_registry("det"):
         raise RuntimeError

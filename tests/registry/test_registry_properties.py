@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +92,54 @@ def test_an_override_sets_exactly_its_path(
     expected[path[-1]] = value
     assert loaded.to_dict() == before
     assert loaded.origin(".".join(path)) == f"override {override}"
+
+
+SETTINGS = ("seed", "optimizer.lr", "optimizer.kind", "stages")
+
+
+@st.composite
+def families(draw: st.DrawFn) -> list[tuple[list[int], dict[str, Any]]]:
+    """Draw files: for each, the numbers of earlier files that it is based on, and its settings."""
+    files = []
+    for number in range(draw(st.integers(3, 6))):
+        bases = (
+            draw(st.lists(st.integers(0, number - 1), unique=True, max_size=3)) if number else []
+        )
+        attributes = draw(st.lists(st.sampled_from(SETTINGS), unique=True, max_size=3))
+        value = 10 * number + 1
+        files.append((bases, {key: [value] if key == "stages" else value for key in attributes}))
+    return files
+
+
+@shared_folder
+@given(files=families())
+@example(files=[([], dict.fromkeys(SETTINGS, 0)), ([0], {"seed": 1}), ([0], {}), ([1, 2], {})])
+@example(files=[([], {}), ([0], {}), ([1, 0], {}), ([2], {"seed": 1})])
+def test_settings_are_inherited_like_attributes_of_classes(
+    files: list[tuple[list[int], dict[str, Any]]], tmp_path: Path
+) -> None:
+    classes: list[type] = []
+    for number, (bases, attributes) in enumerate(files):
+        tree: dict[str, Any] = {"name": "run", "_base_": [f"{base}.yaml" for base in bases]}
+        for path, value in attributes.items():
+            section, _, key = path.rpartition(".")
+            (tree.setdefault(section, {}) if section else tree)[key] = value
+        (tmp_path / f"{number}.yaml").write_text(yaml.safe_dump(tree, width=1000))
+        try:
+            # Later bases of a config take precedence, and earlier ones of a class.
+            parents = tuple(classes[base] for base in reversed(bases))
+            classes.append(type(str(number), parents, attributes))
+        except TypeError:
+            with pytest.raises(ConfigError, match=rf"{number}\.yaml:1: _base_: "):
+                load_config(tmp_path / f"{number}.yaml")
+            return
+    loaded = load_config(tmp_path / f"{len(files) - 1}.yaml")
+    for path in SETTINGS:
+        expected = getattr(classes[-1], path, None)
+        assert loaded.select(path) == expected
+        if expected is not None:
+            setter = next(base for base in classes[-1].__mro__ if path in vars(base))
+            assert f"/{setter.__name__}.yaml:" in loaded.origin(path)
 
 
 @shared_folder

@@ -42,9 +42,12 @@ class Line(BaseModel):
 class Loaded(nn.Linear):
     """A net as of another library: pretrained weights, and a method that resets them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_init: bool = False, init_cfg: Any = ...) -> None:
         super().__init__(1, 1)
         nn.init.constant_(self.weight, 7.0)
+        self.is_init = is_init
+        if init_cfg is not ...:
+            self.init_cfg = init_cfg
 
     def init_weights(self) -> None:
         nn.init.zeros_(self.weight)

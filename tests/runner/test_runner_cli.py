@@ -479,6 +479,11 @@ def test_other_packages_add_commands(tmp_path: Path) -> None:
         ("stepwrap check digits_s", "plain,digits_single"),
         ("stepwrap train digits_single digits_s", "file,digits_s"),
         ("stepwrap replay digits_s", "file,digits_s"),
+        ("stepwrap train digits_single optimizer.weight_d", "plain,optimizer.weight_decay="),
+        ("stepwrap show digits_single launch.time", "plain,launch.timeout_s="),
+        ("stepwrap check digits_single hooks.early_stop.pat", "plain,hooks.early_stop.patience="),
+        ("stepwrap train digits_single data.val.pin", "plain,data.val.pin_memory="),
+        ("stepwrap train digits_single train.max_e", "plain,train.max_epochs="),
     ],
 )
 def test_a_shell_completes_commands_options_and_configs(

@@ -1,5 +1,7 @@
 """Loaders, schedulers and metrics from a config's text to the built parts."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,10 +9,11 @@ import torch
 from runner_parts import assert_identical
 
 from stepwrap.loops.data.tensors import TensorLoader
-from stepwrap.registry import ConfigError
+from stepwrap.registry import ConfigError, load_config
+from stepwrap.registry.catalog import REGISTRIES
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
-from stepwrap.runner.parts import build_parts
+from stepwrap.runner.parts import build_parts, rehearse
 from stepwrap.runner.sections import read_sections
 
 LOADERS = """
@@ -41,6 +44,35 @@ def test_hook_watching_an_unknown_metric_is_reported_before_the_run(run: Path) -
     text = complaint(run, "hooks: {checkpoint: {keep_best: acuracy}}")
     assert "run.yaml:3: hooks.checkpoint.keep_best: there is no metric 'acuracy'" in text
     assert "did you mean accuracy?" in text
+
+
+QUALITY = """
+from torchmetrics import MeanMetric
+
+class Quality(MeanMetric):
+    def update(self, preds, target):
+        super().update(preds.argmax(1) == target)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "key"),
+    [("checkpoint: {keep_best: quality}", "checkpoint.keep_best"),
+     ("stop: {type: EarlyStopHook, metric: quality, patience: 2}", "stop.metric")],
+)  # fmt: skip
+def test_a_metric_of_unknown_direction_is_reported_with_its_line(
+    hook: str, key: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "quality.py").write_text(QUALITY)
+    extra = f"metrics: {{quality: {{type: quality.Quality}}}}\nhooks: {{{hook}, progress: false}}"
+    config = str(write(run, extra))
+    for words in (["check", config], ["train", config]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"run.yaml:4: hooks.{key}: " in error
+        assert "mode must be given" in error
+    assert not (run / "run").exists()
+    assert main(["check", config, f"hooks.{key.partition('.')[0]}.mode=max"]) == 0
 
 
 def test_plateau_needs_a_metric(run: Path) -> None:
@@ -166,3 +198,114 @@ def test_parts_that_cannot_be_built_are_reported_with_their_lines(
     write(run, extra)
     assert main(["check", "run.yaml"]) == 2
     assert message in capsys.readouterr().err
+
+
+SCOPED = """
+from torch import nn, optim
+from torchmetrics.classification import MulticlassAccuracy
+from stepwrap import loops, wrappers
+import stepwrap.wrappers.ddp.comm_hooks
+from stepwrap.registry import Registry
+from stepwrap.registry.catalog import REGISTRIES
+import points
+
+CLASSES = {
+    "MODELS": (wrappers.SupervisedModel, points.Net, nn.CrossEntropyLoss),
+    "MODEL_WRAPPERS": (wrappers.SingleDevice,),
+    "OPTIMIZERS": (optim.AdamW,),
+    "OPTIM_WRAPPERS": (wrappers.AmpOptimWrapper,),
+    "PARAM_SCHEDULERS": (optim.lr_scheduler.CosineAnnealingLR,),
+    "DATASETS": (points.Points,),
+    "DATALOADERS": (),
+    "LOOPS": (loops.EpochTrainLoop, loops.ValLoop, loops.TestLoop),
+    "METRICS": (MulticlassAccuracy,),
+    "HOOKS": (loops.EMAHook,),
+}
+for kind, classes in CLASSES.items():
+    registry = REGISTRIES[kind]
+    mine = Registry(kind, parent=registry, scope="mine")
+    for base in classes:
+        name = "My" + base.__name__
+        mine.register_module(name=name, module=type(name, (base,), {}))
+
+
+@Registry("COMM_HOOKS", parent=REGISTRIES["COMM_HOOKS"], scope="hooks").register_module()
+class MyHook(wrappers.ddp.comm_hooks.AllReduce): pass
+
+
+@REGISTRIES["DATALOADERS"].children["mine"].register_module()
+def MyLoader(dataset, batch_size):
+    return loops.build_loader(dataset, batch_size=batch_size, train=True)
+"""
+IN_SCOPE = """\
+imports: [points.py, scoped.py]
+device: cpu
+model:
+  type: MySupervisedModel
+  _scope_: mine
+  net: {type: MyNet, _scope_: mine}
+  loss: {type: MyCrossEntropyLoss, _scope_: mine}
+wrapper: {type: MySingleDevice, _scope_: mine}
+optimizer:
+  type: MyAdamW
+  _scope_: mine
+  lr: 0.01
+  paramwise: {custom_keys: {net: {betas: [0.8, 0.9]}}}
+optim_wrapper: {type: MyAmpOptimWrapper, _scope_: mine, dtype: bfloat16}
+schedulers: {type: MyCosineAnnealingLR, _scope_: mine, T_max: 4}
+data:
+  train:
+    type: MyLoader
+    _scope_: mine
+    dataset: {type: MyPoints, _scope_: mine}
+    batch_size: 4
+  val: {dataset: {type: MyPoints, _scope_: mine, size: 20}, batch_size: 8}
+train: {type: MyEpochTrainLoop, _scope_: mine, max_epochs: 1}
+val: {type: MyValLoop, _scope_: mine}
+metrics: {accuracy: {type: MyMulticlassAccuracy, _scope_: mine, num_classes: 2}}
+hooks: {progress: false, mine: {type: MyEMAHook, _scope_: mine}}
+"""
+SCOPES = (
+    "model", "model.net", "wrapper", "optimizer", "optim_wrapper", "schedulers", "data.train",
+    "data.train.dataset", "train", "val", "metrics.accuracy", "hooks.mine",
+)  # fmt: skip
+
+
+@pytest.fixture
+def scoped(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (run / "scoped.py").write_text(SCOPED)
+    (run / "scoped.yaml").write_text(IN_SCOPE)
+    for module in ("points", "scoped"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    yield run / "scoped.yaml"
+    for registry in REGISTRIES.values():
+        registry.children.pop("mine", None)
+        registry.children.pop("hooks", None)
+
+
+def test_each_section_may_name_a_scope(scoped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["check"], ["train", "--dry-run"], ["train"], ["validate"]):
+        assert main([words[0], str(scoped), *words[1:]]) == 0, capsys.readouterr().err
+    runner = Runner.from_config(load_config(scoped, [f"run_dir={scoped.parent / 'other'}"]))
+    state = runner.state
+    names = [type(part).__name__ for part in (state.model, state.optim_wrapper)]
+    assert names == ["MySingleDevice", "MyAmpOptimWrapper"]
+    assert type(state.optim_wrapper.optimizer).__name__ == "MyAdamW"
+
+
+def test_a_nested_scope_may_be_of_another_kind(scoped: Path) -> None:
+    """No model wrapper has the scope of the communication hook."""
+    hook = "comm_hook={type: MyHook, _scope_: hooks}"
+    config = load_config(scoped, ["wrapper={type: ddp}", f"wrapper.{hook}", "launch.nproc=2"])
+    assert rehearse(read_sections(config))["model"]._hook.__class__.__name__ == "MyHook"
+
+
+def test_an_unknown_scope_is_a_config_error(scoped: Path) -> None:
+    for section in SCOPES:
+        with pytest.raises(ConfigError) as caught:
+            read_sections(load_config(scoped, [f"{section}._scope_=nowhere"]))
+        assert len(caught.value.problems) == 1, (section, caught.value)
+        (problem,) = caught.value.problems
+        assert problem.key == f"{section}._scope_"
+        assert "nowhere" in problem.what
+        assert "mine" in problem.what

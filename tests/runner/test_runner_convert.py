@@ -14,6 +14,7 @@ from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.convert.convert import convert_config
 from stepwrap.runner.parts import rehearse
+from stepwrap.runner.pretrained.build import build_user_model
 from stepwrap.runner.sections import read_sections
 
 WHOLE = """
@@ -190,6 +191,17 @@ def test_models_of_ours_initialise_themselves_if_they_have_init_cfg(
     }
     net: Any = Runner.from_config(config).state.model.module.net
     assert net.weight.item() == weight
+
+
+@pytest.mark.parametrize(("is_init", "weight"), [(True, 7.0), (False, 0.0)])
+def test_a_net_that_is_initialised_keeps_its_weights(is_init: bool, weight: float) -> None:
+    net = {"type": "convert_parts.Loaded", "is_init": is_init}
+    model = {"type": "SupervisedModel", "net": net, "loss": {"type": "torch.nn.MSELoss"}}
+    assert build_user_model(model).net.weight.item() == 7.0
+    assert build_user_model(net).weight.item() == 7.0
+    net["init_cfg"] = {"_raw_": True}
+    assert build_user_model(model).net.weight.item() == weight
+    assert build_user_model(net).weight.item() == weight
 
 
 FOREIGN = """model = dict(type="convert_parts.Line", head=dict(type="Linear"))

@@ -122,6 +122,18 @@ def test_configs_that_need_mmengine(text: str, used: str, monkeypatch: pytest.Mo
     assert f"mm.py: it uses {used}: install mmengine" in str(caught.value)
 
 
+def test_bases_that_set_the_same_key_are_refused_as_in_mmengine(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mmengine", None)
+    (here / "common.py").write_text("epochs = 1\n")
+    (here / "a.py").write_text("_base_ = 'common.py'\nepochs = 5\n")
+    (here / "b.py").write_text("_base_ = 'common.py'\n")
+    (here / "mm.py").write_text("_base_ = ['a.py', 'b.py']\n")
+    with pytest.raises(ConfigError, match=r"mm\.py: several of its base files set epochs"):
+        convert_config("mm.py")
+
+
 def test_mistakes_end_with_2(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {
         "bad.py": "model = dict(\n",

@@ -51,6 +51,18 @@ def make_runner(model: nn.Module | None = None, **others: Any) -> Runner:
     )
 
 
+class Sized(ValLoop):
+    """A loop with a length, which is falsy."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_a_loop_may_have_a_length() -> None:
+    runner = make_runner(val_loop=Sized(build_loader(points(9), batch_size=4, train=False)))
+    assert runner.validate() == {}
+
+
 @pytest.mark.slow
 def test_objects_train_like_a_loop_by_hand() -> None:
     state = make_runner().train()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepwrap.registry import MODELS, build_tree
-from stepwrap.wrappers import BaseModel, BaseModule, SupervisedModel, initialize
+from stepwrap.wrappers import BaseModel, BaseModule, SingleDevice, SupervisedModel, initialize
 
 LAYERS = ["Conv1d", "Conv2d", "Linear"]
 
@@ -158,6 +158,30 @@ def test_init_weights_initialises_submodules(caplog: pytest.LogCaptureFixture) -
     model.init_weights()
     assert model.linear.weight == 0
     assert "init_weights of Toy has been called more than once" in caplog.text
+
+
+class Encoder(BaseModule):
+    """Has weights that its constructor loads, and an ``init_weights`` that replaces them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        nn.init.constant_(self.linear.weight, 7.0)
+
+    def init_weights(self) -> None:
+        nn.init.zeros_(self.linear.weight)
+
+
+@pytest.mark.parametrize("inside", [nn.Sequential, SingleDevice, nn.Identity])
+def test_submodules_that_are_initialised_keep_their_weights(inside: type[nn.Module]) -> None:
+    encoder, model = Encoder(), Toy()
+    model.encoder = encoder if inside is nn.Identity else inside(encoder)
+    encoder.is_init = True
+    model.init_weights()
+    assert encoder.linear.weight == 7
+    encoder.is_init = model.is_init = False
+    model.init_weights()
+    assert encoder.linear.weight == 0
 
 
 def test_pretrained_weights_come_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.futures import Future
 
 from ...collectives import all_gather_object
-from ...registry import COMM_HOOKS, build_tree, did_you_mean
+from ...registry import COMM_HOOKS, Registry, build_tree, did_you_mean
 
 # Called by torch with the state and a bucket of gradients.
 HookFunction = Callable[[Any, GradBucket], Any]
@@ -179,7 +179,8 @@ def read_comm_hook(setting: Any) -> CommHook:
         return setting
     if isinstance(setting, Mapping):
         kind = setting.get("type")
-        target = _find(kind) if isinstance(kind, str) else kind
+        table = COMM_HOOKS.at_scope(setting.get("_scope_"))
+        target = _find(kind, table) if isinstance(kind, str) else kind
         if not (isinstance(target, type) and issubclass(target, CommHook)):
             raise TypeError(f"comm_hook: {kind!r} takes no options; give its name without a dict")
         hook: CommHook = COMM_HOOKS.build({**setting, "type": target})
@@ -207,8 +208,8 @@ def unannotated(function: HookFunction) -> HookFunction:
     return hook
 
 
-def _find(name: str) -> Any:
-    found = COMM_HOOKS.get(name)
+def _find(name: str, table: Registry = COMM_HOOKS) -> Any:
+    found = table.get(name)
     if found is None:
         known = ", ".join(COMM_HOOKS)
         hint = did_you_mean(name, list(COMM_HOOKS))

@@ -28,7 +28,8 @@ class BaseModule(nn.Module):
         init_cfg: see ``initialize``. It is also an attribute, which a subclass may set.
 
     Attributes:
-        is_init: whether ``init_weights`` has been called.
+        is_init: whether ``init_weights`` has been called. Set it after loading weights, so that the
+            ``init_weights`` of an outer module leaves this one as it is.
     """
 
     # Its settings have a ``type``, but the registry does not build them.
@@ -43,7 +44,8 @@ class BaseModule(nn.Module):
     def init_weights(self) -> None:
         """Initialise by ``init_cfg``, then call ``init_weights`` of the submodules.
 
-        Pretrained weights are loaded last. A second call only logs a warning.
+        Submodules whose ``is_init`` is true are skipped, with all that they contain. Pretrained
+        weights are loaded last. A second call only logs a warning.
 
         Raises:
             TypeError, ValueError, FileNotFoundError: see ``initialize``.
@@ -279,10 +281,11 @@ def _pop_bias(options: dict[str, Any]) -> float:
 
 
 def _initialise_inside(module: nn.Module) -> None:
-    """Call ``init_weights`` of the outermost submodules that define it."""
+    """Call ``init_weights`` of the outermost submodules that define it and are not initialised."""
     for child in module.children():
         init_weights: Any = getattr(child, "init_weights", None)
         if callable(init_weights):
-            init_weights()
+            if not getattr(child, "is_init", False):
+                init_weights()
         else:
             _initialise_inside(child)
