@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -15,6 +16,8 @@ from typing import TypeVar
 from ..registry import Config, ConfigError, Problem, causes, key_noted_on, user_frame
 
 T = TypeVar("T")
+# The largest number of processes per core.
+_PER_CORE = 4
 # torch puts this line above the traceback of a data-loading worker.
 _WORKER_TRACEBACK = "Original Traceback (most recent call last)"
 
@@ -93,6 +96,18 @@ class OversubscribedError(ValueError):
     def __init__(self, what: str) -> None:
         flags = "--oversubscribe, launch.oversubscribe: true or launch(oversubscribe=True)"
         super().__init__(f"{what}; {flags} starts them anyway")
+
+
+def require_cores(nproc: int) -> None:
+    """Raise OversubscribedError if the machine has too few cores for ``nproc`` processes."""
+    # macOS has no sched_getaffinity.
+    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    cores = len(affinity(0))
+    if nproc > _PER_CORE * cores:
+        raise OversubscribedError(
+            f"{nproc} processes are too many for the {cores} cores of this machine: at most "
+            f"{_PER_CORE} for each, {_PER_CORE * cores} in all"
+        )
 
 
 class TrainingFailed(RuntimeError):

@@ -37,9 +37,10 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
+from ..collectives.process.slurm import slurm_tasks
 from ..loops.display.notebook import DISPLAY_DIR, in_notebook, show_displays
 from ..parallel import free_memory
-from .failure import Failure, LaunchError, OversubscribedError
+from .failure import Failure, LaunchError, OversubscribedError, require_cores
 from .guard import (
     Ranks,
     blocking_signals,
@@ -55,8 +56,6 @@ from .guard import (
 T = TypeVar("T")
 # How long to wait for the end of processes whose connections were lost, in seconds.
 _DYING_S = 1.0
-# The largest number of processes per core.
-_PER_CORE = 4
 # If more bytes than this are free per process, the memory of a process is not measured.
 _AMPLE = 2**30
 
@@ -73,9 +72,10 @@ def launch(
 ) -> dict[int, T]:
     """Call ``fn(*args)`` on ``nproc`` ranks and return the results by rank.
 
-    Under torchrun or ``srun``, this process is one of the ranks that they started: it joins their
-    process group, ``nproc`` is ignored, and only its own result is returned. A single rank without
-    an ``environment`` runs in this process, without a process group.
+    Under torchrun or ``srun`` (docs/processes.md), this process is one of the ranks that they
+    started: it joins their process group, ``nproc`` is ignored, and only its own result is
+    returned. A single rank without an ``environment`` runs in this process, without a process
+    group.
 
     Otherwise processes are started, and ``fn``, ``args`` and the results are pickled. The ranks
     meet through files in a private folder, which ``STEPWRAP_LAUNCH_DIR`` names, so no store listens
@@ -119,22 +119,11 @@ def launch(
     if nproc == 1 and not environment:
         return {0: fn(*args)}
     if not oversubscribe:
-        _require_cores(nproc)
+        require_cores(nproc)
     fn, args = _portable(fn, args)
     shared = {**_variables(nproc), **environment}
     main_args = (fn, tuple(args), backend, timeout_s)
     return _start(main_args, shared, nproc=nproc, oversubscribe=oversubscribe)
-
-
-def _require_cores(nproc: int) -> None:
-    # macOS has no sched_getaffinity.
-    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    cores = len(affinity(0))
-    if nproc > _PER_CORE * cores:
-        raise OversubscribedError(
-            f"{nproc} processes are too many for the {cores} cores of this machine: at most "
-            f"{_PER_CORE} for each, {_PER_CORE * cores} in all"
-        )
 
 
 def _require_memory(nproc: int, each: int) -> None:
@@ -175,9 +164,14 @@ def started_outside() -> bool:
     """Return whether a launcher (torchrun, or srun with several tasks) started this process."""
     if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
         return True
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    interactive = os.environ.get("SLURM_JOB_NAME") == "bash"
-    return bool(os.environ.get("SLURM_PROCID")) and tasks != "1" and not interactive
+    return slurm_tasks(os.environ) > 1
+
+
+def launched_ranks() -> int | None:
+    """Return the number of ranks that torchrun or srun started; None if they are started here."""
+    if not started_outside():
+        return None
+    return int(os.environ.get("WORLD_SIZE") or slurm_tasks(os.environ))
 
 
 def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:

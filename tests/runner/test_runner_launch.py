@@ -164,8 +164,12 @@ def test_more_than_four_processes_for_a_core_are_refused(
     message = f"{many} processes are too many for the {cores()} cores of this machine"
     with pytest.raises(ValueError, match=f"{message}.*--oversubscribe"):
         launch(get_world_size, nproc=many)
-    assert main(["train", "points.yaml", "--nproc", str(many)]) == 2
-    assert capsys.readouterr().err.startswith(f"launch.nproc: {message}")
+    # Refused before anything is imported.
+    words = ["train", "points.yaml", "--nproc", str(many), "imports=[no_such_module]"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert f"launch.nproc: {message}" in err
+    assert "no_such_module" not in err
     assert not (run / "runs").exists()
 
 
@@ -336,7 +340,7 @@ def test_the_environment_of_a_launcher_is_joined(monkeypatch: pytest.MonkeyPatch
         ({}, False),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, True),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}, False),
         ({"RANK": "", "WORLD_SIZE": ""}, False),
     ],
 )
