@@ -184,7 +184,7 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
         here = [
             (rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()
         ]
-        deadline = time.monotonic() + (_DYING_S if _may_be_consequence(own) else 0.0)
+        deadline = time.monotonic() + (_DYING_S if own.may_follow else 0.0)
         gone: list[int] = []
         while not gone and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -289,8 +289,8 @@ def _start(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # After a signal, ranks fail because the signal ended their peers: that is not an error.
-    if ranks.failures and not (ranks.received and all(map(_may_be_consequence, ranks.failures))):
-        causes_first = sorted(ranks.failures, key=lambda one: (_may_be_consequence(one), one.time))
+    if ranks.failures and not (ranks.received and all(one.may_follow for one in ranks.failures)):
+        causes_first = sorted(ranks.failures, key=lambda one: (one.may_follow, one.time))
         raise LaunchError(causes_first, signal=next(iter(ranks.received), 0))
     if len(ranks.results) < nproc:
         raise stop_error(ranks.received[0])
@@ -319,12 +319,6 @@ def _variables(nproc: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-def _may_be_consequence(failure: Failure) -> bool:
-    """Return whether another rank's failure may be the cause: a lost peer or aborted collective."""
-    lost = ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
-    return failure.kind == "CollectiveError" or any(text in failure.trace for text in lost)
 
 
 def _rank_main(

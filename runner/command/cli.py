@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from types import FrameType
@@ -98,6 +99,14 @@ COMMANDS = CommandGroup(
 )
 
 
+def _reader_has_ended() -> bool:
+    """Return whether the program that reads our output (head, less) has ended."""
+    poller = select.poll()
+    with suppress(OSError, ValueError):
+        poller.register(sys.stdout.fileno(), 0)
+    return bool(poller.poll(0))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -124,8 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong.__cause__ = error
         _print_error(wrong, debug)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output (head, less) has ended. Keep Python from reporting it at exit.
+    except BrokenPipeError as error:
+        if not _reader_has_ended():
+            return _print_error(error, debug)
+        # Keep Python from reporting it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, Terminated) as error:
