@@ -99,12 +99,16 @@ COMMANDS = CommandGroup(
 )
 
 
-def _reader_has_ended() -> bool:
-    """Return whether the program that reads our output (head, less) has ended."""
+def _output_is_closed() -> bool:
+    """Return whether the reader of our output (head, less) has ended; write no more to it then."""
     poller = select.poll()
     with suppress(OSError, ValueError):
         poller.register(sys.stdout.fileno(), 0)
-    return bool(poller.poll(0))
+    if not poller.poll(0):
+        return False
+    # Keep Python from reporting it at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,11 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(wrong, debug)
         return error.exit_code
     except BrokenPipeError as error:
-        if not _reader_has_ended():
-            return _print_error(error, debug)
-        # Keep Python from reporting it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return FAILED if _output_is_closed() else _print_error(error, debug)
     except (KeyboardInterrupt, Terminated) as error:
         stop = error if isinstance(error, Terminated) else Terminated(signal.SIGINT)
         print(_stop_text(stop), file=sys.stderr)

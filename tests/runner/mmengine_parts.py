@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from mmengine.runner import Runner
 
 
-__all__ = ["PARAM_SCHEDULERS", "note_rates", "train_theirs"]
+__all__ = ["PARAM_SCHEDULERS", "note_rates", "note_values", "train_theirs"]
 
 
 @MODELS.register_module(force=True)
@@ -151,6 +151,17 @@ def note_rates(optimizer: Optimizer) -> list[list[float]]:
     return rates
 
 
+def note_values(optimizer: Optimizer) -> list[list[float]]:
+    """Return a list to which the rates and decays of each update are appended."""
+    values: list[list[float]] = []
+    optimizer.register_step_post_hook(
+        lambda stepped, *_: values.append(
+            [group[name] for group in stepped.param_groups for name in ("lr", "weight_decay")]
+        )
+    )
+    return values
+
+
 @contextmanager
 def restore_after_mmengine() -> Iterator[None]:
     """Ignore mmengine's warnings, and restore the variables and thread count that it changes."""
@@ -165,8 +176,10 @@ def restore_after_mmengine() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def train_theirs(path: Path) -> tuple[Any, list[list[float]]]:
-    """Train by mmengine's runner; return it and the rates of its updates."""
+def train_theirs(
+    path: Path, note: Callable[[Optimizer], list[list[float]]] = note_rates
+) -> tuple[Any, list[list[float]]]:
+    """Train by mmengine's runner; return it and the rates of its updates, or what is noted."""
     with restore_after_mmengine():
         config = Config.fromfile(str(path))
         config.work_dir = str(path.parent / "theirs")
@@ -175,6 +188,6 @@ def train_theirs(path: Path) -> tuple[Any, list[list[float]]]:
         runner = Runner.from_cfg(config)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
-        rates = [] if optimizer is None else note_rates(optimizer)
+        rates = [] if optimizer is None else note(optimizer)
         runner.train()
     return runner, rates
