@@ -31,6 +31,8 @@ with warnings.catch_warnings():
     from mmengine.runner import Runner
 
 
+from stepwrap import wrappers
+
 __all__ = ["PARAM_SCHEDULERS", "note_rates", "note_values", "train_theirs"]
 
 
@@ -61,6 +63,19 @@ class Classifier(BaseModel):
         if mode == "loss":
             return {"loss": F.cross_entropy(scores, torch.as_tensor(target))}
         return list(scores.argmax(1)) if mode == "predict" else scores
+
+
+class OwnBase(wrappers.BaseModel):
+    """A model on stepwrap's base that gets images of mmengine's preprocessor."""
+
+    def __init__(self, data_preprocessor: Any = None) -> None:
+        super().__init__(data_preprocessor)
+        self.net = nn.Conv2d(3, 1, 1)
+        self.seen: list[Tensor] = []
+
+    def forward(self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+        self.seen.append(inputs)
+        return {"loss": self.net(inputs).mean()} if mode == "loss" else self.net(inputs)
 
 
 @MODELS.register_module(force=True)

@@ -25,12 +25,14 @@ with warnings.catch_warnings():
     reason = "mmengine, the extra of that name, cannot be imported"
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
 
-from mmengine_parts import PARAM_SCHEDULERS, note_rates, train_theirs
+from mmengine.model import ImgDataPreprocessor
+from mmengine_parts import PARAM_SCHEDULERS, OwnBase, note_rates, train_theirs
 
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.convert.convert import convert_config
+from stepwrap.wrappers import OptimWrapper, SingleDevice
 
 EPOCHS = """
 custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
@@ -444,3 +446,16 @@ def test_weights_of_a_checkpoint_of_mmengine(tmp_path: Path) -> None:
         ours = Runner.from_config({**conversion.config, **settings})
         for name, value in theirs.model.state_dict().items():
             assert torch.equal(ours.state.model.module.get_parameter(name), value)
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_their_preprocessor_in_a_model_on_our_base(as_dict: bool) -> None:
+    settings = {"mean": [1.0, 2.0, 3.0], "std": [2.0, 2.0, 2.0]}
+    kind = "mmengine.model.ImgDataPreprocessor"
+    preprocessor = {"type": kind, **settings} if as_dict else ImgDataPreprocessor(**settings)
+    model = OwnBase(preprocessor)
+    image = torch.full((3, 2, 2), 7, dtype=torch.uint8)
+    optim_wrapper = OptimWrapper(SGD(model.parameters(), lr=0.1))
+    SingleDevice(model).train_step({"inputs": [image, image]}, optim_wrapper)
+    (seen,) = model.seen
+    assert seen[:, :, 0, 0].tolist() == [[3.0, 2.5, 2.0]] * 2
