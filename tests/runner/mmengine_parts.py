@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -44,6 +45,15 @@ class Backbone(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)
+
+
+@MODELS.register_module(force=True)
+class NormedBackbone(Backbone):
+    """A backbone with BatchNorm, whose running statistics differ between ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.layers[2] = nn.BatchNorm1d(width).double()
 
 
 @MODELS.register_module(force=True)
@@ -200,6 +210,9 @@ def train_theirs(
         config.work_dir = str(path.parent / "theirs")
         config.experiment_name = f"{path.parent.name}_{path.stem}"
         config.log_level = "ERROR"
+        if dist.is_initialized():
+            config.launcher = "pytorch"
+            os.environ["LOCAL_RANK"] = str(dist.get_rank())
         runner = Runner.from_cfg(config)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)

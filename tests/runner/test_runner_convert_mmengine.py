@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
 
 from mmengine.model import ImgDataPreprocessor
-from mmengine_parts import PARAM_SCHEDULERS, OwnBase, note_rates, train_theirs
+from mmengine_parts import PARAM_SCHEDULERS, OwnBase, Points, note_rates, train_theirs
 
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
@@ -459,3 +459,67 @@ def test_their_preprocessor_in_a_model_on_our_base(as_dict: bool) -> None:
     SingleDevice(model).train_step({"inputs": [image, image]}, optim_wrapper)
     (seen,) = model.seen
     assert seen[:, :, 0, 0].tolist() == [[3.0, 2.5, 2.0]] * 2
+
+
+NORMED = """
+custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
+randomness = dict(seed=3)
+model = dict(type="Classifier", backbone=dict(type="NormedBackbone", width=8), classes=2)
+model_wrapper_cfg = dict(type="MMDistributedDataParallel", device_ids=None, broadcast_buffers=False)
+train_dataloader = dict(
+    batch_size=4,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    dataset=dict(type="Points", size=40),
+)
+val_dataloader = dict(
+    batch_size=7,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    collate_fn=dict(type="default_collate"),
+    dataset=dict(type="Points", size=202, seed=1),
+)
+val_evaluator = dict(type="Accuracy")
+train_cfg = dict(by_epoch=True, max_epochs=1)
+val_cfg = dict()
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.3))
+"""
+
+
+def accuracy(model: Any, ranks: range) -> float:
+    """Return the share of correct answers on the validation samples of some ranks."""
+    points = Points(202, seed=1)
+    model.eval()
+    chosen = sorted({index for rank in ranks for index in range(rank, 202, 2)})
+    answers = model(points.inputs[chosen]).argmax(1)
+    return float((answers == points.targets[chosen]).double().mean())
+
+
+def scores_of_both(path: Path) -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    theirs, _ = train_theirs(path)
+    rank = torch.distributed.get_rank()
+    (their_score,) = theirs.message_hub.get_scalar("val/points/top1").data[0]
+    (their_share,) = [accuracy(theirs.model.module, range(rank, rank + 1))]
+    ours, _ = train_ours(convert_config(path).config, path.parent)
+    return {
+        "theirs": float(their_score),
+        "their share": their_share,
+        "ours": ours.state.metrics["points/top1"],
+        "checkpoint": accuracy(ours.state.model.module, range(2)),
+        "weights": apart(
+            dict(ours.state.model.module.named_parameters()),
+            dict(theirs.model.module.named_parameters()),
+        ),
+    }
+
+
+@pytest.mark.slow
+def test_metrics_on_two_ranks_use_the_statistics_of_the_checkpoint(tmp_path: Path) -> None:
+    """mmengine uses the running statistics of each rank for its own samples."""
+    (tmp_path / "normed.py").write_text(NORMED)
+    first, second = run_ranks(scores_of_both, 2, tmp_path / "normed.py")
+    assert first["weights"] == second["weights"] == 0
+    assert first["theirs"] == pytest.approx((first["their share"] + second["their share"]) / 2)
+    assert first["ours"] == second["ours"] == pytest.approx(first["checkpoint"])
+    assert first["ours"] != pytest.approx(first["theirs"])
