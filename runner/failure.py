@@ -32,8 +32,8 @@ def _has_lost_peer(error: BaseException) -> bool:
         return True
     text = str(error)
     # A user's program may have an error with the same text, such as a BrokenPipeError.
-    is_torchs = type(error).__module__.startswith("torch") or any(one in text for one in _LIBRARIES)
-    return isinstance(error, RuntimeError) and is_torchs and any(one in text for one in _LOST)
+    is_torchs = type(error).__module__.startswith("torch") or any(lib in text for lib in _LIBRARIES)
+    return isinstance(error, RuntimeError) and is_torchs and any(phrase in text for phrase in _LOST)
 
 
 @dataclass(frozen=True)

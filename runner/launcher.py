@@ -289,8 +289,12 @@ def _start(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # After a signal, ranks fail because the signal ended their peers: that is not an error.
-    if ranks.failures and not (ranks.received and all(one.may_follow for one in ranks.failures)):
-        causes_first = sorted(ranks.failures, key=lambda one: (one.may_follow, one.time))
+    if ranks.failures and not (
+        ranks.received and all(failure.may_follow for failure in ranks.failures)
+    ):
+        causes_first = sorted(
+            ranks.failures, key=lambda failure: (failure.may_follow, failure.time)
+        )
         raise LaunchError(causes_first, signal=next(iter(ranks.received), 0))
     if len(ranks.results) < nproc:
         raise stop_error(ranks.received[0])

@@ -65,10 +65,10 @@ def describe_slurm(env: Mapping[str, str]) -> str:
             f"Slurm: the {tasks} tasks of step {step} of {job} are the ranks; {LAUNCHER}=none "
             "starts processes in each task instead"
         )
-    what = "has a single task" if tasks else "was not started by srun"
+    reason = "has a single task" if tasks else "was not started by srun"
     return (
-        f"Slurm: this process of {job} {what}, so the processes are started here (--nproc); start "
-        f"it with srun, or set {LAUNCHER}=slurm, to use Slurm's tasks as ranks"
+        f"Slurm: this process of {job} {reason}, so the processes are started here (--nproc); "
+        f"start it with srun, or set {LAUNCHER}=slurm, to use Slurm's tasks as ranks"
     )
 
 
@@ -98,9 +98,9 @@ def adopt_slurm(env: MutableMapping[str, str]) -> None:
         "MASTER_ADDR": first_host(nodes) if nodes else "localhost",
         "MASTER_PORT": str(_FIRST_PORT + (job * 61 + step) % _PORTS),
     }
-    here = tasks_here(env)
-    if here is not None:
-        variables["LOCAL_WORLD_SIZE"] = str(here)
+    local_tasks = tasks_here(env)
+    if local_tasks is not None:
+        variables["LOCAL_WORLD_SIZE"] = str(local_tasks)
     for name, value in variables.items():
         env.setdefault(name, value)
 
@@ -116,8 +116,8 @@ def first_host(nodes: str) -> str:
 
 def tasks_per_node(text: str) -> Iterator[int]:
     """Yield the number of tasks of each node from a list such as "8(x2),4": 8, 8, 4."""
-    for part in text.split(","):
-        match = _TIMES.fullmatch(part.strip())
+    for group in text.split(","):
+        match = _TIMES.fullmatch(group.strip())
         if match is None:
             raise ValueError(f"the tasks per node must be in Slurm's format, got {text!r}")
         yield from [int(match.group(1))] * int(match.group(2) or 1)

@@ -54,13 +54,13 @@ def start_metrics(metrics: Mapping[str, AnyMetric], device: torch.device) -> Non
 
 def _move(metric: nn.Module, device: torch.device) -> None:
     """Move a metric of torchmetrics and those inside it; keep their dtypes."""
-    parts: list[Any] = [part for part in metric.modules() if hasattr(part, "_reductions")]
-    dtypes = [part.dtype for part in parts]
+    inner: list[Any] = [module for module in metric.modules() if hasattr(module, "_reductions")]
+    dtypes = [module.dtype for module in inner]
     metric.to(device)
-    for part, dtype in zip(parts, dtypes, strict=True):
+    for module, dtype in zip(inner, dtypes, strict=True):
         # `to` resets the dtype to float32, to which metrics convert their inputs.
-        if part.dtype != dtype:
-            part.set_dtype(dtype)
+        if module.dtype != dtype:
+            module.set_dtype(dtype)
 
 
 def _separate_states(metric: nn.Module) -> None:

@@ -150,10 +150,10 @@ class SharedPlace:
 MeetingPlace: TypeAlias = OwnPlace | SharedPlace
 
 
-def warn_of_open_store(place: MeetingPlace) -> None:
-    """Log that others can use the store, once for each place, unless it is a file."""
-    if isinstance(_innermost(place.store), TCPStore):
-        _warn_of_open_store(place.where, place.is_local)
+def warn_of_open_store(meeting: MeetingPlace) -> None:
+    """Log that others can use the store, once for each address, unless it is a file."""
+    if isinstance(_innermost(meeting.store), TCPStore):
+        _warn_of_open_store(meeting.where, meeting.is_local)
 
 
 @functools.cache

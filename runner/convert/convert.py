@@ -52,7 +52,7 @@ _LAYER_DECAY = (
 )
 _SPEED = "is dropped: it only changes the speed"
 _LOG_ONLY = "is dropped: it only concerns the log"
-_UNKNOWN = "is dropped: it is no setting of mmengine's Runner, which ignores it as well"
+_UNKNOWN = "is dropped: mmengine's Runner ignores it as well"
 _BUILDER = "mmengine.runner.Runner.build_dataloader"
 _PASSES = "the last batch of each pass over the data may be smaller here: see --keep-order"
 _BY_CHILDREN = "here each optimizer gets the parameters of the child module of the same name"

@@ -60,9 +60,9 @@ class Draft:
         """List a setting as not converted, or not completely."""
         self.misses.append(Miss(key, what, self.lines.origin(key)))
 
-    def note(self, key: str, what: str = NO_EFFECT) -> None:
+    def note(self, key: str, text: str = NO_EFFECT) -> None:
         """List a setting that is dropped without an effect on the results."""
-        self.misses.append(Miss(key, what, self.lines.origin(key), changes_result=False))
+        self.misses.append(Miss(key, text, self.lines.origin(key), changes_result=False))
 
     def list_absent_libraries(self) -> None:
         """List each library that cannot be imported in one line."""
@@ -175,9 +175,9 @@ class Section(dict[str, Any]):
         """List a setting of this section as not converted, or not completely."""
         self.draft.miss(self.at(key), what)
 
-    def note(self, key: str, what: str = NO_EFFECT) -> None:
+    def note(self, key: str, text: str = NO_EFFECT) -> None:
         """List a setting of this section that is dropped without an effect on the results."""
-        self.draft.note(self.at(key), what)
+        self.draft.note(self.at(key), text)
 
     def below(self, key: str) -> Section | None:
         """Remove a dict and return it as a section; list any other value as a miss."""
@@ -218,9 +218,9 @@ class Section(dict[str, Any]):
         self.draft.miss(self.path, what)
         self.clear()
 
-    def drop(self, what: str) -> None:
+    def drop(self, text: str) -> None:
         """Drop the whole section with a note."""
-        self.draft.note(self.path, what)
+        self.draft.note(self.path, text)
         self.clear()
 
     def close(self, refusal: str = NO_COUNTERPART) -> None:

@@ -49,7 +49,7 @@ def _by_type(
     sections: Iterable[Section], table: str, kinds: dict[str, tuple[Row, ...]]
 ) -> dict[str, Any]:
     """Convert hooks of mmengine by the rows of their types."""
-    made: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     for section in sections:
         original = section.get("type")
         kind = section.kind(table)
@@ -61,12 +61,12 @@ def _by_type(
         elif base not in kinds:
             section.refuse(_OWN_HOOK.format(kind))
         else:
-            made |= walk(section, (*dropped("_scope_", "priority"), *kinds[base]))
+            hooks |= walk(section, (*dropped("_scope_", "priority"), *kinds[base]))
             section.close()
             if overrides:
                 names = ", ".join(overrides)
                 section.miss("type", f"{kind} is converted as {base}; {names} is not converted")
-    return made
+    return hooks
 
 
 def _base(section: Section, original: Any, table: str) -> tuple[str, list[str]]:

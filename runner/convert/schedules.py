@@ -150,7 +150,7 @@ def _to_batches(section: Section) -> str:
 
 
 def _first_values(section: Section, kind: str) -> str:
-    """Let a schedule by epochs set its first values only, as in an iteration-based loop."""
+    """Let a schedule by epochs set its first values only: an iteration-based loop has no epochs."""
     section.note("by_epoch", _NEVER_STEPS)
     if section["begin"] or kind in _FIRST_IS_BASE:
         return ""
