@@ -346,7 +346,7 @@ def test_the_rates_of_every_step(
         "model = dict(type='torch.nn.Linear', in_features=1, out_features=1)\n"
         f"train_cfg = dict(by_epoch=True, max_epochs={steps})\n"
     )
-    config = convert_config(path).config
+    config = convert_config(path, epoch_length=1).config
     parts = {**config, "model": {"type": "SupervisedModel", "net": config["model"]}}
     parts["model"]["loss"] = {"type": "MSELoss"}
     loader = {"dataset": {"type": "convert_parts.Ones", "size": 1}, "batch_size": 1}

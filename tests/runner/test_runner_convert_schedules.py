@@ -146,7 +146,7 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@settings(max_examples=8, **SETTINGS)
+@settings(max_examples=5, **SETTINGS)
 @given(st.data())
 def test_drawn_schedules(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     check_drawn(data, tmp_path_factory.mktemp("drawn"))
