@@ -30,7 +30,6 @@ from .objects.results import (
 )
 from .objects.serialize import PicklableWrapper, obj2tensor, serialize_to_tensor, tensor2obj
 from .process.init import (
-    adopt_slurm,
     agent_store,
     all_on_one_host,
     end_group,
@@ -47,6 +46,7 @@ from .process.ranks import (
     get_world_size,
     rank_zero_only,
 )
+from .process.slurm import adopt_slurm
 from .tensors.dicts import all_reduce_dict
 from .tensors.scalars import mean_scalars
 from .tensors.tensors import all_gather, all_reduce, gather, reduce_mean, synchronize

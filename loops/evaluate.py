@@ -227,7 +227,7 @@ class _EvalLoop(Evaluation):
                 _unchanged(state.model),
                 torch.no_grad(),
             ):
-                trial._place_metrics(device)
+                evaluation.start_metrics(trial.metrics, device)
                 trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
             # With `collective_eval`, do not communicate here: either `agree` has already raised the
@@ -237,14 +237,8 @@ class _EvalLoop(Evaluation):
             failure = error
         raise_everywhere(failure)
 
-    def _place_metrics(self, device: torch.device) -> None:
-        for metric in self.metrics.values():
-            if isinstance(metric, nn.Module):
-                metric.to(device)
-            metric.reset()
-
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
-        self._place_metrics(device_of(state.model))
+        evaluation.start_metrics(self.metrics, device_of(state.model))
         if not self._pass(state, hooks, poll):
             return {}
         # Ranks that share one model see the same samples, which count once.

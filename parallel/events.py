@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
+from .arguments import seconds
+
 __all__ = ["AndEvent", "OrEvent"]
 
 
@@ -43,6 +45,7 @@ class _MultiEvent:
         """
         if self.is_set():
             return True
+        timeout = seconds("timeout", timeout)
         if timeout is not None and timeout <= 0:
             return False
         # A queue, because a signal handler of the waiting thread may set a member: with a condition

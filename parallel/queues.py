@@ -18,6 +18,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from ..transport.wire import Packed, pack, unpack
+from .arguments import seconds, whole_number
 from .channel import Channel, wait
 from .errors import TimeoutError
 
@@ -61,9 +62,7 @@ class SimpleQueue:
             ValueError: ``timeout`` is negative.
         """
         self._choose_side(puts=False)
-        if timeout is not None:
-            _check_timeout(timeout)
-        return unpack(*self._channel.receive(timeout))
+        return unpack(*self._channel.receive(_checked_timeout(timeout)))
 
     # In machin these take no lock. Here `put` and `get` take none either.
     quick_put, quick_get = put, get
@@ -123,8 +122,7 @@ class MultiP2PQueue:
     """
 
     def __init__(self, queue_num: int, *, copy_tensor: bool = False) -> None:
-        if queue_num < 1:
-            raise ValueError(f"queue_num must be at least 1, got {queue_num}")
+        queue_num = whole_number("queue_num", queue_num)
         self._queues = [SimpleP2PQueue(copy_tensor=copy_tensor) for _ in range(queue_num)]
         self._copy_tensor = copy_tensor
         self._gone: set[int] = set()
@@ -164,8 +162,8 @@ class MultiP2PQueue:
             ValueError: ``timeout`` is negative.
         """
         self._check_open()
+        timeout = _checked_timeout(timeout)
         timeout = math.inf if timeout is None else timeout
-        _check_timeout(timeout)
         deadline = time.monotonic() + timeout
         while True:
             poller = select.poll()
@@ -238,6 +236,8 @@ class MultiP2PQueue:
         return message
 
 
-def _check_timeout(timeout: float) -> None:
-    if not timeout >= 0:
+def _checked_timeout(timeout: float | None) -> float | None:
+    duration = seconds("timeout", timeout)
+    if duration is not None and duration < 0:
         raise ValueError(f"timeout must be None or at least 0 s, got {timeout}")
+    return timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -15,8 +16,24 @@ from typing import TypeVar
 from ..registry import Config, ConfigError, Problem, causes, key_noted_on, user_frame
 
 T = TypeVar("T")
+# The largest number of processes per core.
+_PER_CORE = 4
+# Texts of torch's errors after the loss of a peer, and of the libraries from which they come.
+_LOST = ("by peer", "Broken pipe", "NCCL error")
+_LIBRARIES = ("gloo", "NCCL")
 # torch puts this line above the traceback of a data-loading worker.
 _WORKER_TRACEBACK = "Original Traceback (most recent call last)"
+
+
+def _has_lost_peer(error: BaseException) -> bool:
+    """Return whether a collective has failed, or torch has lost the connection to another rank."""
+    names = {(base.__module__, base.__name__) for base in type(error).__mro__}
+    if ("stepwrap.collectives.errors", "CollectiveError") in names:
+        return True
+    text = str(error)
+    # A user's program may have an error with the same text, such as a BrokenPipeError.
+    is_torchs = type(error).__module__.startswith("torch") or any(lib in text for lib in _LIBRARIES)
+    return isinstance(error, RuntimeError) and is_torchs and any(phrase in text for phrase in _LOST)
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,8 @@ class Failure:
     time: float = field(default_factory=time.time)
     # Further lines, such as the layer of the model and the batch in which the error occurred.
     notes: list[str] = field(default_factory=list)
+    # Whether another rank's failure may be the cause: a lost peer or an aborted collective.
+    may_follow: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int | None = None) -> Failure:
@@ -47,7 +66,9 @@ class Failure:
             message = f"{text[0].removeprefix(f'{kind}: ')} ({lines[0].strip().rstrip('.')})"
             notes = text[1:] + notes
         trace = "".join(traceback.format_exception(error))
-        return cls(kind, message, _location_of(error), trace, rank, notes=notes)
+        may_follow = any(map(_has_lost_peer, causes(error)))
+        location = _location_of(error)
+        return cls(kind, message, location, trace, rank, notes=notes, may_follow=may_follow)
 
     @classmethod
     def of_end(cls, exitcode: int | None, rank: int) -> Failure:
@@ -61,7 +82,8 @@ class Failure:
             hint = ": is the machine out of memory?" if exitcode == -signal.SIGKILL else ""
             kind = "ProcessKilled"
             text = f"the process was killed by {signal.Signals(-exitcode).name}{hint}"
-        return cls(kind, text, "", text, rank)
+        # Libraries of collectives abort the process.
+        return cls(kind, text, "", text, rank, may_follow=exitcode == -signal.SIGABRT)
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that are shown to the user."""
@@ -93,6 +115,18 @@ class OversubscribedError(ValueError):
     def __init__(self, what: str) -> None:
         flags = "--oversubscribe, launch.oversubscribe: true or launch(oversubscribe=True)"
         super().__init__(f"{what}; {flags} starts them anyway")
+
+
+def require_cores(nproc: int) -> None:
+    """Raise OversubscribedError if the machine has too few cores for ``nproc`` processes."""
+    # macOS has no sched_getaffinity.
+    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    cores = len(affinity(0))
+    if nproc > _PER_CORE * cores:
+        raise OversubscribedError(
+            f"{nproc} processes are too many for the {cores} cores of this machine: at most "
+            f"{_PER_CORE} for each, {_PER_CORE * cores} in all"
+        )
 
 
 class TrainingFailed(RuntimeError):

@@ -37,9 +37,10 @@ from ..collectives import (
     meet_at_master,
     synchronize,
 )
+from ..collectives.process.slurm import slurm_tasks
 from ..loops.display.notebook import DISPLAY_DIR, in_notebook, show_displays
 from ..parallel import free_memory
-from .failure import Failure, LaunchError, OversubscribedError
+from .failure import Failure, LaunchError, OversubscribedError, require_cores
 from .guard import (
     Ranks,
     blocking_signals,
@@ -55,8 +56,6 @@ from .guard import (
 T = TypeVar("T")
 # How long to wait for the end of processes whose connections were lost, in seconds.
 _DYING_S = 1.0
-# The largest number of processes per core.
-_PER_CORE = 4
 # If more bytes than this are free per process, the memory of a process is not measured.
 _AMPLE = 2**30
 
@@ -73,9 +72,10 @@ def launch(
 ) -> dict[int, T]:
     """Call ``fn(*args)`` on ``nproc`` ranks and return the results by rank.
 
-    Under torchrun or ``srun``, this process is one of the ranks that they started: it joins their
-    process group, ``nproc`` is ignored, and only its own result is returned. A single rank without
-    an ``environment`` runs in this process, without a process group.
+    Under torchrun or ``srun`` (docs/processes.md), this process is one of the ranks that they
+    started: it joins their process group, ``nproc`` is ignored, and only its own result is
+    returned. A single rank without an ``environment`` runs in this process, without a process
+    group.
 
     Otherwise processes are started, and ``fn``, ``args`` and the results are pickled. The ranks
     meet through files in a private folder, which ``STEPWRAP_LAUNCH_DIR`` names, so no store listens
@@ -119,22 +119,11 @@ def launch(
     if nproc == 1 and not environment:
         return {0: fn(*args)}
     if not oversubscribe:
-        _require_cores(nproc)
+        require_cores(nproc)
     fn, args = _portable(fn, args)
     shared = {**_variables(nproc), **environment}
     main_args = (fn, tuple(args), backend, timeout_s)
     return _start(main_args, shared, nproc=nproc, oversubscribe=oversubscribe)
-
-
-def _require_cores(nproc: int) -> None:
-    # macOS has no sched_getaffinity.
-    affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    cores = len(affinity(0))
-    if nproc > _PER_CORE * cores:
-        raise OversubscribedError(
-            f"{nproc} processes are too many for the {cores} cores of this machine: at most "
-            f"{_PER_CORE} for each, {_PER_CORE * cores} in all"
-        )
 
 
 def _require_memory(nproc: int, each: int) -> None:
@@ -175,9 +164,14 @@ def started_outside() -> bool:
     """Return whether a launcher (torchrun, or srun with several tasks) started this process."""
     if os.environ.get("RANK") and os.environ.get("WORLD_SIZE"):
         return True
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    interactive = os.environ.get("SLURM_JOB_NAME") == "bash"
-    return bool(os.environ.get("SLURM_PROCID")) and tasks != "1" and not interactive
+    return slurm_tasks(os.environ) > 1
+
+
+def launched_ranks() -> int | None:
+    """Return the number of ranks that torchrun or srun started; None if they are started here."""
+    if not started_outside():
+        return None
+    return int(os.environ.get("WORLD_SIZE") or slurm_tasks(os.environ))
 
 
 def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
@@ -190,7 +184,7 @@ def _call_as_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
         here = [
             (rank, pid) for rank, (host, pid) in enumerate(processes) if host == host_identity()
         ]
-        deadline = time.monotonic() + (_DYING_S if _may_be_consequence(own) else 0.0)
+        deadline = time.monotonic() + (_DYING_S if own.may_follow else 0.0)
         gone: list[int] = []
         while not gone and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -295,8 +289,12 @@ def _start(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # After a signal, ranks fail because the signal ended their peers: that is not an error.
-    if ranks.failures and not (ranks.received and all(map(_may_be_consequence, ranks.failures))):
-        causes_first = sorted(ranks.failures, key=lambda one: (_may_be_consequence(one), one.time))
+    if ranks.failures and not (
+        ranks.received and all(failure.may_follow for failure in ranks.failures)
+    ):
+        causes_first = sorted(
+            ranks.failures, key=lambda failure: (failure.may_follow, failure.time)
+        )
         raise LaunchError(causes_first, signal=next(iter(ranks.received), 0))
     if len(ranks.results) < nproc:
         raise stop_error(ranks.received[0])
@@ -325,12 +323,6 @@ def _variables(nproc: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-def _may_be_consequence(failure: Failure) -> bool:
-    """Return whether another rank's failure may be the cause: a lost peer or aborted collective."""
-    lost = ("by peer", "Broken pipe", "NCCL error", "SIGABRT")
-    return failure.kind == "CollectiveError" or any(text in failure.trace for text in lost)
 
 
 def _rank_main(

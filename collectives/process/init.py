@@ -5,10 +5,9 @@ import gc
 import ipaddress
 import multiprocessing
 import os
-import re
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -21,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 
 from .ranks import get_local_rank
+from .slurm import adopt_slurm, slurm_tasks
 
 _MPI_VARIABLES: Final = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -30,10 +30,6 @@ _MPI_VARIABLES: Final = {
 }
 _DEFAULT_PORT: Final = "29500"
 _STORE_OPTIONS: Final = ("rank", "world_size", "timeout")
-_FIRST_PORT, _PORTS = 12_000, 20_000
-_HOST = re.compile(r"((?:\[[^\]]+\]|[^,\[\]])+)(?:,|$)")
-_RANGES = re.compile(r"\[([^\]]*)\]")
-_TIMES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 # Private functions of torch that clear DTensor's caches. These caches hold meshes, which hold
 # groups. Other versions of torch may lack some of the functions.
 _CACHE_CLEARERS = (
@@ -47,13 +43,14 @@ _CACHE_CLEARERS = (
 def infer_launcher() -> str:
     """Return the launcher of this process for ``init_dist``, inferred from the environment.
 
-    It is "pytorch" if WORLD_SIZE is set, "slurm" for SLURM_NTASKS (except in the shell of an
-    interactive job), "mpi" for Open MPI's local rank, and otherwise "none".
+    It is "pytorch" if WORLD_SIZE is set, "slurm" for a task that srun has started, "mpi" for Open
+    MPI's local rank, and otherwise "none". STEPWRAP_LAUNCHER=slurm or none overrides Slurm's
+    variables.
     """
     env = os.environ
     if env.get("WORLD_SIZE"):
         return "pytorch"
-    if env.get("SLURM_NTASKS") and env.get("SLURM_JOB_NAME") != "bash":
+    if slurm_tasks(env):
         return "slurm"
     return "mpi" if env.get("OMPI_COMM_WORLD_LOCAL_RANK") else "none"
 
@@ -227,56 +224,6 @@ def end_group() -> None:
 def _end_group_at_exit() -> None:
     if dist.is_available() and dist.is_initialized():
         end_group()
-
-
-def adopt_slurm(env: MutableMapping[str, str]) -> None:
-    """Add torch's variables to ``env`` from srun's variables, unless RANK is set."""
-    if env.get("RANK") or not env.get("SLURM_PROCID"):
-        return
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    # Jobs on the same node, and steps of the same job, get different ports.
-    job, step = (int(env.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    found = {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": first_host(nodes) if nodes else "localhost",
-        "MASTER_PORT": str(_FIRST_PORT + (job * 61 + step) % _PORTS),
-    }
-    here = tasks_here(env)
-    if here is not None:
-        found["LOCAL_WORLD_SIZE"] = str(here)
-    for name, value in found.items():
-        env.setdefault(name, value)
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a list such as "gpu[01-04,07],other": gpu01."""
-    # A comma inside brackets does not end the host.
-    match = _HOST.match(nodes.strip())
-    if match is None:
-        raise ValueError(f"the node list must be in Slurm's format, got {nodes!r}")
-    return _RANGES.sub(lambda match: re.split("[,-]", match.group(1))[0], match.group(1))
-
-
-def tasks_per_node(text: str) -> Iterator[int]:
-    """Yield the number of tasks of each node from a list such as "8(x2),4": 8, 8, 4."""
-    for part in text.split(","):
-        match = _TIMES.fullmatch(part.strip())
-        if match is None:
-            raise ValueError(f"the tasks per node must be in Slurm's format, got {text!r}")
-        yield from [int(match.group(1))] * int(match.group(2) or 1)
-
-
-def tasks_here(env: Mapping[str, str]) -> int | None:
-    """Return the number of Slurm tasks on this node, None if unknown."""
-    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE")
-    if not text:
-        return None
-    tasks = list(tasks_per_node(text))
-    node = int(env.get("SLURM_NODEID") or 0)
-    # A single number applies to every node.
-    return tasks[node] if node < len(tasks) else tasks[-1]
 
 
 def _adopt_mpi(env: MutableMapping[str, str]) -> None:

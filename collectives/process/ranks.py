@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from ..errors import CollectiveError, Group
+from .slurm import slurm_tasks
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,12 +42,14 @@ def distributed_available() -> bool:
 def get_rank(group: Group = None) -> int:
     """Return this process's rank in the group, -1 if it is not a member.
 
-    Without a process group it is the launcher's RANK or SLURM_PROCID; if both are unset, the local
-    rank, or 0. If the process group and the environment disagree, the group's rank is returned and
-    a warning is logged once.
+    Without a process group it is the launcher's RANK or, in a task of srun, SLURM_PROCID; otherwise
+    the local rank, or 0. If the process group and the environment disagree, the group's rank is
+    returned and a warning is logged once.
     """
     if not distributed_available():
-        rank = _launcher_value("RANK", "SLURM_PROCID")
+        rank = _integer("RANK")
+        if rank is None and slurm_tasks(os.environ):
+            rank = _integer("SLURM_PROCID")
         return (_environment_local_rank() or 0) if rank is None else rank
     live = dist.get_rank(group)
     if group is None:
@@ -57,11 +60,12 @@ def get_rank(group: Group = None) -> int:
 def get_world_size(group: Group = None) -> int:
     """Return the number of ranks in the group, -1 if this process is not a member.
 
-    Without a process group it is the launcher's WORLD_SIZE or SLURM_NTASKS, or 1 if unset.
+    Without a process group it is the launcher's WORLD_SIZE or, in a task of srun, the number of its
+    tasks; otherwise 1.
     """
     if not distributed_available():
-        size = _launcher_value("WORLD_SIZE", "SLURM_NTASKS")
-        return 1 if size is None else size
+        size = _integer("WORLD_SIZE")
+        return slurm_tasks(os.environ) or 1 if size is None else size
     live = dist.get_world_size(group)
     if group is None:
         _warn_if_different("WORLD_SIZE", live)
@@ -71,10 +75,10 @@ def get_world_size(group: Group = None) -> int:
 def get_local_rank() -> int:
     """Return this process's rank on its host; 0 without a process group and a launcher.
 
-    The first of these that exists is used: LOCAL_RANK, SLURM_LOCALID, the rank modulo
-    LOCAL_WORLD_SIZE, the host names of the group's ranks. In a process group, SLURM_LOCALID of an
-    interactive shell is ignored. If host names are used, every rank must call this: the first call
-    exchanges them through the group's store and waits until all lower ranks have called it.
+    The first of these that exists is used: LOCAL_RANK, SLURM_LOCALID (if srun has started several
+    tasks), the rank modulo LOCAL_WORLD_SIZE, the host names of the group's ranks. If host names are
+    used, every rank must call this: the first call exchanges them through the group's store and
+    waits until all lower ranks have called it.
 
     Raises:
         CollectiveError: lower ranks have not called it within the store's timeout; it names them.
@@ -207,19 +211,10 @@ def _integer(variable: str) -> int | None:
 
 def _environment_local_rank() -> int | None:
     local_rank = _integer("LOCAL_RANK")
-    if local_rank is None and not (distributed_available() and _in_slurm_shell()):
+    # The only task of a step may have started the ranks of a group itself.
+    if local_rank is None and slurm_tasks(os.environ) > 1:
         return _integer("SLURM_LOCALID")
     return local_rank
-
-
-def _launcher_value(variable: str, slurm: str) -> int | None:
-    value = _integer(variable)
-    return _integer(slurm) if value is None and not _in_slurm_shell() else value
-
-
-def _in_slurm_shell() -> bool:
-    # In `srun --pty bash` the SLURM variables describe the shell, not the processes started in it.
-    return os.environ.get("SLURM_JOB_NAME") == "bash"
 
 
 def _warn_if_different(variable: str, live: int) -> None:

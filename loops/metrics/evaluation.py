@@ -43,6 +43,39 @@ _GLOBAL_BACKENDS = (TorchDist, TorchCPUDist, TorchCUDADist, MPI4PyDist)
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+def start_metrics(metrics: Mapping[str, AnyMetric], device: torch.device) -> None:
+    """Move the metrics to the device and reset them."""
+    for metric in metrics.values():
+        if isinstance(metric, nn.Module):
+            _move(metric, device)
+            _separate_states(metric)
+        metric.reset()
+
+
+def _move(metric: nn.Module, device: torch.device) -> None:
+    """Move a metric of torchmetrics and those inside it; keep their dtypes."""
+    inner: list[Any] = [module for module in metric.modules() if hasattr(module, "_reductions")]
+    dtypes = [module.dtype for module in inner]
+    metric.to(device)
+    for module, dtype in zip(inner, dtypes, strict=True):
+        # `to` resets the dtype to float32, to which metrics convert their inputs.
+        if module.dtype != dtype:
+            module.set_dtype(dtype)
+
+
+def _separate_states(metric: nn.Module) -> None:
+    """Let each metric of a collection update its own states, unless the user has set the groups.
+
+    A collection merges the metrics whose states are equal after the first batch, although they may
+    differ after the next one: https://github.com/Lightning-AI/torchmetrics/issues/2596
+    """
+    collections: list[Any] = [m for m in metric.modules() if hasattr(m, "_enable_compute_groups")]
+    for collection in collections:
+        if collection._enable_compute_groups is True:
+            collection._enable_compute_groups = collection._groups_checked = False
+            collection._groups = {}
+
+
 def feed_metrics(
     metrics: Mapping[str, AnyMetric],
     outputs: Any,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from ..arguments import seconds, whole_number
 from ..errors import TimeoutError
 from ..processes import default_context
 from .dispatcher import Dispatcher, Monitor, PoolStates, require_process
@@ -48,7 +49,7 @@ class BasePool:
 
     Raises:
         ValueError: a number is below 1.
-        TypeError: the initializer is not callable, or ``processes`` is not a whole number.
+        TypeError: the initializer is not callable, or a number is not a whole number.
         NotImplementedError: the system is not Linux (pools of processes only).
     """
 
@@ -65,15 +66,12 @@ class BasePool:
         maxtasksperchild: int | None = None,
         context: BaseContext | None = None,
     ) -> None:
-        self._processes = (os.cpu_count() or 1) if processes is None else processes
-        if not hasattr(self._processes, "__index__"):
-            raise TypeError(f"processes must be a whole number or None, got {processes!r}")
-        if self._processes < 1:
-            raise ValueError(f"Number of processes must be at least 1, got {processes}")
+        count = (os.cpu_count() or 1) if processes is None else processes
+        self._processes = whole_number("Number of processes", count)
         if initializer is not None and not callable(initializer):
             raise TypeError(f"initializer must be a callable, got {initializer!r}")
-        if maxtasksperchild is not None and maxtasksperchild < 1:
-            raise ValueError(f"maxtasksperchild must be at least 1 or None, got {maxtasksperchild}")
+        if maxtasksperchild is not None:
+            maxtasksperchild = whole_number("maxtasksperchild", maxtasksperchild)
         self._initializer = initializer
         self._initargs = tuple(initargs)
         self._maxtasksperchild = maxtasksperchild
@@ -290,6 +288,7 @@ class BasePool:
         # A callback delays all results, so `read_all` could wait for them forever.
         if self._monitor.is_current:
             raise RuntimeError("a callback cannot join its pool: it runs in the pool's thread")
+        timeout = seconds("timeout", timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         for iterator in list(self._open_inputs):
             iterator.read_all(deadline)
@@ -341,10 +340,11 @@ def _submit_items(
 ) -> MapResult:
     """Submit the items in chunks, each as one task that ``caller`` runs."""
     pool._monitor.check()
+    if chunksize is not None:
+        chunksize = whole_number("chunksize", chunksize)
     items: Sequence[Any] = iterable if isinstance(iterable, list) else list(iterable)
     if chunksize is None:
         chunksize = max(1, -(-len(items) // (4 * pool._processes)))
-    _check_chunksize(chunksize)
     name = f"{caller.__name__.removesuffix('_caller')}({_name_of(func)})"
     job = next(pool._jobs)
     bound = pool._bind_context(func)
@@ -369,7 +369,7 @@ def _submit_lazily(
 ) -> IMapIterator:
     """Return an iterator that submits each chunk as one task when it reads the chunk."""
     pool._monitor.check()
-    _check_chunksize(chunksize)
+    chunksize = whole_number("chunksize", chunksize)
     ahead = _chunks_ahead(lookahead, chunksize, pool._processes)
     total = len(iterable) if isinstance(iterable, Sized) else None
     job = next(pool._jobs)
@@ -402,9 +402,7 @@ def _chunks_ahead(lookahead: int | None, chunksize: int, workers: int) -> int:
     if lookahead is None:
         # At least two chunks per worker, however large they are.
         return max(-(-_LOOKAHEAD * workers // chunksize), 2 * workers)
-    if lookahead < 1:
-        raise ValueError(f"lookahead must be at least 1, got {lookahead}")
-    return -(-lookahead // chunksize)
+    return -(-whole_number("lookahead", lookahead) // chunksize)
 
 
 def _submit(pool: BasePool, call: AsyncResult, tasks: Iterable[tuple[Any, ...]]) -> None:
@@ -424,11 +422,6 @@ def _put(pool: BasePool, call: Any, task: tuple[Any, ...]) -> None:
     # The pool may have ended since the call was accepted.
     if pool._monitor.is_ended:
         call.fail(pool._monitor.end_error())
-
-
-def _check_chunksize(chunksize: int) -> None:
-    if chunksize < 1:
-        raise ValueError(f"chunksize must be at least 1, got {chunksize}")
 
 
 def _name_of(func: object) -> str:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..arguments import seconds, whole_number
 from ..errors import BrokenPoolError, TimeoutError
 from .base_pool import BasePool
 from .worker import WithContext, enter
@@ -79,8 +80,8 @@ class Pool(BasePool):
                 f'Invalid share method: "{share_method}"; is_copy_tensor=False takes share_method='
                 '"cpu" or "cuda"'
             )
-        if retries < 0:
-            raise ValueError(f"retries must be at least 0, got {retries}")
+        retries = whole_number("retries", retries, minimum=0)
+        task_timeout = seconds("task_timeout", task_timeout)
         if task_timeout is not None and task_timeout <= 0:
             raise ValueError(f"task_timeout must be more than 0 s, got {task_timeout}")
         self._options = {

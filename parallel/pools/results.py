@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
+from ..arguments import seconds
 from ..errors import TimeoutError
 
 __all__ = ["AsyncResult", "Callback", "IMapIterator", "IMapUnorderedIterator", "MapResult"]
@@ -112,7 +113,7 @@ class AsyncResult:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the call has ended, at most ``timeout`` seconds."""
-        self._ended.wait(timeout)
+        self._ended.wait(seconds("timeout", timeout))
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the value, or raise the error of the task.
@@ -210,8 +211,8 @@ class IMapIterator:
 
     The thread that takes results also reads the input, some chunks in advance. If a task fails, its
     error is raised once, instead of the results of its chunk; later results are still returned. An
-    error of the input is raised after the results of all items read before it. Pools create these
-    objects.
+    error of the input is raised after the results of the complete chunks read before it. Pools
+    create these objects.
     """
 
     def __init__(
@@ -260,6 +261,7 @@ class IMapIterator:
             TimeoutError: the result did not arrive within ``timeout`` seconds. The error may come
                 later, because reading an item of the input is not interrupted.
         """
+        timeout = seconds("timeout", timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             self.feed(deadline)
@@ -377,6 +379,8 @@ class IMapIterator:
             self._end_input()
             return
         except Exception as error:
+            # As in the standard library, the items of an incomplete chunk are dropped.
+            self._chunk = []
             self._end_input(error)
             return
         except BaseException:

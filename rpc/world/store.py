@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import socket
 import time
@@ -17,6 +19,8 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 
 from ...collectives import all_on_one_host, is_loopback, open_store
 from ..errors import RpcError
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_PLACE = "tcp://localhost:9100"
 _RETRY_S = 0.05
@@ -144,6 +148,23 @@ class SharedPlace:
 
 
 MeetingPlace: TypeAlias = OwnPlace | SharedPlace
+
+
+def warn_of_open_store(meeting: MeetingPlace) -> None:
+    """Log that others can use the store, once for each address, unless it is a file."""
+    if isinstance(_innermost(meeting.store), TCPStore):
+        _warn_of_open_store(meeting.where, meeting.is_local)
+
+
+@functools.cache
+def _warn_of_open_store(where: str, is_local: bool) -> None:
+    network = "" if is_local else ", and everyone who can reach it over the network,"
+    logger.warning(
+        "the store of the world at %s has no password: every user of this machine%s can read and "
+        "write it, and redirect the members. If you share the machine, meet in a folder that only "
+        "you can access: dist_init_method='file:///PATH' (docs/rpc.md, Shared hosts)",
+        *(where, network),
+    )
 
 
 def _is_store_local(store: Store) -> bool:

@@ -21,7 +21,7 @@ from ..calls.group import RpcGroup
 from ..calls.node import Node
 from .agent import Agent, check_rank, on_loopback
 from .members import Member, agree_on_members, joint_step, leave_together
-from .store import MeetingPlace, find_place, resolve_rank, whole_number
+from .store import MeetingPlace, find_place, resolve_rank, warn_of_open_store, whole_number
 
 # The time limit of a stop that does not wait for the other members.
 _AT_ONCE_S = 1.0
@@ -289,6 +289,8 @@ class World:
         self.rank_name_map = agree_on_members(
             self._meeting, own, self.world_size, self.dist_timeout
         )
+        if self.rank == 0:
+            warn_of_open_store(self._meeting)
         World._current = self
         return self._meeting
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from types import FrameType
@@ -98,6 +99,18 @@ COMMANDS = CommandGroup(
 )
 
 
+def _output_is_closed() -> bool:
+    """Return whether the reader of our output (head, less) has ended; write no more to it then."""
+    poller = select.poll()
+    with suppress(OSError, ValueError):
+        poller.register(sys.stdout.fileno(), 0)
+    if not poller.poll(0):
+        return False
+    # Keep Python from reporting it at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
@@ -124,10 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong.__cause__ = error
         _print_error(wrong, debug)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of our output (head, less) has ended. Keep Python from reporting it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+    except BrokenPipeError as error:
+        return FAILED if _output_is_closed() else _print_error(error, debug)
     except (KeyboardInterrupt, Terminated) as error:
         stop = error if isinstance(error, Terminated) else Terminated(signal.SIGINT)
         print(_stop_text(stop), file=sys.stderr)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,18 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
+from ...registry import (
+    Config,
+    ConfigError,
+    Examination,
+    Problem,
+    examine_names,
+    load_config,
+    nearest,
+)
 from ...registry.json_schema import setting_paths
 from ...registry.text.files import shipped_configs
+from ..failure import OversubscribedError, require_cores
 
 # The usage line of a command that runs a config.
 RUN = "CONFIG [key=value ...]"
@@ -154,9 +163,23 @@ class Command(click.Command):
             if not any(nearest(one.key.rpartition(".")[2], parts) for one in problems):
                 what = f"{self.name} needs this section, but it is missing"
                 problems.append(Problem(needed, what))
+        if "nproc" in given:
+            problems += _too_many_processes(examined.config)
         if problems:
             raise ConfigError(problems)
         return examined
+
+
+def _too_many_processes(config: Config) -> Iterator[Problem]:
+    """Yield the problem of a number of processes that this machine's cores do not allow."""
+    nproc = config.select("launch.nproc")
+    is_outside = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+    if is_outside or not isinstance(nproc, int) or config.select("launch.oversubscribe"):
+        return
+    try:
+        require_cores(nproc)
+    except OversubscribedError as error:
+        yield Problem("launch.nproc", str(error), config.origin("launch.nproc"))
 
 
 def _split_optional_values(options: Options) -> None:

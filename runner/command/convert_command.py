@@ -20,6 +20,6 @@ def run_convert(options: Options) -> int:
             options.words[0], epoch_length=options.epoch_length, keep_order=options.keep_order
         )
     print(conversion.text(), end="")
-    for miss in conversion.misses:
-        print(miss, file=sys.stderr)
-    return INCOMPLETE if conversion.misses else 0
+    for title, misses in conversion.sorted_misses().items():
+        print(f"{title}:", *misses, sep="\n  ", file=sys.stderr)
+    return INCOMPLETE if any(miss.changes_result for miss in conversion.misses) else 0

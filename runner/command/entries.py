@@ -354,7 +354,7 @@ convert = Command(
             ["--epoch-length"],
             type=positive,
             metavar="N",
-            help="batches in an epoch, for schedules with convert_to_iter_based",
+            help="batches in an epoch of each process, for schedules with convert_to_iter_based",
         ),
         flag("keep-order", "read the data with mmengine's loaders, in the same order"),
     ),

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...collectives.process.slurm import describe_slurm
 from ...loops import find_checkpoint, list_checkpoints, load_checkpoint
 from ...loops.predictions.files import check_path, remove_leftovers
 from ...registry import Config, ConfigError, Problem, RunSections
 from ..failure import Terminated, TrainingFailed
 from ..guard import raising_stops
 from ..jobs import Job, Outcome, on_ranks, require_free_run_dir, run_dir_error, run_job
-from ..launcher import started_outside
+from ..launcher import launched_ranks, started_outside
 from ..run_folder import checkpoint_times, resolve_checkpoint, saved_checkpoints
 from ..sections import read_sections
 from .command import Options, mistake
@@ -160,9 +161,9 @@ def _naming_checkpoints(job: Job, folder: Path) -> Iterator[None]:
 
 
 def _read_run(options: Options) -> tuple[Config, RunSections]:
-    ranks = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1
-    world_size = int(ranks) if started_outside() else None
-    return options.examined.config, read_sections(options.examined, world_size)
+    if line := describe_slurm(os.environ):
+        print(line, file=sys.stderr, flush=True)
+    return options.examined.config, read_sections(options.examined, launched_ranks())
 
 
 def _report(job: Job, outcome: Outcome) -> int:

@@ -31,19 +31,28 @@ from .draft import (
     dropped,
     inside,
     kept,
+    note_unless,
     walk,
 )
-from .hooks import custom_hooks, default_hooks, schedulers, visualizer, window_size
+from .hooks import custom_hooks, default_hooks, visualizer, window_size
+from .schedules import schedulers
 from .source import read_source
 
 _OWN_LOOP = "{} is a custom loop: see docs/extending.md"
 _NO_STRATEGIES = "has no counterpart: set wrapper, mesh and optim_wrapper instead"
-_NO_TTA = "has no counterpart: average the predictions in the model's own test_step"
-_LAUNCHED = "ranks are started by launch.nproc, --nproc or torchrun"
-_NOT_LOADED = (
-    "cannot continue a checkpoint of mmengine; load its weights with"
-    " init_cfg=dict(type='Pretrained', ...): docs/migrate.md"
+_NO_TTA = (
+    "is dropped: mmengine uses it with --tta only. For it, average the predictions in test_step"
 )
+_LAUNCHED = "ranks are started by launch.nproc, --nproc or torchrun"
+_NOT_CONTINUED = "is loaded for its weights only: a run of mmengine cannot be resumed here"
+_NOT_LOCAL = "must be a local file here: download it, and set load_from to its path"
+_LAYER_DECAY = (
+    "is not converted: set optimizer.paramwise.layer_decay and layers (docs/configs.md), which"
+    " multiply the rates once for each layer above a parameter"
+)
+_SPEED = "is dropped: it only changes the speed"
+_LOG_ONLY = "is dropped: it only concerns the log"
+_UNKNOWN = "is dropped: mmengine's Runner ignores it as well"
 _BUILDER = "mmengine.runner.Runner.build_dataloader"
 _PASSES = "the last batch of each pass over the data may be smaller here: see --keep-order"
 _BY_CHILDREN = "here each optimizer gets the parameters of the child module of the same name"
@@ -58,10 +67,20 @@ class Conversion(NamedTuple):
     def text(self) -> str:
         """Return the converted settings as YAML, with the misses as comments at the end."""
         lines = [format_config(self.config)]
-        if self.misses:
-            lines.append("\n# Without a counterpart, or with another meaning:\n")
-            lines += [f"#   {miss}\n" for miss in self.misses]
+        for title, misses in self.sorted_misses().items():
+            lines.append(f"\n# {title}:\n")
+            lines += [f"#   {miss}\n" for miss in misses]
         return "".join(lines)
+
+    def sorted_misses(self) -> dict[str, list[Miss]]:
+        """Return the misses by a title; first those that change the result."""
+        changing = [miss for miss in self.misses if miss.changes_result]
+        harmless = [miss for miss in self.misses if not miss.changes_result]
+        titles = {
+            "Changes the result, or has no counterpart": changing,
+            "Without effect here": harmless,
+        }
+        return {title: misses for title, misses in titles.items() if misses}
 
 
 def convert_config(
@@ -83,7 +102,9 @@ def convert_config(
     top = Section(draft, settings)
     # Variables that expressions in the file use are parts of other settings: do not report them.
     walk(top, (*_MAPPING, *dropped(*lines.read, "_base_")), draft.sections)
-    top.close("is not a known setting")
+    for key in top:
+        top.note(key, _UNKNOWN)
+    draft.list_absent_libraries()
     order = dict.fromkeys((*_FIRST, *(one.name for one in fields(RunSections))))
     config = {
         key: _yaml_value(draft, draft.sections[key], key) for key in order if key in draft.sections
@@ -145,8 +166,20 @@ def _imports(section: Section, key: str) -> Any:
 
 
 def _resume(section: Section, key: str) -> Any:
-    resumes = section.pop(key) and section.get("load_from") is None
+    resumes = section.pop(key)
+    if resumes and section.get("load_from") is not None:
+        section.miss("load_from", _NOT_CONTINUED)
+        return NOTHING
     return True if resumes else NOTHING
+
+
+def _load_from(section: Section, key: str) -> Any:
+    path = str(section.pop(key))
+    if "://" in path:
+        section.miss(key, _NOT_LOCAL)
+        return NOTHING
+    # mmengine loads what fits, and logs the rest.
+    return {"path": path, "strict": False}
 
 
 def _compile(section: Section, key: str) -> Any:
@@ -246,6 +279,10 @@ def _single(section: Section) -> dict[str, Any]:
 
 
 def _paramwise(given: Section) -> Any:
+    for key in ("layer_decay_rate", "decay_rate"):
+        if key in given:
+            given.miss(key, _LAYER_DECAY)
+            walk(given, dropped(key, "num_layers", "decay_type"))
     known = walk(given, kept(*_PARAMWISE))
     return {**known, "as_mmengine": True} if known else NOTHING
 
@@ -286,6 +323,7 @@ def _training(given: Section) -> Any:
     if kind not in ("EpochBasedTrainLoop", "IterBasedTrainLoop"):
         given.miss("type", _OWN_LOOP.format(kind))
         draft.by_epoch = given.get("max_iters") is None
+    draft.loop_length = given.get("max_epochs" if draft.by_epoch else "max_iters")
     length = Row("max_epochs", "max_epochs", default=None)
     if not draft.by_epoch:
         given["val_interval"] = given.get("val_interval") or 1000
@@ -400,9 +438,9 @@ def _metrics(section: Section, key: str) -> Any:
 _MAPPING = (
     Row("default_scope"),
     Row("strategy", same=(None,), refusal=_NO_STRATEGIES),
-    Row("tta_model", same=(None,), refusal=_NO_TTA),
-    Row("launcher", same=("none",), refusal=_LAUNCHED),
-    Row("log_level", same=("INFO", None), refusal=NO_COUNTERPART),
+    *note_unless(_NO_TTA, tta_model=None, tta_pipeline=None),
+    *note_unless(_LAUNCHED, launcher="none"),
+    *note_unless(_LOG_ONLY, log_level="INFO"),
     Row("runner_type", same=("Runner", None), refusal=NO_COUNTERPART),
     Row("custom_imports", "", by_rows(
         Row("imports", "imports", _imports, default=None),
@@ -418,8 +456,10 @@ _MAPPING = (
         Row("diff_rank_seed"),
     )),
     Row("env_cfg", "", by_rows(
-        *drop_if(cudnn_benchmark=False),
-        Row("mp_cfg", "", by_rows(*drop_if(mp_start_method="fork", opencv_num_threads=0))),
+        *note_unless(_SPEED, cudnn_benchmark=False),
+        Row("mp_cfg", "", by_rows(
+            *note_unless(_SPEED, mp_start_method="fork", opencv_num_threads=0),
+        )),
         Row("dist_cfg", "launch", by_rows(
             # mmengine's default is nccl even without a GPU; our default depends on the device.
             Row("backend", "backend", same=("nccl", None)),
@@ -427,7 +467,7 @@ _MAPPING = (
         )),
     )),
     Row("resume", "resume", _resume),
-    Row("load_from", same=(None,), refusal=_NOT_LOADED),
+    Row("load_from", "load_from", _load_from, same=(None,)),
     Row("compile", "compile", _compile),
     Row("model", "model", _model, default=None),
     Row("model_wrapper_cfg", "wrapper", _wrapper, default=None),
@@ -450,7 +490,7 @@ _MAPPING = (
         "LOG_PROCESSORS", "LogProcessor", "{} has no counterpart here",
         *dropped("by_epoch"),
         Row("window_size", "", window_size),
-        *drop_if(num_digits=4, custom_cfg=None),
+        *note_unless(_LOG_ONLY, num_digits=4, custom_cfg=None),
     )),
     Row("visualizer", "hooks", inside(visualizer)),
     # At the top level this is only a variable for the visualizer.

@@ -15,17 +15,23 @@ from .source import Lines
 
 RULES = {"greater": "max", "less": "min"}
 NO_COUNTERPART = "has no counterpart here"
+NO_EFFECT = "is not needed here"
 NO_TYPE = "is missing: it names the class to build"
 # Marks a setting that is not given, or a result that is not written.
 NOTHING: Any = object()
 
 
 class Miss(NamedTuple):
-    """A setting without a counterpart, or with another meaning."""
+    """A setting without a counterpart, or with another meaning.
+
+    Attributes:
+        changes_result: whether the converted run may differ in weights, metrics or files.
+    """
 
     key: str
     what: str
     origin: str = ""
+    changes_result: bool = True
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.origin, self.key, self.what) if part)
@@ -44,12 +50,26 @@ class Draft:
     batches: int = 1  # per update
     by_epoch: bool = True
     log_interval: int = 10  # in batches
+    loop_length: int | None = None  # in epochs or batches; None without training
     # Our name of a metric -> the prefix of its values in mmengine's logs.
     prefixes: dict[str, str] = field(default_factory=dict)
+    # A library that cannot be imported -> the types that it should register.
+    absent: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def miss(self, key: str, what: str = NO_COUNTERPART) -> None:
         """List a setting as not converted, or not completely."""
         self.misses.append(Miss(key, what, self.lines.origin(key)))
+
+    def note(self, key: str, text: str = NO_EFFECT) -> None:
+        """List a setting that is dropped without an effect on the results."""
+        self.misses.append(Miss(key, text, self.lines.origin(key), changes_result=False))
+
+    def list_absent_libraries(self) -> None:
+        """List each library that cannot be imported in one line."""
+        for library, types in self.absent.items():
+            names = ", ".join(types)
+            where = "default_scope" if library == self.scope else ""
+            self.miss(where, f"install {library} for the conversion; it registers {names}")
 
     def metric(self, wanted: str, key: str) -> str | None:
         """Convert a metric's name in mmengine's logs; if ambiguous, list a miss and return None."""
@@ -91,7 +111,9 @@ class Draft:
             return None
         table = getattr(import_module("mmengine.registry"), kind)
         scope = scope or self.scope
-        switched = table.switch_scope_and_registry(scope) if scope else nullcontext(table)
+        # mmengine warns at each search in a scope that does not exist.
+        exists = scope and (scope in table.children or _is_importable(scope))
+        switched = table.switch_scope_and_registry(scope) if exists else nullcontext(table)
         with switched as scoped:
             return scoped.get(wanted)
 
@@ -103,14 +125,16 @@ class Draft:
             bare = getattr(found, "__name__", "")
             return bare if bare and registered.get(bare) is found else _path(found)
         text = str(wanted or "")
+        library = text.rpartition(".")[0].partition(".")[0] or scope or self.scope or "mmengine"
         if not text:
             self.miss(key, NO_TYPE)
         # A bare name is safe only for torch's optimizers. Others, such as Accuracy, may differ.
-        elif "." not in text and not (kind == "OPTIMIZERS" and registered.get(text)):
-            remedy = "write its import path"
-            if not find_spec("mmengine"):
-                remedy = f"{remedy}, or install mmengine for the conversion"
-            self.miss(key, f"{text} is not registered here: {remedy}")
+        elif "." not in text and kind == "OPTIMIZERS" and registered.get(text):
+            pass
+        elif not _is_importable(library):
+            self.absent.setdefault(library, {})[text] = None
+        elif "." not in text:
+            self.miss(key, f"{text} is not registered here: write its import path")
         return text
 
     def known_as(self, wanted: Any, kind: str) -> str:
@@ -151,6 +175,10 @@ class Section(dict[str, Any]):
         """List a setting of this section as not converted, or not completely."""
         self.draft.miss(self.at(key), what)
 
+    def note(self, key: str, text: str = NO_EFFECT) -> None:
+        """List a setting of this section that is dropped without an effect on the results."""
+        self.draft.note(self.at(key), text)
+
     def below(self, key: str) -> Section | None:
         """Remove a dict and return it as a section; list any other value as a miss."""
         value = self.pop(key, None)
@@ -190,6 +218,11 @@ class Section(dict[str, Any]):
         self.draft.miss(self.path, what)
         self.clear()
 
+    def drop(self, text: str) -> None:
+        """Drop the whole section with a note."""
+        self.draft.note(self.path, text)
+        self.clear()
+
     def close(self, refusal: str = NO_COUNTERPART) -> None:
         """List every remaining setting as not converted."""
         for key in self:
@@ -216,6 +249,8 @@ class Row(NamedTuple):
     # For a row without target and convert: the text of the miss if the value is not in `same`.
     # With "" such a value stays in the section.
     refusal: str = ""
+    # Whether the refusal is a note: the setting has no effect on the results.
+    is_harmless: bool = False
 
 
 def inside(make: Callable[[Section], Any], refusal: str = NO_COUNTERPART) -> Take:
@@ -254,6 +289,13 @@ def drop_if(**values: Any) -> tuple[Row, ...]:
     return tuple(Row(key, same=(value,)) for key, value in values.items())
 
 
+def note_unless(refusal: str = NO_EFFECT, **values: Any) -> tuple[Row, ...]:
+    """Return rows of settings without effect on the results, noted unless they have the value."""
+    return tuple(
+        Row(key, same=(value,), refusal=refusal, is_harmless=True) for key, value in values.items()
+    )
+
+
 def dropped(*keys: str) -> tuple[Row, ...]:
     """Return rows of settings that are dropped whatever their value."""
     return tuple(map(Row, keys))
@@ -280,8 +322,8 @@ def walk(
         elif row.target:
             _write(made, row.target, section.pop(row.source, given))
         elif row.refusal:
-            section.miss(row.source, row.refusal)
-            del section[row.source]
+            (section.note if row.is_harmless else section.miss)(row.source, row.refusal)
+            section.pop(row.source, None)
     return made
 
 
@@ -302,6 +344,14 @@ def bare_name(wanted: Any) -> str:
     """Return the name of a class or type without its module."""
     name = wanted if isinstance(wanted, str) else str(getattr(wanted, "__name__", wanted))
     return name.rpartition(".")[2]
+
+
+def _is_importable(library: str) -> bool:
+    try:
+        return find_spec(library) is not None
+    except ValueError:
+        # A module without a specification, such as a script.
+        return library in sys.modules
 
 
 def _path(found: Any) -> str:

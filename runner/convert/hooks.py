@@ -1,172 +1,15 @@
-"""Convert hooks and learning-rate schedules."""
+"""Convert hooks and visualizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from .draft import NOTHING, RULES, Row, Section, bare_name, drop_if, dropped, kept, walk
+from .draft import NOTHING, Row, Section, bare_name, drop_if, dropped, note_unless, walk
 
-_INF = 10**9
 _OWN_HOOK = "{} has no counterpart: write a hook (docs/extending.md)"
-_PASSES = "epochs are passes over the data here; mmengine counts none in an iteration-based loop"
-
-
-def schedulers(section: Section, key: str) -> Any:
-    """Convert one schedule, a list of schedules, or lists by the optimizer's name."""
-    given, optimizer = section[key], section.draft.sections.get("optimizer", {"type": ""})
-    above, pairs = section, [(key, None)]
-    if isinstance(given, Mapping) and "type" not in given:
-        above, pairs = Section(section.draft, given, key), [(name, name) for name in given]
-    elif given is not None and "type" not in optimizer:
-        pairs = [(key, name) for name in list(optimizer) or [None]]
-    made = [one for pair in pairs for one in _schedules(above, *pair)]
-    del section[key]
-    return made or NOTHING
-
-
-def _schedules(above: Section, key: str, optimizer: str | None) -> list[dict[str, Any]]:
-    """Convert the schedules of one optimizer, either all to torch's or all to mmengine's."""
-    draft, before = above.draft, len(above.draft.misses)
-    for use_mmengine in (False, True):
-        del draft.misses[before:]
-        given = Section(draft, above, above.path)
-        made = [_schedule(one, optimizer, use_mmengine) for one in given.each(key)]
-        # Both libraries patch the optimizer's step, and neither works with the other's patch.
-        # Custom schedules are subclasses of mmengine's.
-        if not any("." in one.get("type", "") for one in made):
-            break
-    choice = {} if optimizer is None else {"optimizer": optimizer}
-    return [one | choice for one in made if one]
-
-
-def _schedule(section: Section, optimizer: str | None, use_mmengine: bool) -> dict[str, Any]:
-    """Convert a schedule to torch's or, if that is not possible, keep mmengine's class."""
-    draft, original = section.draft, section.get("type")
-    kind = section.kind("PARAM_SCHEDULERS")
-    if not kind:
-        return {}
-    walk(section, (Row("_scope_"), *drop_if(verbose=False)))
-    if kind == "ReduceOnPlateauLR" and use_mmengine:
-        section.refuse(f"{kind} cannot be combined with a schedule that torch does not have")
-        return {}
-    by = _unit(section)
-    if not by:
-        return {}
-    section |= {"begin": section.get("begin", 0), "end": section.get("end", _INF)}
-    if kind in _SCHEDULES and not use_mmengine:
-        walk(section, drop_if(param_name="lr", last_step=-1))
-    if use_mmengine or kind not in _SCHEDULES or not _is_in_torch(section, kind, optimizer):
-        made = _mmengine_schedule(section, original, kind, by)
-    else:
-        # torch's PolynomialLR always ends at zero; ours has `eta_min`.
-        is_torchs = kind != "PolyLR" or not section.get("eta_min")
-        name = _TORCH_NAMES.get(kind, kind) if is_torchs else kind
-        made = walk(section, (*_SCHEDULES[kind], *_WINDOW), {"type": name})
-    if "metric" in made:
-        made["metric"] = draft.metric(made["metric"], section.at("monitor")) or made["metric"]
-        by = "epoch"
-    elif by == "epoch" and not draft.by_epoch:
-        section.miss("by_epoch", _PASSES)
-    section.close()
-    return made | {"by": by}
-
-
-def _unit(section: Section) -> str:
-    """Return the unit of a schedule, "" if unknown; apply ``convert_to_iter_based``."""
-    draft, by_epoch = section.draft, section.pop("by_epoch", True)
-    by_batches = "step" if draft.batches == 1 else "batch"
-    if not section.pop("convert_to_iter_based", False):
-        return "epoch" if by_epoch else by_batches
-    length = draft.epoch_length
-    if length is None:
-        what = "needs the number of batches in an epoch: give --epoch-length"
-        section.miss("convert_to_iter_based", what)
-        return ""
-    for key in ("begin", "end", "T_max", "step_size", "total_steps"):
-        if section.get(key) not in (None, _INF):
-            section[key] = int(section[key] * length)
-    for key in ("milestones", "periods"):
-        if section.get(key) is not None:
-            section[key] = [each * length for each in section[key]]
-    return by_batches
-
-
-def _is_in_torch(section: Section, kind: str, optimizer: str | None) -> bool:
-    """Return whether torch's schedule behaves the same with these settings."""
-    if kind == "ReduceOnPlateauLR":
-        return not section["begin"] and section["end"] >= _INF
-    if kind != "CosineAnnealingLR" or section.get("eta_min_ratio") is None:
-        return True
-    base = section.draft.sections.get("optimizer", {})
-    settings = base.get(optimizer, base) if optimizer else base
-    if "paramwise" in settings or "lr" not in settings:
-        return False
-    section["eta_min"] = settings["lr"] * section["eta_min_ratio"]
-    return True
-
-
-def _mmengine_schedule(section: Section, original: Any, kind: str, by: str) -> dict[str, Any]:
-    if kind in (*_SCHEDULES, "CosineRestartLR") or kind.endswith("Momentum"):
-        name = f"mmengine.optim.scheduler.{kind}"
-    else:
-        name = section.draft.name_of(original, "PARAM_SCHEDULERS", section.at("type"))
-    window = walk(section, (Row("begin", "begin", same=(0,)), Row("end", "end", same=(_INF,))))
-    own = dict(section)
-    section.clear()
-    return {"type": name, **own, **window, "by_epoch": by == "epoch"}
-
-
-def _span(section: Section, key: str) -> Any:
-    return section.pop(key, None) or section["end"] - section["begin"]
-
-
-def _cycle(section: Section, key: str) -> Any:
-    total = _span(section, key)
-    section["end"] = section["begin"] + total
-    return total
-
-
-# mmengine's name -> torch's name, if they differ.
-_TORCH_NAMES = {"PolyLR": "PolynomialLR", "ReduceOnPlateauLR": "ReduceLROnPlateau"}
-_WINDOW = (Row("begin", "after", same=(0,)), Row("end", "until", same=(_INF,)))
-_ETA_MIN = Row("eta_min", "eta_min", same=(None, 0))
-# One less, because mmengine reaches the last factor at the last step of the window.
-_TOTAL = Row("", "total_iters", lambda one, key: one.pop("end") - one["begin"] - 1, default=None)
-_SCHEDULES: dict[str, tuple[Row, ...]] = {
-    "ConstantLR": (*kept(factor=1.0 / 3), _TOTAL),
-    "CosineAnnealingLR": (
-        *dropped("eta_min_ratio"),
-        Row("T_max", "T_max", _span, default=None),
-        _ETA_MIN,
-    ),
-    "ExponentialLR": kept(gamma=None),
-    "LinearLR": (*kept(start_factor=1.0 / 3, end_factor=1.0), _TOTAL),
-    "MultiStepLR": (
-        Row("milestones", "milestones", lambda section, key: list(section.pop(key))),
-        *kept(gamma=0.1),
-    ),
-    "OneCycleLR": (
-        Row("eta_max", "max_lr", default=None),
-        Row("total_steps", "total_steps", _cycle, default=None),
-        *kept("pct_start", "anneal_strategy", "div_factor", "final_div_factor", "three_phase"),
-        # By default torch changes the momentum as well.
-        Row("", "cycle_momentum", lambda section, key: False, default=None),
-        Row("begin", "after", same=(0,)),
-        Row("end", "until"),
-    ),
-    "PolyLR": (*kept(power=1), _TOTAL, _ETA_MIN),
-    "ReduceOnPlateauLR": (
-        Row("monitor", "metric", default="loss"),
-        Row("rule", "mode", lambda one, key: RULES.get(one.pop(key, "less"), "min"), default=None),
-        *kept("factor", "patience", "threshold"),
-        Row("threshold_rule", "threshold_mode"),
-        *kept("cooldown"),
-        Row("min_value", "min_lr"),
-        *kept("eps"),
-    ),
-    "StepLR": kept(step_size=None, gamma=0.1),
-}
+_NO_DRAWING = "{} is dropped: it has no effect on the results. To draw, write a hook"
+_LOG_ONLY = "is dropped: it only concerns the log"
 
 
 # mmengine's defaults.
@@ -206,15 +49,34 @@ def _by_type(
     sections: Iterable[Section], table: str, kinds: dict[str, tuple[Row, ...]]
 ) -> dict[str, Any]:
     """Convert hooks of mmengine by the rows of their types."""
-    made: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     for section in sections:
+        original = section.get("type")
         kind = section.kind(table)
-        if kind and kind not in kinds:
+        base, overrides = _base(section, original, table) if kind not in kinds else (kind, [])
+        if not kind:
+            continue
+        if bare_name(kind).endswith(_HARMLESS):
+            section.drop(_NO_DRAWING.format(bare_name(kind)))
+        elif base not in kinds:
             section.refuse(_OWN_HOOK.format(kind))
-        elif kind:
-            made |= walk(section, (*dropped("_scope_", "priority"), *kinds[kind]))
+        else:
+            hooks |= walk(section, (*dropped("_scope_", "priority"), *kinds[base]))
             section.close()
-    return made
+            if overrides:
+                names = ", ".join(overrides)
+                section.miss("type", f"{kind} is converted as {base}; {names} is not converted")
+    return hooks
+
+
+def _base(section: Section, original: Any, table: str) -> tuple[str, list[str]]:
+    """Return mmengine's class that a hook is derived from, and the names that it overrides."""
+    overrides: list[str] = []
+    for ancestor in getattr(section.draft.look_up(original, table), "__mro__", ()):
+        if ancestor.__module__.partition(".")[0] == "mmengine":
+            return ancestor.__name__, overrides
+        overrides += [name for name, value in vars(ancestor).items() if callable(value)]
+    return "", overrides
 
 
 def _log_interval(section: Section, key: str) -> Any:
@@ -310,10 +172,20 @@ _HOOKS: dict[str, tuple[Row, ...]] = {
         Row("interval", "", _log_interval, default=10),
         # Each record has the epoch and the update.
         *dropped("log_metric_by_epoch"),
-        *drop_if(ignore_last=True, interval_exp_name=1000, out_suffix=None, keep_local=True),
+        *note_unless(_LOG_ONLY, ignore_last=True, interval_exp_name=1000),
+        *note_unless(_LOG_ONLY, out_suffix=None, keep_local=True),
         *_DISK,
     ),
 }
+# Endings of the names of hooks that draw, measure or check, and change no result.
+_HARMLESS = (
+    "VisualizationHook",
+    "ProfilerHook",
+    "EmptyCacheHook",
+    "NumClassCheckHook",
+    "PrepareTTAHook",
+)
+_WRITING_HOOKS = {"WandbVisBackend": "wandb", "MLflowVisBackend": "mlflow"}
 _WRITERS: dict[str, tuple[Row, ...]] = {
     "LocalVisBackend": (),
     "TensorboardVisBackend": (Row("", "tensorboard", lambda one, key: True, default=None),),
@@ -322,14 +194,23 @@ _WRITERS: dict[str, tuple[Row, ...]] = {
 
 def window_size(section: Section, key: str) -> Any:
     # A record averages the values since the previous record.
-    walk(section, drop_if(window_size=section.draft.log_interval))
+    walk(section, note_unless(_LOG_ONLY, window_size=section.draft.log_interval))
     return NOTHING
 
 
-def visualizer(given: Section) -> Any:
-    kind = given.kind("VISUALIZERS", "Visualizer")
-    hooks = _by_type(given.each("vis_backends"), "VISBACKENDS", _WRITERS)
+def visualizer(section: Section) -> Any:
+    kind = section.kind("VISUALIZERS", "Visualizer")
+    writers = list(section.each("vis_backends"))
+    hooks: dict[str, Any] = {}
+    for writer in writers:
+        name = bare_name(writer.get("type", ""))
+        if name in ("", *_WRITERS):
+            hooks |= _by_type([writer], "VISBACKENDS", _WRITERS)
+        else:
+            hook = _WRITING_HOOKS.get(name, "")
+            remedy = f"set the hook {hook}" if hook else "see docs/extending.md"
+            writer.drop(f"{name} is dropped: it only writes records. To have them, {remedy}")
     if kind != "Visualizer":
-        given.refuse(f"{kind} has no counterpart: draw in a custom hook")
-    walk(given, (*dropped("name", "_scope_"), *drop_if(save_dir=None)))
+        section.drop(_NO_DRAWING.format(kind))
+    walk(section, (*dropped("name", "_scope_"), *note_unless(save_dir=None)))
     return hooks or NOTHING

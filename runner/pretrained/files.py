@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ...collectives import broadcast, run_together
 from ...loops import CheckpointError, load_checkpoint
@@ -151,13 +152,47 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
         ) from error
 
 
+class _Skipped:
+    """Takes the place of an object in a file that is neither a tensor nor a plain container.
+
+    Checkpoints of mmengine and Lightning, for example, have such objects next to the weights. No
+    class of the file is imported, and nothing of it is called.
+    """
+
+    def __new__(cls, *_: Any) -> _Skipped:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any) -> None:
+        """Ignore the arguments of the class."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the state."""
+
+
+def _read_without_objects(path: Path) -> Any:
+    try:
+        foreign = get_unsafe_globals_in_checkpoint(str(path))
+        with safe_globals([(_Skipped, name) for name in foreign]):
+            content = read_tensors(path, mmap=True)
+    except Exception:
+        # Files of early versions of torch cannot be mapped into memory.
+        content = read_tensors(path)
+    if isinstance(content, _Skipped):
+        raise ValueError("the file must contain a dict of tensors")
+    return content
+
+
+def _has_skipped(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_skipped, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_skipped, value))
+    return isinstance(value, _Skipped)
+
+
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        try:
-            content = read_tensors(path, mmap=True)
-        except ValueError:
-            # Files of early versions of torch cannot be mapped into memory.
-            content = read_tensors(path)
+        content = _read_without_objects(path)
     except ValueError as error:
         raise CheckpointError(
             f"{path}: {error}; if it holds a whole model, load it in the program that wrote it and "
@@ -167,6 +202,12 @@ def _read_state(path: Path) -> dict[str, Any]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
             break
+    if isinstance(content, Mapping) and any(map(_has_skipped, content.values())):
+        names = [str(name) for name, value in content.items() if _has_skipped(value)]
+        raise CheckpointError(
+            f"{path}: the values of a state dict must be tensors, or plain values that "
+            f"torch.load reads with weights_only=True, unlike {', '.join(names[:5])}"
+        )
     if not isinstance(content, Mapping) or not any(isinstance(o, Tensor) for o in content.values()):
         raise CheckpointError(
             f"{path} must hold a state dict, or a dict with one under {' or '.join(_STATE_KEYS)}; "

@@ -199,8 +199,11 @@ def test_the_backend_is_named_however_it_was_given() -> None:
     [
         ({}, "none"),
         ({"WORLD_SIZE": "2", "SLURM_NTASKS": "2"}, "pytorch"),
-        ({"SLURM_NTASKS": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "slurm"),
-        ({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, "none"),
+        (
+            {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            "slurm",
+        ),
+        ({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}, "none"),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "mpi"),
         ({"WORLD_SIZE": "", "SLURM_NTASKS": ""}, "none"),
     ],

@@ -44,7 +44,7 @@ def _identity() -> tuple[int, int, int, bool]:
                 "SLURM_LOCALID": "1",
                 "SLURM_JOB_NAME": "bash",
             },
-            (1, 1, 1),
+            (5, 8, 1),
         ),
         ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "RANK": "1", "WORLD_SIZE": "2"}, (1, 2, 0)),
     ],

@@ -13,8 +13,9 @@ from loop_parts import make_data, make_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import (
+    BinaryAccuracy,
     MulticlassAccuracy,
     MulticlassCalibrationError,
     MulticlassConfusionMatrix,
@@ -263,3 +264,61 @@ def _states_of_a_collection() -> list[float]:
 
 def test_a_collection_is_merged_over_ranks_with_unequal_states() -> None:
     assert run_ranks(_states_of_a_collection, 3)[0] == [0.0, 1.0, 2.0, 1.0]
+
+
+class Echo(nn.Module):
+    """A model whose outputs are the batches."""
+
+    def val_step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return batch
+
+
+def share_of_batches(metrics: dict[str, Any], batches: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Evaluate every world_size-th batch on this rank, twice."""
+    distributed = torch.distributed.is_initialized()
+    rank = torch.distributed.get_rank() if distributed else 0
+    size = torch.distributed.get_world_size() if distributed else 1
+    loop = ValLoop(batches[rank::size], metrics)
+    first = loop.run(LoopState(Echo()), HookList())
+    assert loop.run(LoopState(Echo()), HookList()) == first
+    return first
+
+
+def test_metrics_keep_the_dtype_that_the_user_has_set() -> None:
+    values = torch.full((4,), 1e8, dtype=torch.float64) + 0.5
+    metrics = {
+        "mean": MeanMetric().set_dtype(torch.float64),
+        "inside": MinMaxMetric(MeanMetric().set_dtype(torch.float64)),
+        "many": MetricCollection({"mean": MeanMetric().set_dtype(torch.float64)}),
+    }
+    batches = [{"value": value} for value in values]
+    expected = {"mean": 1e8 + 0.5, "inside/raw": 1e8 + 0.5, "many/mean": 1e8 + 0.5}
+    for world_size in (1, 2):
+        for results in run_ranks(share_of_batches, world_size, metrics, batches):
+            assert {name: results[name] for name in expected} == expected
+
+
+def test_metrics_whose_first_states_are_equal_stay_separate() -> None:
+    """The second batch is above one threshold only."""
+    metrics = {
+        "many": MetricCollection(
+            {"low": BinaryAccuracy(threshold=0.5), "high": BinaryAccuracy(threshold=0.7)}
+        )
+    }
+    target = torch.tensor([0, 1])
+    batches = [
+        {"preds": torch.tensor([0.1, 0.9]), "target": target},
+        {"preds": torch.tensor([0.2, 0.8]), "target": target},
+        *({"preds": torch.tensor([0.6, 0.6]), "target": target},) * 3,
+        {"preds": torch.tensor([0.1, 0.6]), "target": target},
+    ]
+    for world_size in (1, 3):
+        for results in run_ranks(share_of_batches, world_size, metrics, batches):
+            assert results == pytest.approx({"many/low": 9 / 12, "many/high": 8 / 12})
+
+
+def test_groups_that_the_user_has_set_are_kept() -> None:
+    members = {"low": BinaryAccuracy(threshold=0.5), "high": BinaryAccuracy(threshold=0.7)}
+    metrics = MetricCollection(members, compute_groups=[["low", "high"]])
+    batch = {"preds": torch.tensor([0.6]), "target": torch.tensor([1])}
+    assert share_of_batches({"many": metrics}, [batch]) == {"many/low": 1.0, "many/high": 1.0}

@@ -1,5 +1,6 @@
 """Faults of tasks and workers: the call that fails, its error, and that the pool still works."""
 
+import multiprocessing.pool
 import os
 import re
 import resource
@@ -8,12 +9,16 @@ import time
 
 import pool_work as work
 import pytest
+from marks import slow
 from pool_checks import children, wait_until
 
 from stepwrap.parallel import (
     BasePool,
     BrokenPoolError,
+    CtxPool,
+    CtxThreadPool,
     EncodingError,
+    P2PPool,
     Pool,
     RemoteError,
     RemoteTraceback,
@@ -206,9 +211,42 @@ def test_parents_exception_is_the_error_of_the_input(pool):
     with pytest.raises(StopIteration):
         next(iterator)
     iterator = pool.imap_unordered(work.square, numbers(), 2)
-    assert next(iterator) == 1
+    # The chunk is incomplete.
     with pytest.raises(LookupError, match="input"):
         next(iterator)
+
+
+def seven_then_an_error():
+    yield from range(7)
+    raise LookupError("input")
+
+
+def results_until_the_end(iterator):
+    """Return the values and the types of errors that an iterator gives."""
+    results = []
+    while True:
+        try:
+            results.append(next(iterator))
+        except StopIteration:
+            return results
+        except Exception as error:
+            results.append(type(error))
+
+
+@pytest.mark.parametrize("method", ["imap", "imap_unordered"])
+@pytest.mark.parametrize("chunksize", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize(
+    "kind", [ThreadPool, CtxThreadPool, *slow(make, BasePool, P2PPool, CtxPool)]
+)
+def test_incomplete_chunks_of_an_input_that_fails_are_dropped(kind, method, chunksize):
+    with multiprocessing.pool.ThreadPool(1) as theirs:
+        arguments = (work.square, seven_then_an_error(), chunksize)
+        expected = results_until_the_end(getattr(theirs, method)(*arguments))
+    assert expected == [n * n for n in range(7 - 7 % chunksize)] + [LookupError]
+    function = (lambda _, n: n * n) if "Ctx" in kind.__name__ else work.square
+    with kind(1) as pool:
+        arguments = (function, seven_then_an_error(), chunksize)
+        assert results_until_the_end(getattr(pool, method)(*arguments)) == expected
 
 
 @pytest.mark.parametrize("kind", [make, ThreadPool, BasePool])

@@ -75,6 +75,12 @@ def test_only_a_starting_process_gets_the_queue(make: Any) -> None:
 
 
 def test_number_of_queues() -> None:
+    for wrong in ("2", 1.5, True):
+        with pytest.raises(TypeError, match="queue_num must be a whole number, got"):
+            MultiP2PQueue(wrong)
+    for queue in (SimpleQueue(), SimpleP2PQueue(), MultiP2PQueue(1)):
+        with pytest.raises(TypeError, match="timeout must be a number of seconds or None, got '1'"):
+            queue.get("1")
     with pytest.raises(ValueError, match="queue_num must be at least 1, got 0"):
         MultiP2PQueue(0)
 

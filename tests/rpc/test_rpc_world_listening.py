@@ -1,6 +1,7 @@
 """The address at which a world listens if the machine's name belongs to a public address."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -9,6 +10,11 @@ from pathlib import Path
 
 import pytest
 from marks import slow
+from ports import free_port
+from ranks import run_ranks
+from worlds import rank_without_group
+
+from stepwrap.rpc import World
 
 PROGRAM = """
 import json, os, sys
@@ -87,3 +93,34 @@ def test_nothing_listens_to_the_outside(place: str, tmp_path: Path) -> None:
     for rank in range(2):
         seen = json.loads((tmp_path / f"seen_{rank}").read_text())
         assert seen == {"world": ["127.0.0.1"], "collective group": ["127.0.0.1"]}
+
+
+def warnings_at_start(place: str) -> list[list[str]]:
+    """Start two worlds in turn that meet at `place`; return the warnings of each start."""
+    rank = rank_without_group()
+    started = []
+    for _ in range(2):
+        records: list[logging.LogRecord] = []
+        handler = logging.Handler()
+        handler.emit = records.append  # type: ignore[method-assign]
+        logger = logging.getLogger("stepwrap.rpc")
+        logger.addHandler(handler)
+        try:
+            with World(f"w{rank}", rank, 2, init_dist=False, dist_init_method=place):
+                pass
+        finally:
+            logger.removeHandler(handler)
+        started.append([record.getMessage() for record in records])
+    return started
+
+
+def test_a_store_without_a_password_is_said_at_the_start(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    (first, second), other_rank = run_ranks(warnings_at_start, 2, f"tcp://{address}")
+    (warning,) = first
+    for fact in (address, "no password", "every user of this machine", "file:///", "docs/rpc.md"):
+        assert fact in warning
+    assert (second, other_rank) == ([], [[], []])
+    # A file in a folder of the user is not readable for others.
+    quiet = run_ranks(warnings_at_start, 2, f"file://{tmp_path}/store")
+    assert quiet == [[[], []], [[], []]]

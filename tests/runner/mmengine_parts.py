@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -31,7 +32,9 @@ with warnings.catch_warnings():
     from mmengine.runner import Runner
 
 
-__all__ = ["PARAM_SCHEDULERS", "note_rates", "train_theirs"]
+from stepwrap import wrappers
+
+__all__ = ["PARAM_SCHEDULERS", "note_rates", "note_values", "train_theirs"]
 
 
 @MODELS.register_module(force=True)
@@ -42,6 +45,15 @@ class Backbone(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layers(inputs)
+
+
+@MODELS.register_module(force=True)
+class NormedBackbone(Backbone):
+    """A backbone with BatchNorm, whose running statistics differ between ranks."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.layers[2] = nn.BatchNorm1d(width).double()
 
 
 @MODELS.register_module(force=True)
@@ -61,6 +73,19 @@ class Classifier(BaseModel):
         if mode == "loss":
             return {"loss": F.cross_entropy(scores, torch.as_tensor(target))}
         return list(scores.argmax(1)) if mode == "predict" else scores
+
+
+class OwnBase(wrappers.BaseModel):
+    """A model on stepwrap's base that gets images of mmengine's preprocessor."""
+
+    def __init__(self, data_preprocessor: Any = None) -> None:
+        super().__init__(data_preprocessor)
+        self.net = nn.Conv2d(3, 1, 1)
+        self.seen: list[Tensor] = []
+
+    def forward(self, inputs: Tensor, data_samples: Any = None, mode: str = "tensor") -> Any:
+        self.seen.append(inputs)
+        return {"loss": self.net(inputs).mean()} if mode == "loss" else self.net(inputs)
 
 
 @MODELS.register_module(force=True)
@@ -151,6 +176,17 @@ def note_rates(optimizer: Optimizer) -> list[list[float]]:
     return rates
 
 
+def note_values(optimizer: Optimizer) -> list[list[float]]:
+    """Return a list to which the rates and decays of each update are appended."""
+    values: list[list[float]] = []
+    optimizer.register_step_post_hook(
+        lambda stepped, *_: values.append(
+            [group[name] for group in stepped.param_groups for name in ("lr", "weight_decay")]
+        )
+    )
+    return values
+
+
 @contextmanager
 def restore_after_mmengine() -> Iterator[None]:
     """Ignore mmengine's warnings, and restore the variables and thread count that it changes."""
@@ -165,16 +201,21 @@ def restore_after_mmengine() -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def train_theirs(path: Path) -> tuple[Any, list[list[float]]]:
-    """Train by mmengine's runner; return it and the rates of its updates."""
+def train_theirs(
+    path: Path, note: Callable[[Optimizer], list[list[float]]] = note_rates
+) -> tuple[Any, list[list[float]]]:
+    """Train by mmengine's runner; return it and the rates of its updates, or what is noted."""
     with restore_after_mmengine():
         config = Config.fromfile(str(path))
         config.work_dir = str(path.parent / "theirs")
         config.experiment_name = f"{path.parent.name}_{path.stem}"
         config.log_level = "ERROR"
+        if dist.is_initialized():
+            config.launcher = "pytorch"
+            os.environ["LOCAL_RANK"] = str(dist.get_rank())
         runner = Runner.from_cfg(config)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
         optimizer = getattr(runner.optim_wrapper, "optimizer", None)
-        rates = [] if optimizer is None else note_rates(optimizer)
+        rates = [] if optimizer is None else note(optimizer)
         runner.train()
     return runner, rates

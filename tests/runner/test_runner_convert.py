@@ -225,10 +225,10 @@ default_hooks = dict(
         interval=8,
         by_epoch=False,
         out_dir="elsewhere"))
-custom_hooks = [dict(type="ProfilerHook")]
+custom_hooks = [dict(type="MeanTeacherHook")]
 visualizer = dict(type="Visualizer", vis_backends=[dict(type="WandbVisBackend")])
 auto_scale_lr = dict(enable=True, base_batch_size=256)
-load_from = "weights.pth"
+load_from = "https://example.org/weights.pth"
 env_cfg = dict(cudnn_benchmark=True)
 speed = 3
 env_cfg["mp_cfg"] = dict(mp_start_method="spawn")
@@ -239,28 +239,29 @@ strategy = dict(type="DeepSpeedStrategy")
 tta_model = dict(type="ClsTTAModel")
 custom_hooks += [dict(type="NaiveVisualizationHook")]
 """
-LISTED = """\
+CHANGES = """\
 2: model_wrapper_cfg.type: MyWrapper is an mmengine wrapper
 6: optim_wrapper.paramwise_cfg.dcn_offset_lr_mult: has no counterpart here
 8: optim_wrapper.constructor: is not converted, only its paramwise options are
 10: train_cfg.max_iters: 10 batches are not a multiple of the 4 batches of an update: rounded up
-12: param_scheduler.0.convert_to_iter_based: needs the number of batches in an epoch
-15: default_hooks.visualization: DetVisualizationHook has no counterpart
+12: param_scheduler.0.convert_to_iter_based: needs the number of batches in an epoch of each
 16: default_hooks.sampler_seed: cannot be switched off
 21: default_hooks.checkpoint.out_dir: has no counterpart here
-34: custom_hooks.1: NaiveVisualizationHook has no counterpart
-22: custom_hooks.0: ProfilerHook has no counterpart
-23: visualizer.vis_backends.0: WandbVisBackend has no counterpart
+22: custom_hooks.0: MeanTeacherHook has no counterpart
 24: auto_scale_lr.enable: learning rates are not scaled
-25: load_from: cannot continue a checkpoint of mmengine
-26: env_cfg.cudnn_benchmark: has no counterpart here
-27: speed: is not a known setting
-28: env_cfg.mp_cfg.mp_start_method: has no counterpart here
-29: log_processor.custom_cfg: has no counterpart here
-30: launcher: ranks are started by launch.nproc, --nproc or torchrun
+25: load_from: must be a local file here
 31: runner_type: has no counterpart here
-32: strategy: has no counterpart: set wrapper, mesh and optim_wrapper instead
-33: tta_model: has no counterpart: average the predictions"""
+32: strategy: has no counterpart: set wrapper, mesh and optim_wrapper instead"""
+HARMLESS = """\
+15: default_hooks.visualization: DetVisualizationHook is dropped
+23: visualizer.vis_backends.0: WandbVisBackend is dropped: it only writes records
+26: env_cfg.cudnn_benchmark: is dropped
+27: speed: is dropped: mmengine's Runner ignores it
+28: env_cfg.mp_cfg.mp_start_method: is dropped
+29: log_processor.custom_cfg: is dropped
+30: launcher: ranks are started by launch.nproc, --nproc or torchrun
+33: tta_model: is dropped: mmengine uses it with --tta only
+34: custom_hooks.1: NaiveVisualizationHook is dropped"""
 
 
 def test_settings_without_a_counterpart_are_listed_by_name_and_line(
@@ -269,13 +270,66 @@ def test_settings_without_a_counterpart_are_listed_by_name_and_line(
     (here / "mm.py").write_text(FOREIGN)
     assert main(["convert", "mm.py"]) == 3
     out, err = capsys.readouterr()
-    found = sorted(err.splitlines(), key=lambda line: int(line.split(":")[1]))
-    wanted = sorted(LISTED.splitlines(), key=lambda line: int(line.split(":")[0]))
-    for line, expected in zip(found, wanted, strict=True):
-        assert line.startswith(f"mm.py:{expected}")
-        assert f"\n#   {line}" in out
+    changes, harmless = err.split("Without effect here:\n")
+    for text, listed in ((changes.partition(":\n")[2], CHANGES), (harmless, HARMLESS)):
+        lines = sorted(text.splitlines(), key=lambda line: int(line.split(":")[1]))
+        for line, expected in zip(lines, listed.splitlines(), strict=True):
+            assert line.startswith(f"  mm.py:{expected}")
+            assert f"\n# {line}" in out
     assert yaml.safe_load(out)["train"]["max_steps"] == 3
     assert yaml.safe_load(out)["hooks"]["checkpoint"]["every_steps"] == 2
+
+
+REAL = """
+default_scope = None
+dataset_type = "convert_parts.Ones"
+x = 3
+bgr_std = [1.0]
+tta_pipeline = [dict(type="TestTimeAug")]
+tta_model = dict(type="ClassificationTTA")
+log_level = "WARNING"
+vis_backends = [dict(type="LocalVisBackend")]
+visualizer = dict(type="UniversalVisualizer", vis_backends=vis_backends)
+default_hooks = dict(
+    visualization=dict(type="VisualizationHook", enable=False),
+    checkpoint=dict(type="CheckpointHook", interval=1),
+)
+custom_hooks = [dict(type="ProfilerHook", on_trace_ready=dict(type="tb_trace"))]
+"""
+
+
+def test_settings_without_effect_end_with_0(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mm.py").write_text(f"{WHOLE}{REAL}")
+    assert main(["convert", "mm.py"]) == 0
+    out, err = capsys.readouterr()
+    title, *lines = err.splitlines()
+    assert title == "Without effect here:"
+    for key in (
+        "x", "bgr_std", "tta_pipeline", "tta_model", "log_level", "visualizer",
+        "default_hooks.visualization", "custom_hooks.0", "dataset_type",
+    ):  # fmt: skip
+        assert any(f": {key}: " in line for line in lines), key
+    assert f"# Without effect here:\n#   {lines[0].strip()}\n" in out
+
+
+def test_a_missing_library_is_one_line(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (here / "mm.py").write_text(
+        'default_scope = "nolibrary"\n'
+        'model = dict(type="ImageClassifier")\n'
+        "val_dataloader = dict(\n"
+        'dataset=dict(type="ImageNet"), sampler=dict(type="DefaultSampler"))\n'
+        'val_evaluator = [dict(type="Accuracy"), dict(type="other.Score")]\n'
+        'optim_wrapper = dict(optimizer=dict(type="AdamW", lr=0.1))\n'
+    )
+    assert main(["convert", "mm.py"]) == 3
+    _, err = capfd.readouterr()
+    title, *lines = err.splitlines()
+    assert title.startswith("Changes the result")
+    assert [line.strip() for line in lines] == [
+        "mm.py:1: default_scope: install nolibrary for the conversion; it registers"
+        " ImageClassifier, ImageNet, Accuracy",
+        "install other for the conversion; it registers other.Score",
+    ]
 
 
 def test_base_files(here: Path) -> None:
@@ -395,8 +449,26 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
      {"schedulers.0.total_iters": 19, "schedulers.0.by": "step",
       "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60,
                        "by": "step"}}, None),
-    (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {},
-     "3: param_scheduler.by_epoch: epochs are passes over the data here"),
+    (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {"schedulers": None},
+     "3: param_scheduler.by_epoch: mmengine never steps it in an iteration-based loop"),
+    (f'{BATCHES}param_scheduler = dict(type="ConstantLR", factor=0.5)',
+     {"schedulers": [{"type": "ConstantLR", "factor": 0.5, "total_iters": 0, "by": "step"}]},
+     "3: param_scheduler.by_epoch: mmengine never steps it in an iteration-based loop"),
+    ('train_cfg = dict(max_epochs=6)\nparam_scheduler = dict(type="LinearLR", by_epoch=False)',
+     {"schedulers.0.total_iters": 59}, None),
+    ('param_scheduler = dict(type="LinearLR")', {"schedulers": None},
+     "2: param_scheduler.end: is needed, because the config has no train_cfg"),
+    ('train_cfg = dict(max_epochs=9)\n'
+     'param_scheduler = dict(type="ReduceOnPlateauLR", begin=2)', {"schedulers": None},
+     "3: param_scheduler: begin and end have no counterpart"),
+    # Weights.
+    ('load_from = "w.pth"', {"load_from": {"path": "w.pth", "strict": False}}, None),
+    ('load_from = "w.pth"\nresume = True', {"load_from.path": "w.pth", "resume": None},
+     "2: load_from: is loaded for its weights only"),
+    ('optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1),\n'
+     'paramwise_cfg=dict(num_layers=12, layer_decay_rate=0.75))', {"optimizer.paramwise": None},
+     "3: optim_wrapper.paramwise_cfg.layer_decay_rate: is not converted: set"
+     " optimizer.paramwise.layer_decay"),
     # Loaders that only mmengine can build.
     ('randomness = dict(seed=5)\ntrain_dataloader = dict(batch_size=2,'
      ' dataset=dict(type="convert_parts.Ones", size=4), sampler=dict(type="ClassBalanced"))',

@@ -25,12 +25,14 @@ with warnings.catch_warnings():
     reason = "mmengine, the extra of that name, cannot be imported"
     pytest.importorskip("mmengine.runner", reason=reason, exc_type=ImportError)
 
-from mmengine_parts import PARAM_SCHEDULERS, note_rates, train_theirs
+from mmengine.model import ImgDataPreprocessor
+from mmengine_parts import PARAM_SCHEDULERS, OwnBase, Points, note_rates, train_theirs
 
 from stepwrap.registry import load_config
 from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.convert.convert import convert_config
+from stepwrap.wrappers import OptimWrapper, SingleDevice
 
 EPOCHS = """
 custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
@@ -342,8 +344,9 @@ def test_the_rates_of_every_step(
         f"param_scheduler = {schedules}\n"
         "optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.2))\n"
         "model = dict(type='torch.nn.Linear', in_features=1, out_features=1)\n"
+        f"train_cfg = dict(by_epoch=True, max_epochs={steps})\n"
     )
-    config = convert_config(path).config
+    config = convert_config(path, epoch_length=1).config
     parts = {**config, "model": {"type": "SupervisedModel", "net": config["model"]}}
     parts["model"]["loss"] = {"type": "MSELoss"}
     loader = {"dataset": {"type": "convert_parts.Ones", "size": 1}, "batch_size": 1}
@@ -390,15 +393,20 @@ class EMAHook(TheirEMAHook):
     pass
 
 
+class Judged(TheirEMAHook):
+    def before_val_epoch(self, runner):
+        pass
+
+
 class LinearLR(TheirLinearLR):
     pass
 """
 WITH_OWN = """
 from mmengine.hooks import EMAHook as Average
-from own_names import EMAHook, LinearLR
+from own_names import EMAHook, Judged, LinearLR
 
 model = dict(type="torch.nn.Linear", in_features=1, out_features=1)
-custom_hooks = [dict(type=Average), dict(type=EMAHook)]
+custom_hooks = [dict(type=Average), dict(type=EMAHook), dict(type=Judged)]
 param_scheduler = dict(type=LinearLR, end=5)
 """
 
@@ -410,8 +418,11 @@ def test_custom_classes_are_not_confused_with_ours_of_the_same_name(
     (tmp_path / "mm.py").write_text(WITH_OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
     config, misses = convert_config(tmp_path / "mm.py")
+    # A subclass is converted as its base; what it overrides is named.
     (hook,) = misses
-    assert (hook.key, hook.what.split()[0]) == ("custom_hooks.1", "own_names.EMAHook")
+    facts = ("own_names.Judged is converted as EMAHook", "before_val_epoch")
+    assert hook.key == "custom_hooks.2.type"
+    assert all(fact in hook.what for fact in facts)
     assert config["hooks"] == {"ema": {"decay": 1 - 0.0002, "start_step": 1}}
     (schedule,) = config["schedulers"]
     assert schedule["type"] == "own_names.LinearLR"
@@ -424,8 +435,91 @@ def test_weights_of_a_checkpoint_of_mmengine(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "theirs/epoch_1.pth", weights_only=False)
     torch.save(saved["state_dict"], tmp_path / "weights.pth")
     weights = f'dict(type="Pretrained", checkpoint="{tmp_path / "weights.pth"}")'
-    (tmp_path / "mm.py").write_text(CONFIG.replace("classes=2", f"classes=2, init_cfg={weights}"))
-    config = convert_config(tmp_path / "mm.py").config
-    ours = Runner.from_config({**config, "device": "cpu", "hooks": {"log": False}})
-    for name, value in theirs.model.state_dict().items():
-        assert torch.equal(ours.state.model.module.get_parameter(name), value)
+    pretrained = CONFIG.replace("classes=2", f"classes=2, init_cfg={weights}")
+    # The whole checkpoint has objects of mmengine and NumPy, which are not imported.
+    loaded = f"{CONFIG}load_from = '{tmp_path / 'theirs/epoch_1.pth'}'\n"
+    for text in (pretrained, loaded):
+        (tmp_path / "mm.py").write_text(text)
+        conversion = convert_config(tmp_path / "mm.py")
+        assert not conversion.misses
+        settings = {"device": "cpu", "hooks": {"log": False}, "run_dir": str(tmp_path / "run")}
+        ours = Runner.from_config({**conversion.config, **settings})
+        for name, value in theirs.model.state_dict().items():
+            assert torch.equal(ours.state.model.module.get_parameter(name), value)
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_their_preprocessor_in_a_model_on_our_base(as_dict: bool) -> None:
+    settings = {"mean": [1.0, 2.0, 3.0], "std": [2.0, 2.0, 2.0]}
+    kind = "mmengine.model.ImgDataPreprocessor"
+    preprocessor = {"type": kind, **settings} if as_dict else ImgDataPreprocessor(**settings)
+    model = OwnBase(preprocessor)
+    image = torch.full((3, 2, 2), 7, dtype=torch.uint8)
+    optim_wrapper = OptimWrapper(SGD(model.parameters(), lr=0.1))
+    SingleDevice(model).train_step({"inputs": [image, image]}, optim_wrapper)
+    (seen,) = model.seen
+    assert seen[:, :, 0, 0].tolist() == [[3.0, 2.5, 2.0]] * 2
+
+
+NORMED = """
+custom_imports = dict(imports=["mmengine_parts"], allow_failed_imports=False)
+randomness = dict(seed=3)
+model = dict(type="Classifier", backbone=dict(type="NormedBackbone", width=8), classes=2)
+model_wrapper_cfg = dict(type="MMDistributedDataParallel", device_ids=None, broadcast_buffers=False)
+train_dataloader = dict(
+    batch_size=4,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    dataset=dict(type="Points", size=40),
+)
+val_dataloader = dict(
+    batch_size=7,
+    num_workers=0,
+    sampler=dict(type="DefaultSampler", shuffle=False),
+    collate_fn=dict(type="default_collate"),
+    dataset=dict(type="Points", size=202, seed=1),
+)
+val_evaluator = dict(type="Accuracy")
+train_cfg = dict(by_epoch=True, max_epochs=1)
+val_cfg = dict()
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.3))
+"""
+
+
+def accuracy(model: Any, ranks: range) -> float:
+    """Return the share of correct answers on the validation samples of some ranks."""
+    points = Points(202, seed=1)
+    model.eval()
+    chosen = sorted({index for rank in ranks for index in range(rank, 202, 2)})
+    answers = model(points.inputs[chosen]).argmax(1)
+    return float((answers == points.targets[chosen]).double().mean())
+
+
+def scores_of_both(path: Path) -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    theirs, _ = train_theirs(path)
+    rank = torch.distributed.get_rank()
+    (their_score,) = theirs.message_hub.get_scalar("val/points/top1").data[0]
+    (their_share,) = [accuracy(theirs.model.module, range(rank, rank + 1))]
+    ours, _ = train_ours(convert_config(path).config, path.parent)
+    return {
+        "theirs": float(their_score),
+        "their share": their_share,
+        "ours": ours.state.metrics["points/top1"],
+        "checkpoint": accuracy(ours.state.model.module, range(2)),
+        "weights": apart(
+            dict(ours.state.model.module.named_parameters()),
+            dict(theirs.model.module.named_parameters()),
+        ),
+    }
+
+
+@pytest.mark.slow
+def test_metrics_on_two_ranks_use_the_statistics_of_the_checkpoint(tmp_path: Path) -> None:
+    """mmengine uses the running statistics of each rank for its own samples."""
+    (tmp_path / "normed.py").write_text(NORMED)
+    first, second = run_ranks(scores_of_both, 2, tmp_path / "normed.py")
+    assert first["weights"] == second["weights"] == 0
+    assert first["theirs"] == pytest.approx((first["their share"] + second["their share"]) / 2)
+    assert first["ours"] == second["ours"] == pytest.approx(first["checkpoint"])
+    assert first["ours"] != pytest.approx(first["theirs"])

@@ -56,6 +56,52 @@ def test_launch_raises_the_first_error_and_is_quiet(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
+def break_a_pipe(error: Exception) -> None:
+    """Fail on the last rank; the others fail later with an error of their own."""
+    if get_rank() == get_world_size() - 1:
+        raise error
+    try:
+        dist.barrier()
+    except Exception:
+        raise ValueError("stopped") from None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BrokenPipeError(32, "Broken pipe"),
+        *slow(ConnectionResetError("reset by peer"), RuntimeError("Broken pipe to the encoder")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_the_users_pipes_are_causes(error: Exception) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(break_a_pipe, (error,), nproc=2)
+    assert (caught.value.failures[0].kind, caught.value.failures[0].rank) == (
+        type(error).__name__,
+        1,
+    )
+
+
+BROKEN = """
+from stepwrap.loops import Hook
+
+class Encoder(Hook):
+    def on_epoch_start(self, state):
+        raise BrokenPipeError(32, "Broken pipe")
+"""
+
+
+def test_errors_of_the_users_pipes_are_reported_in_one_process(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (run / "encoder.py").write_text(BROKEN)
+    assert main(["train", "points.yaml", "hooks.encoder={type: encoder.Encoder}"]) == 1
+    err = capfd.readouterr().err
+    assert "BrokenPipeError: [Errno 32] Broken pipe" in err
+    assert "encoder.py:6 in on_epoch_start" in err
+
+
 # A main program without a file, like a notebook or a prompt.
 CELLS = """
 import torch
@@ -164,8 +210,12 @@ def test_more_than_four_processes_for_a_core_are_refused(
     message = f"{many} processes are too many for the {cores()} cores of this machine"
     with pytest.raises(ValueError, match=f"{message}.*--oversubscribe"):
         launch(get_world_size, nproc=many)
-    assert main(["train", "points.yaml", "--nproc", str(many)]) == 2
-    assert capsys.readouterr().err.startswith(f"launch.nproc: {message}")
+    # Refused before anything is imported.
+    words = ["train", "points.yaml", "--nproc", str(many), "wrapper.type=single"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert f"launch.nproc: {message}" in err
+    assert "SingleDevice" not in err
     assert not (run / "runs").exists()
 
 
@@ -336,7 +386,7 @@ def test_the_environment_of_a_launcher_is_joined(monkeypatch: pytest.MonkeyPatch
         ({}, False),
         ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, True),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "bash"}, False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}, False),
         ({"RANK": "", "WORLD_SIZE": ""}, False),
     ],
 )

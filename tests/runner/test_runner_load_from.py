@@ -137,6 +137,25 @@ def test_weights_that_are_not_loaded_keep_their_initial_values() -> None:
     assert torch.equal(again["net.embed.weight"], state()["net.embed.weight"])
 
 
+def write_marker() -> None:
+    Path("executed").touch()
+
+
+class Marker:
+    """An object whose unpickling would write a file."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return write_marker, ()
+
+
+def test_objects_next_to_the_weights_are_skipped_and_never_executed() -> None:
+    torch.save({"state_dict": state(), "meta": [Marker()], "scaler": {"x": Marker()}}, "theirs.pth")
+    torch.testing.assert_close(loaded(settings(load_from="theirs.pth")), state(), rtol=0, atol=0)
+    assert not Path("executed").exists()
+    torch.load("theirs.pth", weights_only=False)
+    assert Path("executed").exists()
+
+
 PROBLEMS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "prefix": (
         {"path": "bare.pt"},
@@ -145,8 +164,10 @@ PROBLEMS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "misspelt file": ({"path": "bar.pt"}, ["load_from: bar.pt does not exist; did you mean bare"]),
     "name of the Hub": ({"path": "org/model"}, ["load_from: org/model does not exist, nor does",
                                                 "`hf download org/model --local-dir model`"]),
-    "whole model": ({"path": "whole.pt"}, ["load_from: whole.pt: the file must be written by",
+    "whole model": ({"path": "whole.pt"}, ["load_from: whole.pt: the file must contain a",
                                            "save model.state_dict() instead"]),
+    "object among weights": ({"path": "object.pt"}, ["object.pt: the values of a state dict must be"
+                                                     " tensors", "unlike head.bias"]),
     "no weights": ({"path": "epoch.pt"}, ["got a dict with the keys epoch"]),
     "no file in the folder": ({"path": "empty"}, ["the folder empty must be a run folder", "it has"
                                                   " notes.txt."]),
@@ -169,6 +190,7 @@ def test_mistakes_name_the_key_and_a_remedy(name: str) -> None:
     torch.save(state(""), "bare.pt")
     torch.save(nn.Linear(2, 2), "whole.pt")
     torch.save({"epoch": 3}, "epoch.pt")
+    torch.save({"state_dict": {**state(""), "head.bias": Marker()}}, "object.pt")
     Path("bad.safetensors").write_bytes(b"nothing")
     for folder, file in (("empty", "notes.txt"), ("shard", "model.safetensors.index.json")):
         Path(folder).mkdir()
