@@ -94,9 +94,8 @@ class Budget(ABC):
     def done(self, state: LoopState) -> int:
         """Return the number of finished epochs or steps."""
 
-    @abstractmethod
     def plan(self, state: LoopState, length: int | None) -> int:
-        """Set ``max_epochs`` and ``max_steps`` in ``state``, as far as they are known.
+        """Set the run's length in ``state`` in epochs, updates and batches, as far as it is known.
 
         Returns the value that ``state.iteration`` will have at the end of the run; -1 if unknown.
 
@@ -104,6 +103,13 @@ class Budget(ABC):
             state: the state; its counters give the position in the run.
             length: batches in a pass; None if unknown.
         """
+        last = self._plan(state, length)
+        state.max_iterations = None if last < 0 else last
+        return last
+
+    @abstractmethod
+    def _plan(self, state: LoopState, length: int | None) -> int:
+        """Set ``max_epochs`` and ``max_steps``, and return the same as ``plan``."""
 
     def val_due(self, state: LoopState) -> bool:
         """Return whether a validation is due.
@@ -131,7 +137,7 @@ class EpochBudget(Budget):
     def val_due(self, state: LoopState) -> bool:
         return not state.batch and super().val_due(state)
 
-    def plan(self, state: LoopState, length: int | None) -> int:
+    def _plan(self, state: LoopState, length: int | None) -> int:
         state.max_epochs = self.last
         window, weighted = window_of(state.optim_wrapper), is_weighted(state.optim_wrapper)
         if length is None:
@@ -160,7 +166,7 @@ class StepBudget(Budget):
     def done(self, state: LoopState) -> int:
         return state.step
 
-    def plan(self, state: LoopState, length: int | None) -> int:
+    def _plan(self, state: LoopState, length: int | None) -> int:
         state.max_steps = self.last
         window, left = window_of(state.optim_wrapper), self.last - state.step
         if window is None:

@@ -324,6 +324,7 @@ class LoopState:
         step: finished optimizer updates.
         max_epochs: the run's length in epochs, if known.
         max_steps: the run's length in updates, if known.
+        max_iterations: the run's length in batches, if known.
         phase: the activity of the running loop.
         eval_set: the name of the set that is being evaluated, if there are several (``EvalSets``).
         metrics: results of the last evaluation.
@@ -374,6 +375,7 @@ class LoopState:
     step: int = 0
     max_epochs: int | None = None
     max_steps: int | None = None
+    max_iterations: int | None = None
     phase: Phase = Phase.TRAIN
     eval_set: str = ""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -381,7 +381,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     ('param_scheduler = [dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True),'
      ' dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)]',
      {"schedulers.0.total_iters": 19, "schedulers.0.by": "step",
-      "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60,
+      "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 59,
                        "by": "step"}}, None),
     (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {},
      "3: param_scheduler.by_epoch: epochs are passes over the data here"),
