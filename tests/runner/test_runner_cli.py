@@ -16,7 +16,8 @@ from programs import run as program
 from ranks import run_ranks
 from runner_parts import final_weights, records, run_command
 
-from stepwrap.registry import HOOKS, list_registrations
+from stepwrap.registry import HOOKS, list_registrations, load_config
+from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.command.print_commands import read_curves
 
@@ -295,6 +296,38 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
     assert (
         "optimizer: cannot be built: ValueError: Invalid learning rate" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "length"),
+    [
+        (1, 1, "72 updates, 6 epochs, 72 batches on each rank"),
+        (2, 2, "18 updates, 6 epochs, 36 batches on each rank"),
+    ],
+)
+def test_check_prints_the_length_of_the_training_and_schedules_that_differ(
+    run: Path, capsys: Capture, ranks: int, accumulate: int, length: str
+) -> None:
+    words = [
+        "train.max_epochs=6",
+        f"launch.nproc={ranks}",
+        f"optim_wrapper.accumulative_counts={accumulate}",
+        "schedulers=[{type: LinearLR, total_iters: 2, until: 2}, "
+        "{type: CosineAnnealingLR, T_max: 4, after: 2}, {type: StepLR, step_size: 1}]",
+    ]
+    assert main(["check", "points.yaml", *words]) == 0
+    out = capsys.readouterr().out
+    assert f"\ntraining: {length}\n" in out
+    assert "warning" not in out
+    if ranks == 1:
+        assert Runner.from_config(load_config("points.yaml", words)).train().step == 72
+    words = [*words, "schedulers.1.T_max=2", "schedulers.2={type: CosineAnnealingLR, T_max: 40}"]
+    assert main(["check", "points.yaml", *words]) == 0
+    rises, ends = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert "override" in rises
+    assert "schedulers.1: CosineAnnealingLR counts epochs: T_max is 2, but it acts for 4" in rises
+    assert "set T_max: 4" in rises
+    assert "schedulers.2: CosineAnnealingLR counts epochs: T_max is 40" in ends
 
 
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:
