@@ -239,9 +239,10 @@ class EpochTrainLoop(_TrainLoop):
             position in a loader.
         max_epochs: passes over the data.
         val_loop: the validation loop, or several as ``EvalSets``; None for no validation.
-        val_begin: the first epoch after which to validate; 0 also validates before training.
-        val_interval: epochs between two validations. One also follows the last epoch, unless
-            ``val_begin`` is greater.
+        val_begin: the first epoch after which to validate, whatever the interval; 0 validates
+            before training. Default: the first multiple of the interval.
+        val_interval: validate after each epoch that is a multiple of this number, and after the
+            last epoch, unless ``val_begin`` is greater.
         dynamic_intervals: ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: updates between two log records.
         sanity_val: run one validation batch before training, to find mistakes early; see
@@ -264,7 +265,7 @@ class EpochTrainLoop(_TrainLoop):
         *,
         max_epochs: int,
         val_loop: ValLoop | EvalSets | None = None,
-        val_begin: int = 1,
+        val_begin: int | None = None,
         val_interval: int = 1,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
@@ -312,9 +313,10 @@ class IterTrainLoop(_TrainLoop):
 
     Args:
         max_steps: optimizer updates.
-        val_begin: the first update after which to validate; 0 also validates before training.
-        val_interval: updates between two validations. One also follows the last update, unless
-            ``val_begin`` is greater.
+        val_begin: the first update after which to validate, whatever the interval; 0 validates
+            before training. Default: the first multiple of the interval.
+        val_interval: validate after each update that is a multiple of this number, and after the
+            last update, unless ``val_begin`` is greater.
         dynamic_intervals: ascending (step, val_interval) pairs; each applies from its step on.
 
     The other arguments are the same as in ``EpochTrainLoop``.
@@ -326,7 +328,7 @@ class IterTrainLoop(_TrainLoop):
         *,
         max_steps: int,
         val_loop: ValLoop | EvalSets | None = None,
-        val_begin: int = 1,
+        val_begin: int | None = None,
         val_interval: int = 1000,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,

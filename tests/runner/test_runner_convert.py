@@ -385,6 +385,12 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
                        "by": "step"}}, None),
     (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {},
      "3: param_scheduler.by_epoch: epochs are passes over the data here"),
+    # mmengine validates after multiples of the interval only.
+    ("train_cfg = dict(max_epochs=9, val_begin=1, val_interval=4)", {"train.val_begin": 4}, None),
+    ("train_cfg = dict(max_epochs=9, val_begin=5, val_interval=4, dynamic_intervals=[(6, 3)])",
+     {"train.val_begin": 6}, None),
+    ("train_cfg = dict(max_epochs=9, val_begin=9, val_interval=4)", {"train.val_begin": 9}, None),
+    ("train_cfg = dict(max_epochs=9, val_begin=0, val_interval=4)", {"train.val_begin": 4}, None),
     # Loaders that only mmengine can build.
     ('randomness = dict(seed=5)\ntrain_dataloader = dict(batch_size=2,'
      ' dataset=dict(type="convert_parts.Ones", size=4), sampler=dict(type="ClassBalanced"))',
