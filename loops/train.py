@@ -14,7 +14,7 @@ from .data.loaders import length_of
 from .data.resume import batches_of_pass, with_position
 from .error_notes import naming_missing_ranks, note_failure
 from .eval_sets import EvalSets
-from .evaluate import ValLoop, announce_failure, require_step
+from .evaluate import TestLoop, ValLoop, announce_failure, loop_in_phase, require_step
 from .hook import HookList, Scalars
 from .metrics.evaluation import directions_of
 from .schedule import (
@@ -28,7 +28,7 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .skip_steps import Rollback, parse_skip_steps, with_skipped_steps
-from .state import LoopState, merged_means
+from .state import LoopState, Phase, merged_means
 from .steps import step_of, with_blocks
 from .uneven_inputs import PassInputs
 
@@ -75,7 +75,7 @@ class _TrainLoop:
             raise ValueError(_EMPTY)
         self.dataloader = with_position(dataloader)
         self.budget = budget
-        self.val_loop = val_loop
+        self.val_loop: ValLoop | EvalSets | None = loop_in_phase(val_loop, Phase.VAL)
         self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
         self.skip_steps = parse_skip_steps(skip_steps)
@@ -183,7 +183,7 @@ class _TrainLoop:
         """Start and end a session: prepare the state, handle signals and errors, roll back."""
         split_into_updates(state, self.dataloader)
         self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
-        if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
+        if self.sanity_val and isinstance(self.val_loop, (ValLoop, TestLoop, EvalSets)):
             self.val_loop.try_batch(state)
         last = self.budget.plan(state, self._inputs.length)
         start_counting(state.optim_wrapper, state.model, state.iteration, last)

@@ -24,6 +24,7 @@ from ..loops import (
     EvalSets,
     HookList,
     LoopState,
+    Phase,
     PredictionHook,
     Stateful,
     find_checkpoint,
@@ -31,7 +32,7 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..loops.evaluate import PredictLoop
+from ..loops.evaluate import PredictLoop, loop_in_phase
 from ..registry import (
     Config,
     config_from_dict,
@@ -78,7 +79,7 @@ class Runner:
         train_loop: the loop that ``train`` runs.
         optim_wrapper: the optimizer wrapper of the model's parameters.
         val_loop: the loop that ``validate`` runs. Default: the training loop's ``val_loop``.
-        test_loop: the loop that ``test`` runs.
+        test_loop: the loop that ``test`` runs, as a test even if it is a ``ValLoop``.
         hooks: hooks, or a mapping of names to hooks; checkpoints store hooks under their names.
             Default: the default hooks of a config (progress, log, checkpoint, ...). Pass ``()``
             for none.
@@ -119,8 +120,10 @@ class Runner:
         _require_group()
         named = default_hooks() if hooks is None else _named(hooks)
         self._train_loop = train_loop
-        self._val_loop = val_loop or getattr(train_loop, "val_loop", None)
-        self._test_loop = test_loop
+        if val_loop is None:
+            val_loop = getattr(train_loop, "val_loop", None)
+        self._val_loop: Loop | None = loop_in_phase(val_loop, Phase.VAL)
+        self._test_loop: Loop | None = loop_in_phase(test_loop, Phase.TEST)
         self._owns_run_dir = False
         self._holds_run_dir = False
         self._is_traced = False

@@ -1,5 +1,6 @@
 """The runner from plain objects and from configs, on one and two ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from stepwrap.loops import (
     CheckpointError,
     CheckpointHook,
     EpochTrainLoop,
+    EvalSets,
     Hook,
+    HookList,
+    LogHook,
     LoopState,
     TestLoop,
     ValLoop,
@@ -78,6 +82,59 @@ def test_validate_and_test_return_metrics() -> None:
     runner = make_runner()
     assert set(runner.validate()) == {"accuracy"}
     assert set(runner.test()) == {"accuracy"}
+
+
+class Steps(SupervisedModel):
+    """A model that records which of its steps are called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 2), nn.CrossEntropyLoss())
+        self.called: set[str] = set()
+
+    def val_step(self, data: Any) -> Any:
+        self.called.add("val")
+        return super().val_step(data)
+
+    def test_step(self, data: Any) -> Any:
+        self.called.add("test")
+        return super().test_step(data)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("kind", [ValLoop, TestLoop])
+def test_the_method_decides_the_phase_not_the_class_of_the_loop(
+    tmp_path: Path, kind: type[ValLoop | TestLoop], several: bool
+) -> None:
+    def loop(samples: int) -> Any:
+        metrics = {"accuracy": MulticlassAccuracy(num_classes=2, average="micro")}
+        made = kind(build_loader(points(samples), batch_size=4, train=False), metrics)
+        return EvalSets({"set": made}) if several else made
+
+    name = "set/accuracy" if several else "accuracy"
+    model, validation = Steps(), loop(9)
+    train = EpochTrainLoop(build_loader(points(8), batch_size=4), max_epochs=1, val_loop=validation)
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    # The same loop may be used for both.
+    for test in (loop(40), validation):
+        hooks = [LogHook()]
+        runner = Runner(
+            model, train, optim_wrapper=optim, test_loop=test, hooks=hooks, run_dir=tmp_path
+        )
+        state = runner.state
+        assert runner.validate()[name] == state.metrics[name]
+        assert model.called == {"val"}
+        before = dict(state.metrics)
+        model.called.clear()
+        runner.test()
+        assert state.metrics == before
+        assert "test" in model.called
+        model.called.clear()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    phases = [json.loads(line)["phase"] for line in lines]
+    assert phases == ["val", "test"] * 2
+    train.run(state, HookList())
+    assert model.called == {"val"}
+    assert state.evaluated_at == state.step == 2
 
 
 def test_test_takes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
