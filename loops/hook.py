@@ -139,6 +139,8 @@ def _check_events(cls: type, names: Iterable[str]) -> None:
 
 def _require_hook(hook: Any) -> Any:
     """Return ``hook``; raise TypeError if it is not a Hook and has none of the events."""
+    if isinstance(hook, type):
+        raise TypeError(f"a hook must be an object, got the class; write {hook.__name__}()")
     if not isinstance(hook, Hook):
         _check_events(type(hook), dir(type(hook)))
         if not any(hasattr(hook, event) for event in EVENTS):

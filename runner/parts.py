@@ -121,7 +121,9 @@ def build_parts(
         weights = [one.get("loss_weight") for one in sections]
         parts["loss_weight"] = next((one for one in weights if one is not None), None)
     attempts.finish()
-    return {**parts, "hooks": hooks}
+    # `Runner` adds the default hooks, unless they are removed.
+    removed = {name: None for name in DEFAULT_HOOKS if name not in hooks}
+    return {**parts, "hooks": {**hooks, **removed}}
 
 
 def default_hooks() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -80,9 +80,12 @@ class Runner:
         optim_wrapper: the optimizer wrapper of the model's parameters.
         val_loop: the loop that ``validate`` runs. Default: the training loop's ``val_loop``.
         test_loop: the loop that ``test`` runs, as a test even if it is a ``ValLoop``.
-        hooks: hooks, or a mapping of names to hooks; checkpoints store hooks under their names.
-            Default: the default hooks of a config (progress, log, checkpoint, ...). Pass ``()``
-            for none.
+        hooks: hooks in addition to the default hooks of a config (progress, log, checkpoint, ...),
+            as a mapping of names to hooks or as a sequence. As in a config, a hook takes the place
+            of the default hook of its name, and None or False removes that one:
+            ``hooks={"nan_guard": None}``. In a sequence, a hook takes the place of the default
+            hook of its class. ``()`` or False means no hooks at all. Checkpoints store hooks under
+            their names.
         run_dir: the folder for records and checkpoints. None writes nothing.
         seed: seed of the random number generators, the same on every rank; ranks with different
             data draw different numbers. None leaves the generators unchanged.
@@ -110,7 +113,7 @@ class Runner:
         optim_wrapper: Any = None,
         val_loop: Loop | None = None,
         test_loop: Loop | None = None,
-        hooks: Iterable[Any] | Mapping[str, Any] | None = None,
+        hooks: Iterable[Any] | Mapping[str, Any] | Literal[False] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         train_step: StepFunction | None = None,
@@ -118,7 +121,7 @@ class Runner:
         loss_weight: Any = None,
     ) -> None:
         _require_group()
-        named = default_hooks() if hooks is None else _named(hooks)
+        named = _with_defaults(hooks)
         self._train_loop = train_loop
         if val_loop is None:
             val_loop = getattr(train_loop, "val_loop", None)
@@ -388,10 +391,33 @@ def _require_group() -> None:
         )
 
 
-def _named(hooks: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Name hooks by their classes; further hooks of the same class get a number."""
+def _with_defaults(hooks: Any) -> dict[str, Any]:
+    """Return the hooks by name: the default ones, except for those replaced or removed."""
+    if hooks is False:
+        return {}
     if isinstance(hooks, Mapping):
-        return dict(hooks)
+        others = {name: hook for name, hook in default_hooks().items() if name not in hooks}
+        kept = {name: hook for name, hook in hooks.items() if hook not in (None, False)}
+        return {**others, **kept}
+    if hooks is not None and (isinstance(hooks, str) or not isinstance(hooks, Iterable)):
+        raise TypeError(
+            "hooks must be a list of hooks, a mapping of names to hooks, or False for none, got a "
+            f"{type(hooks).__name__}; write hooks=[...] for a single hook"
+        )
+    named = _named(() if hooks is None else hooks)
+    if hooks is not None and not named:
+        return {}
+    added = tuple(named.values())
+    defaults = {
+        name: hook
+        for name, hook in default_hooks().items()
+        if not any(isinstance(other, type(hook)) for other in added)
+    }
+    return {**defaults, **named}
+
+
+def _named(hooks: Iterable[Any]) -> dict[str, Any]:
+    """Name hooks by their classes; further hooks of the same class get a number."""
     named: dict[str, Any] = {}
     for hook in hooks:
         name = type(hook).__name__

@@ -205,8 +205,11 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
+    if given is False:
+        return {}
     if given is not None and not isinstance(given, dict):
-        problems.append(Problem("hooks", f"must be hooks by name, got {shown_value(given)}"))
+        what = f"must be hooks by name, or false for none, got {shown_value(given)}"
+        problems.append(Problem("hooks", what))
         return {}
     wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
     hooks: dict[str, Component] = {}

@@ -49,7 +49,8 @@ def run_check(options: Options) -> int:
     print(f"loops: {', '.join(loops) or 'none'}")
     for line in _schedule_lines(parts, options.examined.config):
         print(line)
-    print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
+    names = [name for name, hook in parts["hooks"].items() if hook is not None]
+    print(f"hooks: {', '.join(names) or 'none'}")
     return 0
 
 

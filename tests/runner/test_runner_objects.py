@@ -17,16 +17,22 @@ from stepwrap.loops import (
     CheckpointHook,
     EpochTrainLoop,
     EvalSets,
+    GradNormHook,
     Hook,
     HookList,
     LogHook,
     LoopState,
+    NanGuardHook,
+    ProgressHook,
+    RunInfoHook,
     TestLoop,
+    ThroughputHook,
     ValLoop,
     build_loader,
 )
 from stepwrap.registry import ConfigError, load_config
 from stepwrap.runner import Runner
+from stepwrap.runner.run_folder import ConfigWriter
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
 QUIET = ["hooks.progress=false"]
@@ -159,10 +165,68 @@ def test_a_runner_has_the_hooks_of_a_config_unless_it_is_given_others(
         *("environment.json", "events.jsonl", "phases.json"),
     }
     assert {*state.stateful} >= {"hooks.checkpoint"}
-    for hooks in ((), {}):
+    for hooks in ((), [], False):
         make_runner(hooks=hooks, run_dir=tmp_path / "none").train()
         assert capsys.readouterr() == ("", "")
     assert list((tmp_path / "none").iterdir()) == []
+
+
+DEFAULTS = {
+    "progress": ProgressHook,
+    "log": LogHook,
+    "checkpoint": CheckpointHook,
+    "throughput": ThroughputHook,
+    "nan_guard": NanGuardHook,
+    "run_info": RunInfoHook,
+}
+
+
+class Silent(ProgressHook):
+    """A progress hook of the user's own."""
+
+
+def test_hooks_are_added_to_the_default_hooks_in_python_as_in_a_config(run: Path) -> None:
+    def kinds(hooks: Any) -> list[type]:
+        kept = [hook for hook in make_runner(hooks=hooks)._hooks if type(hook) is not ConfigWriter]
+        return sorted((type(hook) for hook in kept), key=lambda kind: kind.__name__)
+
+    def configured(hooks: str) -> list[type]:
+        runner = Runner.from_config(points_config(run, "schedulers=[]", f"hooks={hooks}"))
+        kept = [hook for hook in runner._hooks if type(hook) is not ConfigWriter]
+        return sorted((type(hook) for hook in kept), key=lambda kind: kind.__name__)
+
+    def but(*names: str, added: type | None = None) -> list[type]:
+        rest = [kind for name, kind in DEFAULTS.items() if name not in names]
+        return sorted([*rest, *([added] if added else [])], key=lambda kind: kind.__name__)
+
+    assert kinds(None) == kinds({}) == configured("{}") == but()
+    assert kinds({"norm": GradNormHook()}) == but(added=GradNormHook)
+    assert configured("{norm: {type: GradNormHook}}") == but(added=GradNormHook)
+    assert kinds([GradNormHook()]) == but(added=GradNormHook)
+    assert kinds({"nan_guard": None}) == kinds({"nan_guard": False}) == but("nan_guard")
+    assert configured("{nan_guard: false}") == but("nan_guard")
+    assert kinds(()) == kinds(False) == configured("false") == []
+    # A hook takes the place of the default one of its name or, in a list, of its class.
+    assert kinds({"progress": Silent()}) == but("progress", added=Silent)
+    assert kinds([Silent()]) == but("progress", added=Silent)
+    guard = NanGuardHook(action="warn")
+    assert [
+        hook for hook in make_runner(hooks=[guard])._hooks if isinstance(hook, NanGuardHook)
+    ] == [guard]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "text"),
+    [
+        (GradNormHook(), r"got a GradNormHook; write hooks=\[...\]"),
+        ("progress", "got a str"),
+        ([GradNormHook], r"got the class; write GradNormHook\(\)"),
+        ({"grad_norm": True}, "got a bool without any"),
+    ],
+)
+def test_hooks_of_another_form_are_refused(hooks: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make_runner(hooks=hooks)
 
 
 def test_the_state_at_the_end_of_a_notebook_cell_is_one_line() -> None:
