@@ -51,6 +51,14 @@ class LogBuffer:
         self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: entry for name, entry in vars(self).items() if name != "append"}
+
+    def __setstate__(self, entries: dict[str, Any]) -> None:
+        vars(self).update(entries)
+        # Otherwise the `append` of a copy would be that of the original's list.
+        self.append = self._raw.append
+
     def start(self) -> None:
         """Drop raw values that an earlier training left; keep values from a checkpoint."""
         self._raw[:] = [one for one in self._raw if one[0] == _RESTORED]

@@ -293,8 +293,8 @@ class EpochTrainLoop(_TrainLoop):
                 with self._session(state, hooks):
                     self._validate_if_pending(state, hooks)
                     while self.budget.continues(state):
-                        hooks.emit("on_epoch_start", state)
                         state.model.train()
+                        hooks.emit("on_epoch_start", state)
                         with self._inputs.joined(state):
                             self._pass(state, hooks)
                         if state.stop_reason:
@@ -354,8 +354,8 @@ class IterTrainLoop(_TrainLoop):
         with self._begin(state, hooks) as hooks:
             while not self._ended:
                 with self._session(state, hooks):
-                    hooks.emit("on_epoch_start", state)
                     state.model.train()
+                    hooks.emit("on_epoch_start", state)
                     self._validate_if_pending(state, hooks)
                     while self.budget.continues(state):
                         self._pass(state, hooks)
