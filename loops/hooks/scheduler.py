@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import (
 
 from ...collectives import get_rank
 from ...registry import HOOKS, PARAM_SCHEDULERS
+from ...wrappers.optimizers.param_groups import DEFAULT_GROUP
 from ..hook import Hook, Scalars
 from ..metrics.evaluation import WatchedMetric
 from ..schedule import positive
@@ -254,7 +255,7 @@ def _effect_after_end(scheduler: Any) -> str:
 class SchedulerHook(Hook):
     """Step torch's learning-rate schedulers and add ``lr`` to the log records.
 
-    With several parameter groups or optimizers, the names are ``lr/...``; see docs/hooks.md.
+    With several parameter groups or optimizers, the names are ``lr/...``; see docs/schedules.md.
     Updates that a loss scaler skips are counted, so that a rate depends only on the number of the
     update.
 
@@ -381,9 +382,12 @@ class SchedulerHook(Hook):
 
 
 def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the rate of each group; the default group has the name of a single one."""
     if len(groups) == 1:
         return {name: groups[0]["lr"]}
-    return {f"{name}/{group.get('name', at)}": group["lr"] for at, group in enumerate(groups)}
+    labels = [group.get("name", index) for index, group in enumerate(groups)]
+    names = [name if label == DEFAULT_GROUP else f"{name}/{label}" for label in labels]
+    return {key: group["lr"] for key, group in zip(names, groups, strict=True)}
 
 
 def _step(schedulers: Sequence[LRScheduler | ScheduleWindow]) -> None:
