@@ -61,12 +61,12 @@ class EvalSets(Evaluation):
             state.phase = outer
         return results
 
-    def in_phase(self, phase: Phase) -> Self:
+    def adapt_to(self, phase: Phase) -> Self:
         """Return these sets, or a copy of them that calls the step of ``phase``."""
         if self.phase is phase:
             return self
         other = copy(self)
-        other.loops = {name: loop.in_phase(phase) for name, loop in self.loops.items()}
+        other.loops = {name: loop.adapt_to(phase) for name, loop in self.loops.items()}
         other.phase = phase
         return other
 

@@ -132,16 +132,16 @@ class Evaluation(ABC):
         """Evaluate inside another loop; every rank must call this."""
 
     @abstractmethod
-    def in_phase(self, phase: Phase) -> Self:
+    def adapt_to(self, phase: Phase) -> Self:
         """Return this evaluation, or a copy of it that is part of another phase."""
 
 
-def loop_in_phase(loop: Any, phase: Phase) -> Any:
+def adapt_loop(loop: Any, phase: Phase) -> Any:
     """Return a loop for ``phase``, so that a test with a ``ValLoop`` is recorded as a test.
 
     Loops of other classes are returned as they are.
     """
-    return loop.in_phase(phase) if isinstance(loop, Evaluation) else loop
+    return loop.adapt_to(phase) if isinstance(loop, Evaluation) else loop
 
 
 class _EvalLoop(Evaluation):
@@ -203,7 +203,7 @@ class _EvalLoop(Evaluation):
             hooks.emit("on_eval_end", state, results)
         return results
 
-    def in_phase(self, phase: Phase) -> Self:
+    def adapt_to(self, phase: Phase) -> Self:
         """Return this loop, or a copy of it that calls the step of ``phase``."""
         if self.phase is phase:
             return self

@@ -56,7 +56,7 @@ class LogBuffer:
 
     def __setstate__(self, entries: dict[str, Any]) -> None:
         vars(self).update(entries)
-        # Otherwise the `append` of a copy would be that of the original's list.
+        # The `append` of a copy must not write into the original's list.
         self.append = self._raw.append
 
     def start(self) -> None:

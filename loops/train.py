@@ -14,7 +14,7 @@ from .data.loaders import length_of
 from .data.resume import batches_of_pass, with_position
 from .error_notes import naming_missing_ranks, note_failure
 from .eval_sets import EvalSets
-from .evaluate import TestLoop, ValLoop, announce_failure, loop_in_phase, require_step
+from .evaluate import TestLoop, ValLoop, adapt_loop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .metrics.evaluation import directions_of
 from .schedule import (
@@ -75,7 +75,7 @@ class _TrainLoop:
             raise ValueError(_EMPTY)
         self.dataloader = with_position(dataloader)
         self.budget = budget
-        self.val_loop: ValLoop | EvalSets | None = loop_in_phase(val_loop, Phase.VAL)
+        self.val_loop: ValLoop | EvalSets | None = adapt_loop(val_loop, Phase.VAL)
         self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
         self.skip_steps = parse_skip_steps(skip_steps)

@@ -32,7 +32,7 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..loops.evaluate import PredictLoop, loop_in_phase
+from ..loops.evaluate import PredictLoop, adapt_loop
 from ..registry import (
     Config,
     config_from_dict,
@@ -121,12 +121,12 @@ class Runner:
         loss_weight: Any = None,
     ) -> None:
         _require_group()
-        named = _with_defaults(hooks)
+        named = _add_default_hooks(hooks)
         self._train_loop = train_loop
         if val_loop is None:
             val_loop = getattr(train_loop, "val_loop", None)
-        self._val_loop: Loop | None = loop_in_phase(val_loop, Phase.VAL)
-        self._test_loop: Loop | None = loop_in_phase(test_loop, Phase.TEST)
+        self._val_loop: Loop | None = adapt_loop(val_loop, Phase.VAL)
+        self._test_loop: Loop | None = adapt_loop(test_loop, Phase.TEST)
         self._owns_run_dir = False
         self._holds_run_dir = False
         self._is_traced = False
@@ -391,20 +391,20 @@ def _require_group() -> None:
         )
 
 
-def _with_defaults(hooks: Any) -> dict[str, Any]:
+def _add_default_hooks(hooks: Any) -> dict[str, Any]:
     """Return the hooks by name: the default ones, except for those replaced or removed."""
     if hooks is False:
         return {}
     if isinstance(hooks, Mapping):
-        others = {name: hook for name, hook in default_hooks().items() if name not in hooks}
-        kept = {name: hook for name, hook in hooks.items() if hook not in (None, False)}
-        return {**others, **kept}
+        defaults = {name: hook for name, hook in default_hooks().items() if name not in hooks}
+        chosen = {name: hook for name, hook in hooks.items() if hook not in (None, False)}
+        return {**defaults, **chosen}
     if hooks is not None and (isinstance(hooks, str) or not isinstance(hooks, Iterable)):
         raise TypeError(
             "hooks must be a list of hooks, a mapping of names to hooks, or False for none, got a "
             f"{type(hooks).__name__}; write hooks=[...] for a single hook"
         )
-    named = _named(() if hooks is None else hooks)
+    named = _name_hooks(() if hooks is None else hooks)
     if hooks is not None and not named:
         return {}
     added = tuple(named.values())
@@ -416,7 +416,7 @@ def _with_defaults(hooks: Any) -> dict[str, Any]:
     return {**defaults, **named}
 
 
-def _named(hooks: Iterable[Any]) -> dict[str, Any]:
+def _name_hooks(hooks: Iterable[Any]) -> dict[str, Any]:
     """Name hooks by their classes; further hooks of the same class get a number."""
     named: dict[str, Any] = {}
     for hook in hooks:

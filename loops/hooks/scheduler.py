@@ -185,8 +185,8 @@ class Misfit(NamedTuple):
     Attributes:
         index: the position of the scheduler in the hook.
         text: what does not fit, and the setting that would.
-        distorts: whether updates of this run get a rate that nobody wants. False if the schedule
-            only continues after the run, as in a trial of a few epochs.
+        distorts: whether updates of this run get a rate that is probably a mistake. False if the
+            schedule only continues after the run, for example in a trial of a few epochs.
     """
 
     index: int

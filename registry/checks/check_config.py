@@ -208,8 +208,8 @@ def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
     if given is False:
         return {}
     if given is not None and not isinstance(given, dict):
-        what = f"must be hooks by name, or false for none, got {shown_value(given)}"
-        problems.append(Problem("hooks", what))
+        text = f"must be hooks by name, or false for none, got {shown_value(given)}"
+        problems.append(Problem("hooks", text))
         return {}
     wanted: dict[str, Any] = {**dict.fromkeys(DEFAULT_HOOKS, True), **(given or {})}
     hooks: dict[str, Component] = {}

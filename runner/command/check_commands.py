@@ -66,8 +66,8 @@ def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
         "epochs": state.max_epochs,
         "batches on each rank": state.max_iterations,
     }
-    known = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
-    yield f"training: {', '.join(known)}"
+    lengths = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
+    yield f"training: {', '.join(lengths)}"
     hook = parts["hooks"].get("schedulers")
     is_list = isinstance(config.select("schedulers"), list)
     for misfit in hook.misfits(state) if isinstance(hook, SchedulerHook) else ():

@@ -304,11 +304,12 @@ def _first_validation(loop: Mapping[str, Any], by_epoch: bool) -> int:
     begin = max(1, int(loop["val_begin"]))
     dynamic = [tuple(pair) for pair in loop.get("dynamic_intervals") or ()]
     intervals = [(0, loop.get("val_interval", 1 if by_epoch else 1000)), *dynamic]
-    last = int(loop["max_epochs" if by_epoch else "max_steps"])
-    for count in range(begin, last):
-        if count % [each for milestone, each in intervals if milestone <= count + 1][-1] == 0:
+    end = int(loop["max_epochs" if by_epoch else "max_steps"])
+    for count in range(begin, end):
+        active = [interval for milestone, interval in intervals if milestone <= count + 1]
+        if count % active[-1] == 0:
             return count
-    return max(begin, last)
+    return max(begin, end)
 
 
 def _counted(section: Section, key: str) -> Any:

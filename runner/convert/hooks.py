@@ -130,7 +130,12 @@ def _cycle(section: Section, key: str) -> Any:
 # mmengine's name -> torch's name, if they differ.
 _TORCH_NAMES = {"PolyLR": "PolynomialLR", "ReduceOnPlateauLR": "ReduceLROnPlateau"}
 # mmengine does not step a schedule at its `end`; a ScheduleWindow takes its last step at `until`.
-_UNTIL = Row("end", "until", lambda one, key: max(one.pop(key), one["begin"] + 2) - 1, same=(_INF,))
+_UNTIL = Row(
+    "end",
+    "until",
+    lambda section, key: max(section.pop(key), section["begin"] + 2) - 1,
+    same=(_INF,),
+)
 _WINDOW = (_UNTIL, Row("begin", "after", same=(0,)))
 _ETA_MIN = Row("eta_min", "eta_min", same=(None, 0))
 # One less, because mmengine reaches the last factor at the last step of the window.

@@ -75,7 +75,7 @@ def test_a_stop_inside_an_interval_leaves_no_point(tmp_path: Path, stop: int) ->
     ]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    assert [one["step"] for one in records if one["phase"] == "train"] == [3, 6, 8]
+    assert [record["step"] for record in records if record["phase"] == "train"] == [3, 6, 8]
 
 
 def test_an_evaluation_of_an_earlier_checkpoint_hides_nothing(tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ def test_warm_up_and_cosine_one_after_the_other() -> None:
     assert found == pytest.approx(expected, abs=1e-9)
 
 
-def triangle(step: float, peak: float, end: float, *, low: float, last: float) -> float:
-    """Return a rate that rises linearly from `low` to 1 at `peak`, then falls to `last`."""
+def triangle(step: float, peak: float, end: float, *, low: float, final: float) -> float:
+    """Return a rate that rises linearly from `low` to 1 at `peak`, then falls to `final`."""
     if step <= peak:
         return low + (1 - low) * step / peak
-    return 1 + (last - 1) * (step - peak) / (end - peak)
+    return 1 + (final - 1) * (step - peak) / (end - peak)
 
 
 # A schedule of four steps from a rate of 1, and its closed form.
@@ -93,7 +93,7 @@ LAWS: dict[str, tuple[Callable[[Optimizer], LRScheduler], Callable[[int], float]
     ),
     "cyclic": (
         partial(CyclicLR, base_lr=0.1, max_lr=1, step_size_up=2, cycle_momentum=False),
-        lambda n: triangle(n, 2, 4, low=0.1, last=0.1),
+        lambda n: triangle(n, 2, 4, low=0.1, final=0.1),
     ),
     # Its five rates belong to the steps 0 to 4.
     "one cycle": (
@@ -105,7 +105,7 @@ LAWS: dict[str, tuple[Callable[[Optimizer], LRScheduler], Callable[[int], float]
             anneal_strategy="linear",
             cycle_momentum=False,
         ),
-        lambda n: triangle(n, 1, 4, low=1 / 25, last=1 / 25e4),
+        lambda n: triangle(n, 1, 4, low=1 / 25, final=1 / 25e4),
     ),
 }
 
@@ -145,7 +145,9 @@ def test_a_warm_up_hands_over_the_full_rate(by: By, is_reversed: bool) -> None:
     hook = SchedulerHook(pairs[::-1] if is_reversed else pairs)
     train(state, [hook, Rates()], epochs=8, val_loop=None)
     factors = [0.1, 0.4, 0.7, *((1 + math.cos(math.pi * n / 5)) / 2 for n in range(5))]
-    assert [used[n] for n in range(8)] == pytest.approx([0.003 * one for one in factors], rel=1e-12)
+    assert [used[n] for n in range(8)] == pytest.approx(
+        [0.003 * factor for factor in factors], rel=1e-12
+    )
 
 
 def fits(*pairs: tuple[Any, By], **totals: int | None) -> dict[str, bool]:

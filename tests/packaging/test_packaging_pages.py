@@ -285,7 +285,7 @@ def test_the_page_on_schedules(
     words = ["limit_batches=1", "train.log_every_steps=1", "hooks.progress=false"]
     assert main(["train", "scheduled.yaml", *words]) == 0
     lines = Path("runs/scheduled/metrics.jsonl").read_text().splitlines()
-    rates = [one["lr"] for one in map(json.loads, lines) if one["phase"] == "train"]
+    rates = [record["lr"] for record in map(json.loads, lines) if record["phase"] == "train"]
     (table,) = found(r"^\| rate \|(.*)\|$", text)
     assert rates == pytest.approx([float(rate) for rate in table.split("|")], rel=1e-3)
     for code in blocks(text, "python"):

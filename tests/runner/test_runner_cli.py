@@ -170,9 +170,9 @@ def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsy
     titles = [title.strip() for title in re.split("[┃|]", header) if title.strip()]
     assert titles == ["metric", "val (last)", "val (best checkpoint)", "test (best checkpoint)"]
     row = next(line for line in out.splitlines() if re.search(r"^[│|] accuracy", line))
-    last, best = (float(value) for value in re.findall(r"\d\.\d{4}", row)[:2])
-    scores = [one["accuracy"] for one in records(folder) if one["phase"] == "val"]
-    assert last == pytest.approx(scores[-1], abs=1e-4)
+    final, best = (float(value) for value in re.findall(r"\d\.\d{4}", row)[:2])
+    scores = [record["accuracy"] for record in records(folder) if record["phase"] == "val"]
+    assert final == pytest.approx(scores[-1], abs=1e-4)
     assert best == pytest.approx(max(scores), abs=1e-4)
     assert "curves: runs/points/curves.png" in out
     assert "best checkpoint: runs/points/checkpoints/step_" in out

@@ -113,8 +113,8 @@ def test_the_method_decides_the_phase_not_the_class_of_the_loop(
 ) -> None:
     def loop(samples: int) -> Any:
         metrics = {"accuracy": MulticlassAccuracy(num_classes=2, average="micro")}
-        made = kind(build_loader(points(samples), batch_size=4, train=False), metrics)
-        return EvalSets({"set": made}) if several else made
+        single = kind(build_loader(points(samples), batch_size=4, train=False), metrics)
+        return EvalSets({"set": single}) if several else single
 
     name = "set/accuracy" if several else "accuracy"
     model, validation = Steps(), loop(9)
@@ -187,17 +187,19 @@ class Silent(ProgressHook):
 
 def test_hooks_are_added_to_the_default_hooks_in_python_as_in_a_config(run: Path) -> None:
     def kinds(hooks: Any) -> list[type]:
-        kept = [hook for hook in make_runner(hooks=hooks)._hooks if type(hook) is not ConfigWriter]
-        return sorted((type(hook) for hook in kept), key=lambda kind: kind.__name__)
+        chosen = [
+            hook for hook in make_runner(hooks=hooks)._hooks if type(hook) is not ConfigWriter
+        ]
+        return sorted((type(hook) for hook in chosen), key=lambda kind: kind.__name__)
 
     def configured(hooks: str) -> list[type]:
         runner = Runner.from_config(points_config(run, "schedulers=[]", f"hooks={hooks}"))
-        kept = [hook for hook in runner._hooks if type(hook) is not ConfigWriter]
-        return sorted((type(hook) for hook in kept), key=lambda kind: kind.__name__)
+        chosen = [hook for hook in runner._hooks if type(hook) is not ConfigWriter]
+        return sorted((type(hook) for hook in chosen), key=lambda kind: kind.__name__)
 
     def but(*names: str, added: type | None = None) -> list[type]:
-        rest = [kind for name, kind in DEFAULTS.items() if name not in names]
-        return sorted([*rest, *([added] if added else [])], key=lambda kind: kind.__name__)
+        kinds_left = [kind for name, kind in DEFAULTS.items() if name not in names]
+        return sorted([*kinds_left, *([added] if added else [])], key=lambda kind: kind.__name__)
 
     assert kinds(None) == kinds({}) == configured("{}") == but()
     assert kinds({"norm": GradNormHook()}) == but(added=GradNormHook)
