@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from typing import Self
 
 from .checkpoints.weights import device_of
 from .error_notes import add_note
@@ -58,6 +60,15 @@ class EvalSets(Evaluation):
         finally:
             state.phase = outer
         return results
+
+    def adapt_to(self, phase: Phase) -> Self:
+        """Return these sets, or a copy of them that calls the step of ``phase``."""
+        if self.phase is phase:
+            return self
+        other = copy(self)
+        other.loops = {name: loop.adapt_to(phase) for name, loop in self.loops.items()}
+        other.phase = phase
+        return other
 
     def try_batch(self, state: LoopState) -> None:
         """Run the first batch of each set, like ``ValLoop.try_batch``; every rank must call."""

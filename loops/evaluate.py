@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from itertools import chain, repeat
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ _END = object()
 # A function that is called between two batches and may request a stop.
 Poll: TypeAlias = Callable[[LoopState], object]
 _PLAIN = (bool, int, float, str, type(None))
+_STEPS = {Phase.VAL: "val_step", Phase.TEST: "test_step", Phase.PREDICT: "test_step"}
 
 
 class Rounds:
@@ -130,6 +131,18 @@ class Evaluation(ABC):
     def evaluate(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         """Evaluate inside another loop; every rank must call this."""
 
+    @abstractmethod
+    def adapt_to(self, phase: Phase) -> Self:
+        """Return this evaluation, or a copy of it that is part of another phase."""
+
+
+def adapt_loop(loop: Any, phase: Phase) -> Any:
+    """Return a loop for ``phase``, so that a test with a ``ValLoop`` is recorded as a test.
+
+    Loops of other classes are returned as they are.
+    """
+    return loop.adapt_to(phase) if isinstance(loop, Evaluation) else loop
+
 
 class _EvalLoop(Evaluation):
     """One pass over the data under inference mode, in which each sample counts once.
@@ -149,8 +162,8 @@ class _EvalLoop(Evaluation):
             values.
     """
 
-    phase: ClassVar[Phase]
-    step_name: ClassVar[str]
+    phase: Phase
+    step_name: str
 
     def __init__(
         self,
@@ -189,6 +202,16 @@ class _EvalLoop(Evaluation):
                 results = self._measure(state, hooks, poll)
             hooks.emit("on_eval_end", state, results)
         return results
+
+    def adapt_to(self, phase: Phase) -> Self:
+        """Return this loop, or a copy of it that calls the step of ``phase``."""
+        if self.phase is phase:
+            return self
+        other = copy(self)
+        if self.step_name == _STEPS[self.phase]:
+            other.step_name = _STEPS[phase]
+        other.phase = phase
+        return other
 
     @contextmanager
     def _running(self, state: LoopState) -> Iterator[None]:

@@ -35,6 +35,12 @@ class Hook:
     on_epoch_end surround the whole run. A resumed run calls on_train_start and on_epoch_start
     again.
 
+    The model is put into training mode before on_epoch_start, so a hook can put modules into eval
+    mode there. They stay in it until the next on_epoch_start, also after an evaluation.
+
+    Other methods must not be named ``on_...``, ``before_...`` or ``after_...``, so that a misspelt
+    event is noticed: name a helper ``_on_...``.
+
     Other objects with methods of these names work as well; ``order`` is optional for them. A hook
     with ``state_dict`` and ``load_state_dict`` is saved in checkpoints.
     """
@@ -72,7 +78,7 @@ class Hook:
         """Training has ended or was stopped: see ``state.stop_reason``, ``state.signal``."""
 
     def on_epoch_start(self, state: LoopState) -> None:
-        """A pass over the data starts; ``state.epoch`` is its index."""
+        """A pass over the data starts, in training mode; ``state.epoch`` is its index."""
 
     def on_epoch_end(self, state: LoopState) -> None:
         """A pass over the data is done; ``state.epoch`` is still its index."""
@@ -129,16 +135,22 @@ EVENTS: tuple[str, ...] = tuple(
 
 
 def _check_events(cls: type, names: Iterable[str]) -> None:
+    """Raise TypeError if a method has a name like an event but is none: it may be misspelt."""
     for name in names:
-        if name.startswith(("on_", "before_", "after_")) and name not in EVENTS:
+        is_like_event = name.startswith(("on_", "before_", "after_")) and name not in EVENTS
+        if is_like_event and callable(getattr(cls, name)):
             raise TypeError(
                 f"{cls.__name__}.{name} would never be called, since it is not an event"
-                f"{did_you_mean(name, EVENTS)}; the events are {', '.join(EVENTS)}"
+                f"{did_you_mean(name, EVENTS)}. Methods named on_..., before_... and after_... are "
+                "reserved for events, so that a misspelt one is noticed: give a helper another "
+                f"name, such as _{name}. The events are {', '.join(EVENTS)}"
             )
 
 
 def _require_hook(hook: Any) -> Any:
     """Return ``hook``; raise TypeError if it is not a Hook and has none of the events."""
+    if isinstance(hook, type):
+        raise TypeError(f"a hook must be an object, got the class; write {hook.__name__}()")
     if not isinstance(hook, Hook):
         _check_events(type(hook), dir(type(hook)))
         if not any(hasattr(hook, event) for event in EVENTS):

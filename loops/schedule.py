@@ -66,19 +66,25 @@ class Cadence:
 class Budget(ABC):
     """The length of a training run and the times of its validations, in epochs or in steps.
 
-    Each interval of ``dynamic`` applies from its milestone on. A validation also follows the last
-    epoch or step, unless ``begin`` is greater.
+    The first validation is after ``begin``, the others at multiples of the interval and after the
+    last epoch or step, unless ``begin`` is greater. Each interval of ``dynamic`` applies from its
+    milestone on.
     """
 
     unit: ClassVar[str]
 
     def __init__(
-        self, last: int, begin: int, interval: int, dynamic: Sequence[tuple[int, int]] | None
+        self,
+        last: int,
+        begin: int | None,
+        interval: int,
+        dynamic: Sequence[tuple[int, int]] | None,
     ) -> None:
         if isinstance(last, bool) or int(last) != last:
             raise AssertionError(f"max_{self.unit} must be a whole number, got {last!r}")
         self.last = positive(f"max_{self.unit}", int(last))
-        self.begin = positive("val_begin", begin, least=0)
+        # None: after the first interval. This is never the number of epochs or steps done.
+        self.begin = -1 if begin is None else positive("val_begin", begin, least=0)
         self.intervals = [(0, positive("val_interval", interval))]
         for pair in dynamic or ():
             if len(pair) != 2:
@@ -94,9 +100,8 @@ class Budget(ABC):
     def done(self, state: LoopState) -> int:
         """Return the number of finished epochs or steps."""
 
-    @abstractmethod
     def plan(self, state: LoopState, length: int | None) -> int:
-        """Set ``max_epochs`` and ``max_steps`` in ``state``, as far as they are known.
+        """Set the run's length in ``state`` in epochs, updates and batches, as far as it is known.
 
         Returns the value that ``state.iteration`` will have at the end of the run; -1 if unknown.
 
@@ -104,6 +109,13 @@ class Budget(ABC):
             state: the state; its counters give the position in the run.
             length: batches in a pass; None if unknown.
         """
+        last = self._plan(state, length)
+        state.max_iterations = None if last < 0 else last
+        return last
+
+    @abstractmethod
+    def _plan(self, state: LoopState, length: int | None) -> int:
+        """Set ``max_epochs`` and ``max_steps``, and return the same as ``plan``."""
 
     def val_due(self, state: LoopState) -> bool:
         """Return whether a validation is due.
@@ -112,8 +124,8 @@ class Budget(ABC):
         """
         done = self.done(state)
         interval = [each for milestone, each in self.intervals if milestone <= done + 1][-1]
-        is_due = done >= self.begin and (done % interval == 0 or done == self.last)
-        return is_due and not state.stop_reason
+        is_regular = done > max(self.begin, 0) and (done % interval == 0 or done == self.last)
+        return (is_regular or done == self.begin) and not state.stop_reason
 
     def continues(self, state: LoopState) -> bool:
         """Return whether there is more to train."""
@@ -131,7 +143,7 @@ class EpochBudget(Budget):
     def val_due(self, state: LoopState) -> bool:
         return not state.batch and super().val_due(state)
 
-    def plan(self, state: LoopState, length: int | None) -> int:
+    def _plan(self, state: LoopState, length: int | None) -> int:
         state.max_epochs = self.last
         window, weighted = window_of(state.optim_wrapper), is_weighted(state.optim_wrapper)
         if length is None:
@@ -160,7 +172,7 @@ class StepBudget(Budget):
     def done(self, state: LoopState) -> int:
         return state.step
 
-    def plan(self, state: LoopState, length: int | None) -> int:
+    def _plan(self, state: LoopState, length: int | None) -> int:
         state.max_steps = self.last
         window, left = window_of(state.optim_wrapper), self.last - state.step
         if window is None:

@@ -51,6 +51,14 @@ class LogBuffer:
         self._nonfinite: dict[str, tuple[int, str]] = {}
         self.append = self._raw.append
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: entry for name, entry in vars(self).items() if name != "append"}
+
+    def __setstate__(self, entries: dict[str, Any]) -> None:
+        vars(self).update(entries)
+        # The `append` of a copy must not write into the original's list.
+        self.append = self._raw.append
+
     def start(self) -> None:
         """Drop raw values that an earlier training left; keep values from a checkpoint."""
         self._raw[:] = [one for one in self._raw if one[0] == _RESTORED]
@@ -324,6 +332,7 @@ class LoopState:
         step: finished optimizer updates.
         max_epochs: the run's length in epochs, if known.
         max_steps: the run's length in updates, if known.
+        max_iterations: the run's length in batches, if known.
         phase: the activity of the running loop.
         eval_set: the name of the set that is being evaluated, if there are several (``EvalSets``).
         metrics: results of the last evaluation.
@@ -374,6 +383,7 @@ class LoopState:
     step: int = 0
     max_epochs: int | None = None
     max_steps: int | None = None
+    max_iterations: int | None = None
     phase: Phase = Phase.TRAIN
     eval_set: str = ""
     metrics: dict[str, float] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from .data.loaders import length_of
 from .data.resume import batches_of_pass, with_position
 from .error_notes import naming_missing_ranks, note_failure
 from .eval_sets import EvalSets
-from .evaluate import ValLoop, announce_failure, require_step
+from .evaluate import TestLoop, ValLoop, adapt_loop, announce_failure, require_step
 from .hook import HookList, Scalars
 from .metrics.evaluation import directions_of
 from .schedule import (
@@ -28,7 +28,7 @@ from .schedule import (
 )
 from .signals import StopSignals
 from .skip_steps import Rollback, parse_skip_steps, with_skipped_steps
-from .state import LoopState, merged_means
+from .state import LoopState, Phase, merged_means
 from .steps import step_of, with_blocks
 from .uneven_inputs import PassInputs
 
@@ -75,7 +75,7 @@ class _TrainLoop:
             raise ValueError(_EMPTY)
         self.dataloader = with_position(dataloader)
         self.budget = budget
-        self.val_loop = val_loop
+        self.val_loop: ValLoop | EvalSets | None = adapt_loop(val_loop, Phase.VAL)
         self.sanity_val = sanity_val
         self.log_every_steps = positive("log_every_steps", log_every_steps)
         self.skip_steps = parse_skip_steps(skip_steps)
@@ -183,7 +183,7 @@ class _TrainLoop:
         """Start and end a session: prepare the state, handle signals and errors, roll back."""
         split_into_updates(state, self.dataloader)
         self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
-        if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
+        if self.sanity_val and isinstance(self.val_loop, (ValLoop, TestLoop, EvalSets)):
             self.val_loop.try_batch(state)
         last = self.budget.plan(state, self._inputs.length)
         start_counting(state.optim_wrapper, state.model, state.iteration, last)
@@ -239,9 +239,10 @@ class EpochTrainLoop(_TrainLoop):
             position in a loader.
         max_epochs: passes over the data.
         val_loop: the validation loop, or several as ``EvalSets``; None for no validation.
-        val_begin: the first epoch after which to validate; 0 also validates before training.
-        val_interval: epochs between two validations. One also follows the last epoch, unless
-            ``val_begin`` is greater.
+        val_begin: the first epoch after which to validate, whatever the interval; 0 validates
+            before training. Default: the first multiple of the interval.
+        val_interval: validate after each epoch that is a multiple of this number, and after the
+            last epoch, unless ``val_begin`` is greater.
         dynamic_intervals: ascending (epoch, val_interval) pairs; each applies from its epoch on.
         log_every_steps: updates between two log records.
         sanity_val: run one validation batch before training, to find mistakes early; see
@@ -264,7 +265,7 @@ class EpochTrainLoop(_TrainLoop):
         *,
         max_epochs: int,
         val_loop: ValLoop | EvalSets | None = None,
-        val_begin: int = 1,
+        val_begin: int | None = None,
         val_interval: int = 1,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
@@ -292,8 +293,8 @@ class EpochTrainLoop(_TrainLoop):
                 with self._session(state, hooks):
                     self._validate_if_pending(state, hooks)
                     while self.budget.continues(state):
-                        hooks.emit("on_epoch_start", state)
                         state.model.train()
+                        hooks.emit("on_epoch_start", state)
                         with self._inputs.joined(state):
                             self._pass(state, hooks)
                         if state.stop_reason:
@@ -312,9 +313,10 @@ class IterTrainLoop(_TrainLoop):
 
     Args:
         max_steps: optimizer updates.
-        val_begin: the first update after which to validate; 0 also validates before training.
-        val_interval: updates between two validations. One also follows the last update, unless
-            ``val_begin`` is greater.
+        val_begin: the first update after which to validate, whatever the interval; 0 validates
+            before training. Default: the first multiple of the interval.
+        val_interval: validate after each update that is a multiple of this number, and after the
+            last update, unless ``val_begin`` is greater.
         dynamic_intervals: ascending (step, val_interval) pairs; each applies from its step on.
 
     The other arguments are the same as in ``EpochTrainLoop``.
@@ -326,7 +328,7 @@ class IterTrainLoop(_TrainLoop):
         *,
         max_steps: int,
         val_loop: ValLoop | EvalSets | None = None,
-        val_begin: int = 1,
+        val_begin: int | None = None,
         val_interval: int = 1000,
         dynamic_intervals: Sequence[tuple[int, int]] | None = None,
         log_every_steps: int = 50,
@@ -352,8 +354,8 @@ class IterTrainLoop(_TrainLoop):
         with self._begin(state, hooks) as hooks:
             while not self._ended:
                 with self._session(state, hooks):
-                    hooks.emit("on_epoch_start", state)
                     state.model.train()
+                    hooks.emit("on_epoch_start", state)
                     self._validate_if_pending(state, hooks)
                     while self.budget.continues(state):
                         self._pass(state, hooks)

@@ -269,7 +269,11 @@ def _hooks(entries: list[Registration]) -> Schema:
             "anyOf": [{"type": ["boolean", "null"]}, arguments, _INTERPOLATION],
         }
     others = {"type": ["boolean", "null", "object"], **_component_ref("HOOKS")}
-    return {"type": "object", "properties": settings, "additionalProperties": others}
+    return {
+        "anyOf": [{"type": "object"}, {"const": False}, _INTERPOLATION],
+        "properties": settings,
+        "additionalProperties": others,
+    }
 
 
 def _with_ours(registry: str, section: type) -> Schema:

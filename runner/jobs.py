@@ -88,6 +88,8 @@ class Outcome:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     # The checkpoint that was evaluated last; "" if the current weights were evaluated.
     checkpoint: str = ""
+    # The validation metrics of `checkpoint`, if a training tested its best checkpoint.
+    best_metrics: dict[str, float] = field(default_factory=dict)
     # Why the best checkpoint is the best, such as "lowest loss"; "" if no best one is kept.
     best_by: str = ""
     # The number of samples with predictions.
@@ -247,7 +249,9 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
         return outcome
     best = find_checkpoint(folder, "best")
     metrics["test"] = runner.test(best)
-    return replace(outcome, checkpoint=str(best or ""))
+    # The checkpoint has restored the metrics of its validation.
+    at_best = dict(state.metrics) if best is not None and metrics.get("val") else {}
+    return replace(outcome, checkpoint=str(best or ""), best_metrics=at_best)
 
 
 def _log_changes(job: Job, folder: Path) -> None:

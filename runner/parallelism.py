@@ -207,8 +207,12 @@ def _wrapper_for(run: RunSections, ranks: int | None) -> Any:
     wrapper = wrapper_class(run)
     if wrapper is not None or ranks is None:
         return wrapper
-    axes = check_axes(run.mesh, ranks) if run.mesh else {}
-    return StepDistributedDataParallel if _data_size(axes, ranks) > 1 else None
+    return StepDistributedDataParallel if data_ranks(run, ranks) > 1 else None
+
+
+def data_ranks(run: RunSections, ranks: int) -> int:
+    """Return the number of ranks with different batches in a run of ``ranks`` processes."""
+    return _data_size(check_axes(run.mesh, ranks) if run.mesh else {}, ranks)
 
 
 def _data_size(axes: Mapping[str, int], ranks: int) -> int:

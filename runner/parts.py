@@ -66,7 +66,7 @@ from ..wrappers.optimizers.param_groups import (
 )
 from .failure import Attempts, building
 from .launcher import single_process_group
-from .parallelism import build_model, device_of_rank, needs_group
+from .parallelism import build_model, data_ranks, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
 _LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
@@ -87,7 +87,8 @@ def build_parts(
         run: the checked settings.
         only: the loops to build: "train", "val", "test".
         one_batch: give each loop a single batch, for a dry run.
-        ranks: if given, choose the wrapper that a run with this many ranks uses; see ``rehearse``.
+        ranks: if given, choose the wrapper of a run with this many ranks, and the batches of its
+            first rank; see ``rehearse``.
 
     Raises:
         BuildError: some parts cannot be built; it lists all of them.
@@ -100,6 +101,8 @@ def build_parts(
         run = run.without_loaded()
     model, mesh = attempts.make("model", partial(build_model, run, ranks)) or (None, None)
     shard = (get_rank(), get_world_size()) if mesh is None else (mesh.data_rank, mesh.data_size)
+    if ranks is not None:
+        shard = (0, data_ranks(run, ranks))
     load = partial(_build_loader, run, shard, one_batch)
     parts: dict[str, Any] = {"model": model, "run_dir": run.run_dir, "seed": run.seed}
     for name in ("val", "test"):
@@ -123,7 +126,9 @@ def build_parts(
         weights = [one.get("loss_weight") for one in sections]
         parts["loss_weight"] = next((one for one in weights if one is not None), None)
     attempts.finish()
-    return {**parts, "hooks": hooks}
+    # `Runner` adds the default hooks, unless they are removed.
+    removed = {name: None for name in DEFAULT_HOOKS if name not in hooks}
+    return {**parts, "hooks": {**hooks, **removed}}
 
 
 def default_hooks() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from ..loops import (
     EvalSets,
     HookList,
     LoopState,
+    Phase,
     PredictionHook,
     Stateful,
     find_checkpoint,
@@ -31,7 +32,7 @@ from ..loops import (
     mix_seed,
     seed_rng,
 )
-from ..loops.evaluate import PredictLoop
+from ..loops.evaluate import PredictLoop, adapt_loop
 from ..registry import (
     Config,
     config_from_dict,
@@ -78,10 +79,13 @@ class Runner:
         train_loop: the loop that ``train`` runs.
         optim_wrapper: the optimizer wrapper of the model's parameters.
         val_loop: the loop that ``validate`` runs. Default: the training loop's ``val_loop``.
-        test_loop: the loop that ``test`` runs.
-        hooks: hooks, or a mapping of names to hooks; checkpoints store hooks under their names.
-            Default: the default hooks of a config (progress, log, checkpoint, ...). Pass ``()``
-            for none.
+        test_loop: the loop that ``test`` runs, as a test even if it is a ``ValLoop``.
+        hooks: hooks in addition to the default hooks of a config (progress, log, checkpoint, ...),
+            as a mapping of names to hooks or as a sequence. As in a config, a hook takes the place
+            of the default hook of its name, and None or False removes that one:
+            ``hooks={"nan_guard": None}``. In a sequence, a hook takes the place of the default
+            hook of its class. ``()`` or False means no hooks at all. Checkpoints store hooks under
+            their names.
         run_dir: the folder for records and checkpoints. None writes nothing.
         seed: seed of the random number generators, the same on every rank; ranks with different
             data draw different numbers. None leaves the generators unchanged.
@@ -109,7 +113,7 @@ class Runner:
         optim_wrapper: Any = None,
         val_loop: Loop | None = None,
         test_loop: Loop | None = None,
-        hooks: Iterable[Any] | Mapping[str, Any] | None = None,
+        hooks: Iterable[Any] | Mapping[str, Any] | Literal[False] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         seed: int | None = None,
         train_step: StepFunction | None = None,
@@ -117,11 +121,12 @@ class Runner:
         loss_weight: Any = None,
     ) -> None:
         _require_group()
-        named = default_hooks() if hooks is None else _named(hooks)
+        named = _add_default_hooks(hooks)
         self._train_loop = train_loop
-        default_val_loop = getattr(train_loop, "val_loop", None)
-        self._val_loop = default_val_loop if val_loop is None else val_loop
-        self._test_loop = test_loop
+        if val_loop is None:
+            val_loop = getattr(train_loop, "val_loop", None)
+        self._val_loop: Loop | None = adapt_loop(val_loop, Phase.VAL)
+        self._test_loop: Loop | None = adapt_loop(test_loop, Phase.TEST)
         self._owns_run_dir = False
         self._holds_run_dir = False
         self._is_traced = False
@@ -386,10 +391,33 @@ def _require_group() -> None:
         )
 
 
-def _named(hooks: Iterable[Any] | Mapping[str, Any]) -> dict[str, Any]:
-    """Name hooks by their classes; further hooks of the same class get a number."""
+def _add_default_hooks(hooks: Any) -> dict[str, Any]:
+    """Return the hooks by name: the default ones, except for those replaced or removed."""
+    if hooks is False:
+        return {}
     if isinstance(hooks, Mapping):
-        return dict(hooks)
+        defaults = {name: hook for name, hook in default_hooks().items() if name not in hooks}
+        chosen = {name: hook for name, hook in hooks.items() if hook not in (None, False)}
+        return {**defaults, **chosen}
+    if hooks is not None and (isinstance(hooks, str) or not isinstance(hooks, Iterable)):
+        raise TypeError(
+            "hooks must be a list of hooks, a mapping of names to hooks, or False for none, got a "
+            f"{type(hooks).__name__}; write hooks=[...] for a single hook"
+        )
+    named = _name_hooks(() if hooks is None else hooks)
+    if hooks is not None and not named:
+        return {}
+    added = tuple(named.values())
+    defaults = {
+        name: hook
+        for name, hook in default_hooks().items()
+        if not any(isinstance(other, type(hook)) for other in added)
+    }
+    return {**defaults, **named}
+
+
+def _name_hooks(hooks: Iterable[Any]) -> dict[str, Any]:
+    """Name hooks by their classes; further hooks of the same class get a number."""
     named: dict[str, Any] = {}
     for hook in hooks:
         name = type(hook).__name__

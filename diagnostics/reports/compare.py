@@ -50,7 +50,9 @@ def _metrics(runs: Sequence[Run]) -> Iterator[str]:
         for one in (some.get(name) for some in found):
             text = "not recorded"
             if one is not None:
-                best = f"{one.best:.6g} at step {one.best_step}"
+                best = "direction unknown"
+                if one.best is not None:
+                    best = f"{one.best:.6g} at step {one.best_step}"
                 text = f"{best:<28}  {one.last:.6g} at step {one.last_step}"
             texts.append(text)
         yield from _rows(runs, texts)

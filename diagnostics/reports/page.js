@@ -12,7 +12,9 @@ const COLORS = [
   "#7a8394",
 ];
 const PHASES = { train: "solid", val: "dash", test: "dot" };
-const SYSTEM = /_per_s$|_share$|_gib$|^mfu$|^cpu_cores$/;
+const SYSTEM = /_per_s$|_share$|_gib$|^mfu$|^cpu_cores$|^slowest_rank$/;
+/* The lines of a run's parameter groups, if several runs are shown. */
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const PARTS = [
   ["steps", "training steps"],
   ["data", "waiting for data"],
@@ -163,19 +165,28 @@ function traces(curves, several) {
   const weight = Number($("smoothing").value),
     axis = $("axis").value,
     result = [];
+  const labels = [...new Set(curves.map(({ label }) => label))];
   for (const { run, curve, label } of curves) {
+    const group = labels.indexOf(label);
     const at = several
       ? color(run.id)
-      : COLORS[Math.max(0, Object.keys(PHASES).indexOf(curve.phase))];
+      : COLORS[
+          labels.length > 1
+            ? group % COLORS.length
+            : Math.max(0, Object.keys(PHASES).indexOf(curve.phase))
+        ];
     const base = {
       x: curve[axis],
       mode: curve.value.length < 40 ? "lines+markers" : "lines",
       marker: { size: 5 },
     };
     const line = {
-      color: label ? undefined : at,
+      color: at,
       width: 1.8,
-      dash: PHASES[curve.phase] ?? "solid",
+      dash:
+        several && labels.length > 1
+          ? DASHES[group % DASHES.length]
+          : (PHASES[curve.phase] ?? "solid"),
     };
     const name = escaped([several && run.id, label || curve.phase].filter(Boolean).join(" "));
     const isSmoothed = weight > 0 && curve.value.length > 2;
@@ -291,7 +302,9 @@ function drawOverview() {
         );
         const facts = [
           ["step", run.environment.max_steps ? `${last} of ${run.environment.max_steps}` : last],
-          ...metrics.map(([name, one]) => [`best ${name}`, number(one.best)]),
+          ...metrics.map(([name, one]) =>
+            one.best === null ? [`last ${name}`, number(one.last)] : [`best ${name}`, number(one.best)],
+          ),
         ];
         if (speed) facts.push([speed.name.replace("_per_s", "/s"), number(speed.value.at(-1))]);
         if (run.environment.wrapper)
@@ -336,8 +349,8 @@ function drawMetrics() {
           {},
           one
             ? [
-                h("span", { class: "value" }, number(one.best)),
-                ` at step ${one.best_step}`,
+                h("span", { class: "value" }, one.best === null ? "direction unknown" : number(one.best)),
+                one.best !== null && ` at step ${one.best_step}`,
                 h("small", {}, `last ${number(one.last)} at step ${one.last_step}`),
               ]
             : "–",

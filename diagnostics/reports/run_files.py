@@ -32,10 +32,10 @@ Json = dict[str, Any]
 
 
 class Extreme(NamedTuple):
-    """The best and the last value of a curve, with their steps."""
+    """The best and the last value of a curve, with their steps; None if no direction is better."""
 
-    best: float
-    best_step: int
+    best: float | None
+    best_step: int | None
     last: float
     last_step: int
 
@@ -198,12 +198,13 @@ class Run:
             finite = [at for at, value in enumerate(values) if math.isfinite(value)]
             if finite and (phase != "train" or "loss" in name):
                 # Of training values, only losses are included.
-                higher = phase != "train" and direction_of(name, directions) is not False
-                best = (max if higher else min)(finite, key=values.__getitem__)
+                higher = phase != "train" and _direction(name, directions)
                 last = finite[-1]
-                found[f"{phase}/{name}"] = Extreme(
-                    values[best], steps[best], values[last], steps[last]
-                )
+                best: tuple[float, int] | tuple[None, None] = (None, None)
+                if higher is not None:
+                    at = (max if higher else min)(finite, key=values.__getitem__)
+                    best = values[at], steps[at]
+                found[f"{phase}/{name}"] = Extreme(*best, values[last], steps[last])
         return found
 
     def settings(self) -> dict[str, str]:
@@ -224,13 +225,15 @@ class Run:
         if _is_locked(self.folder / "run.lock", self._root):
             return "training", ""
         turns = [one for one in self.events if one.get("event") in ("start", "end", "error")]
-        last = turns[-1] if turns else {}
+        if not turns:
+            return "unknown", "the run has no hooks.run_info, so it has recorded no end"
+        last = turns[-1]
         text = str(last.get("text", ""))
         if last.get("event") == "error":
             return "failed", f"step {last.get('step')}, rank {last.get('rank')}: {text}"
         if last.get("event") == "end":
             return ("stopped", text) if text else ("ended", "")
-        return "unknown", "the run has recorded no end: it was killed, or an older version wrote it"
+        return "unknown", "the run has recorded a start and no end: it was killed"
 
     def checkpoints(self) -> list[Json]:
         """Return the descriptions of the checkpoints, oldest first."""
@@ -296,6 +299,16 @@ class Run:
             steps.append(step)
             times.append(time)
             values.append(_number(value))
+
+
+def _direction(name: str, directions: Json) -> bool | None:
+    """Return whether higher values are better; a test may have the metrics of other sets."""
+    direction = direction_of(name, directions)
+    if direction is None:
+        metric = name.rpartition("/")[2]
+        same = {up for key, up in directions.items() if key.rpartition("/")[2] == metric}
+        direction = same.pop() if len(same) == 1 else None
+    return direction
 
 
 def _thinned(curve: Curve, since_s: float) -> Json:

@@ -48,7 +48,7 @@ def values_text(values: Mapping[str, float], separator: str = " ") -> str:
     """Return ``loss 0.123 lr 0.001``, without speeds and with only the highest learning rate."""
     shown: dict[str, float] = {}
     for name, value in values.items():
-        if name.startswith("lr/"):
+        if name == "lr" or name.startswith("lr/"):
             shown["lr"] = max(value, shown.get("lr", value))
         elif name not in _SPEED_KEYS:
             shown[name] = value

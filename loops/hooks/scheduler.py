@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CyclicLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
+from ...collectives import get_rank
 from ...registry import HOOKS, PARAM_SCHEDULERS
+from ...wrappers.optimizers.param_groups import DEFAULT_GROUP
 from ..hook import Hook, Scalars
 from ..metrics.evaluation import WatchedMetric
 from ..schedule import positive
 from ..state import LoopState, Phase
 
+logger = logging.getLogger(__name__)
+
 By = Literal["batch", "step", "epoch"]
-_UNITS: tuple[By, ...] = ("batch", "step", "epoch")
+# The units, and their names in messages.
+_UNITS: dict[By, str] = {"batch": "batches", "step": "updates", "epoch": "epochs"}
 
 
 @PARAM_SCHEDULERS.register_module()
@@ -65,13 +83,19 @@ class PolyLR(LRScheduler):
 class ScheduleWindow:
     """Apply another scheduler within a range of steps only.
 
-    Before ``after``, and from ``until`` on, other schedulers control the rates. The scheduler is
-    created at the start of the range, since a scheduler changes the rates when it is created.
+    The scheduler is created when ``after`` steps are done, since a scheduler changes the rates when
+    it is created. The step that completes ``until`` is its last one, so a warm-up with
+    ``total_iters=until`` hands over the full rate to the scheduler that starts ``after`` as many
+    steps. Before and after the range, other schedulers control the rates.
 
     Args:
         optimizer: the optimizer whose rates to change.
         make: returns a scheduler for the optimizer. Called once on construction even if the range
             starts later, to find errors early.
+        after: number of steps before the range.
+        until: number of steps at which the range ends; None for no end.
+
+    Attributes:
         after: number of steps before the range.
         until: number of steps at which the range ends; None for no end.
 
@@ -92,23 +116,28 @@ class ScheduleWindow:
         if until is not None and until <= after:
             raise ValueError(f"until must be greater than after ({after}), got {until}")
         self.optimizer = optimizer
+        self.after = after
+        self.until = until
         self._make = make
-        self._after = after
-        self._until = until
         self._count = 0
         self._inner = None if after else make(optimizer)
-        if after:
-            self._made()
+        # Describes the schedule before the range starts.
+        self._sample = self._inner or self._made()
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The scheduler of the range; an equal one before the range starts."""
+        return self._inner or self._sample
 
     def step(self) -> None:
         """Count one step, and step the scheduler if the count is in its range."""
         self._count += 1
-        if self._until is not None and self._count >= self._until:
+        if self.until is not None and self._count > self.until:
             return
         if self._inner is not None:
-            self._inner.step()
-        elif self._count >= self._after:
-            self._inner = self._make(self.optimizer)
+            _advance(self._inner)
+        elif self._count >= self.after:
+            self._inner = self._start()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count, and the state of the scheduler if it has been created."""
@@ -123,23 +152,110 @@ class ScheduleWindow:
             self._inner = self._made()
             self._inner.load_state_dict(dict(state["scheduler"]))
 
+    def _start(self) -> LRScheduler:
+        scheduler = self._make(self.optimizer)
+        if isinstance(scheduler, CyclicLR):
+            # Its constructor sets the rate that the optimizer had first, not `base_lr`.
+            scheduler.last_epoch -= 1
+            scheduler.step()
+        return scheduler
+
     def _made(self) -> LRScheduler:
         """Return a new scheduler without changing the settings of the parameter groups."""
         groups = self.optimizer.param_groups
-        before = [dict(group) for group in groups]
+        before = [(dict(group), deepcopy(_tensors_in(group))) for group in groups]
         try:
             return self._make(self.optimizer)
         finally:
-            for group, settings in zip(groups, before, strict=True):
+            for group, (settings, values) in zip(groups, before, strict=True):
                 group.clear()
                 group.update(settings)
+                for name, tensor in _tensors_in(group).items():
+                    tensor.copy_(values[name])
+
+
+def _tensors_in(group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the settings that are tensors, such as a learning rate, which change in place."""
+    return {name: setting for name, setting in group.items() if isinstance(setting, Tensor)}
+
+
+class Misfit(NamedTuple):
+    """A schedule whose length does not fit the run.
+
+    Attributes:
+        index: the position of the scheduler in the hook.
+        text: what does not fit, and the setting that would.
+        distorts: whether updates of this run get a rate that is probably a mistake. False if the
+            schedule only continues after the run, for example in a trial of a few epochs.
+    """
+
+    index: int
+    text: str
+    distorts: bool
+
+
+# The setting that is a schedule's number of steps.
+_LENGTHS: dict[type, str] = {
+    **dict.fromkeys((ConstantLR, LinearLR, PolynomialLR, PolyLR), "total_iters"),
+    CosineAnnealingLR: "T_max",
+    OneCycleLR: "total_steps",
+}
+
+
+def _leaves(scheduler: Any, after: int, until: int | None) -> Iterator[tuple[Any, int, int | None]]:
+    """Yield the schedulers that are active at the end, with the ranges in which they act."""
+    inner = getattr(scheduler, "_schedulers", ())
+    if isinstance(scheduler, ScheduleWindow):
+        yield from _leaves(scheduler.scheduler, scheduler.after, scheduler.until)
+    elif isinstance(scheduler, SequentialLR):
+        yield from _leaves(inner[-1], after + (scheduler._milestones or [0])[-1], until)
+    elif isinstance(scheduler, ChainedScheduler):
+        for member in inner:
+            yield from _leaves(member, after, until)
+    else:
+        yield scheduler, after, until
+
+
+def _fit(scheduler: Any, after: int, until: int | None, total: int) -> tuple[str, bool] | None:
+    """Return text and ``distorts`` of the ``Misfit`` of a schedule in a run of ``total`` steps."""
+    setting = _LENGTHS.get(type(scheduler))
+    if setting is None:
+        return None
+    if after >= total:
+        return f"it starts after {after}, but the run has {total}", False
+    is_cut = until is not None and until < total
+    span = (until if is_cut and until is not None else total) - after
+    length = getattr(scheduler, setting)
+    # Without another schedule after it, the last rate belongs to the step before the end.
+    rates = span + is_cut
+    text = f"{setting} is {length}, but it acts for {span}"
+    if length < span and rates > length + 1 and (effect := _effect_after_end(scheduler)):
+        return f"{text}: {effect} after {after + length}; set {setting}: {span}", True
+    is_warm_up = isinstance(scheduler, (ConstantLR, LinearLR))
+    if length > span + is_cut and not is_warm_up:
+        return f"{text}: it ends before its last rate; set {setting}: {span}", False
+    if length > span and is_warm_up:
+        return f"{text}: it does not reach its last rate; set {setting}: {span}", is_cut
+    return None
+
+
+def _effect_after_end(scheduler: Any) -> str:
+    if isinstance(scheduler, CosineAnnealingLR):
+        return "the rate rises again"
+    if isinstance(scheduler, OneCycleLR):
+        return "the rate stays at its minimum"
+    ends_at_zero = isinstance(scheduler, PolynomialLR) or 0 in (
+        getattr(scheduler, "eta_min", 1),
+        getattr(scheduler, "end_factor", 1),
+    )
+    return "the rate is 0" if ends_at_zero else ""
 
 
 @HOOKS.register_module()
 class SchedulerHook(Hook):
     """Step torch's learning-rate schedulers and add ``lr`` to the log records.
 
-    With several parameter groups or optimizers, the names are ``lr/...``; see docs/hooks.md.
+    With several parameter groups or optimizers, the names are ``lr/...``; see docs/schedules.md.
     Updates that a loss scaler skips are counted, so that a rate depends only on the number of the
     update.
 
@@ -171,20 +287,38 @@ class SchedulerHook(Hook):
                 name = type(scheduler).__name__
                 raise ValueError(f"{name}: by must be 'batch', 'step' or 'epoch', got {by!r}")
         self._schedulers = [scheduler for scheduler, _ in schedulers]
+        self._units = [by for _, by in schedulers]
         self._optimizers = dict(optimizers or {})
         plateau = self._plateau = [s for s in self._schedulers if isinstance(s, ReduceLROnPlateau)]
         if plateau and metric is None:
             raise ValueError("ReduceLROnPlateau needs `metric`, the name of the metric to watch")
         self._watched = WatchedMetric(metric or "", None, setting="ReduceLROnPlateau: metric")
+        # A range that ends where another one starts takes its last step first.
         timed = [(s, by) for s, by in schedulers if s not in plateau]
-        self._timed = {unit: [one for one, by in timed if by == unit] for unit in _UNITS}
+        timed.sort(key=lambda pair: getattr(pair[0], "after", 0))
+        self._timed = {unit: [s for s, by in timed if by == unit] for unit in _UNITS}
         self._epochs: int | None = None
 
     def ignores(self) -> Collection[str]:
         """Ignore ``on_batch_end`` unless a scheduler is stepped by batch."""
         return () if self._timed["batch"] else ("on_batch_end",)
 
+    def misfits(self, state: LoopState) -> Iterator[Misfit]:
+        """Yield the schedules whose lengths do not fit the run, as far as its length is known."""
+        totals = {"batch": state.max_iterations, "step": state.max_steps, "epoch": state.max_epochs}
+        for index, (scheduler, by) in enumerate(zip(self._schedulers, self._units, strict=True)):
+            total = totals[by]
+            for leaf, after, until in _leaves(scheduler, 0, None) if total is not None else ():
+                misfit = _fit(leaf, after, until, total)
+                if misfit is not None:
+                    text, distorts = misfit
+                    name, units = type(leaf).__name__, _UNITS[by]
+                    yield Misfit(index, f"{name} counts {units}: {text}", distorts)
+
     def on_train_start(self, state: LoopState) -> None:
+        for misfit in self.misfits(state):
+            if misfit.distorts and get_rank() == 0:
+                logger.warning("%s", misfit.text)
         for scheduler in self._plateau:
             self._watched.warn_unless(scheduler.mode, state)
         if self._epochs is None:
@@ -248,18 +382,27 @@ class SchedulerHook(Hook):
 
 
 def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the rate of each group; the default group has the name of a single one."""
     if len(groups) == 1:
         return {name: groups[0]["lr"]}
-    return {f"{name}/{group.get('name', at)}": group["lr"] for at, group in enumerate(groups)}
+    labels = [group.get("name", index) for index, group in enumerate(groups)]
+    names = [name if label == DEFAULT_GROUP else f"{name}/{label}" for label in labels]
+    return {key: group["lr"] for key, group in zip(names, groups, strict=True)}
 
 
 def _step(schedulers: Sequence[LRScheduler | ScheduleWindow]) -> None:
     for scheduler in schedulers:
         if getattr(scheduler.optimizer, "_opt_called", False):
-            scheduler.step()
+            _advance(scheduler)
             continue
         # A loss scaler may skip the first updates. Torch then warns that the scheduler was
         # stepped before the optimizer (pytorch/pytorch#44511).
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
-            scheduler.step()
+            _advance(scheduler)
+
+
+def _advance(scheduler: LRScheduler | ScheduleWindow) -> None:
+    """Step a scheduler, except a OneCycleLR at its last rate: torch computes one beyond its end."""
+    if not isinstance(scheduler, OneCycleLR) or scheduler.last_epoch < scheduler.total_steps - 1:
+        scheduler.step()

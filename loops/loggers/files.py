@@ -45,6 +45,7 @@ class LogHook(LoggerHook):
     """
 
     order = 70
+    can_replace = True
 
     def __init__(self, *, console: bool = False) -> None:
         super().__init__()

@@ -29,8 +29,14 @@ class LoggerHook(Hook):
     Override any of ``scalars``, ``settings`` and ``media``. They are called on rank 0 only, and
     only if ``state.run_dir`` is set. Override ``close`` if a file or connection stays open.
 
+    A training that is stopped inside a log interval ends with a record of a part of the interval.
+    Most services cannot remove a record, and the resumed run writes one of the whole interval, so
+    ``scalars`` does not get the former.
+
     Attributes:
         package: the package that the logger needs, if stepwrap does not always install it.
+        can_replace: whether ``scalars`` gets the record of a part of an interval, because the
+            logger removes it when the training continues.
 
     Raises:
         ImportError: the package is not installed.
@@ -38,6 +44,7 @@ class LoggerHook(Hook):
 
     order = 71
     package: ClassVar[Package | None] = None
+    can_replace: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.require_packages()
@@ -104,7 +111,8 @@ class LoggerHook(Hook):
             self.settings(state, dict(flat_settings(state.settings)), {})
 
     def on_log(self, state: LoopState, record: dict[str, float]) -> None:
-        if self._attach(state):
+        is_whole = not state.stop_reason or state.step == state.recorded_at
+        if self._attach(state) and (is_whole or self.can_replace):
             self.scalars(state, Phase.TRAIN.value, record)
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:

@@ -350,7 +350,10 @@ class WatchedMetric:
         self._mode = mode
 
     def start(self, state: LoopState) -> None:
-        """Log the direction before training, if it is derived from the metric."""
+        """Log the direction before training, if it is derived from the metric; record it if not."""
+        if self._mode is not None:
+            # For reports, in which the setting takes precedence over the metric.
+            state.higher_is_better = {**state.higher_is_better, self.name: self._mode == "max"}
         known = any(f"{self.name}/".startswith(f"{one}/") for one in state.higher_is_better)
         if self._mode is None and known:
             extreme = self.extreme(state)

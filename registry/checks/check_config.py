@@ -217,9 +217,12 @@ def _with_implied(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hooks(given: Any, problems: list[Problem]) -> dict[str, Component]:
+    if given is False:
+        return {}
     if given is not None and not isinstance(given, dict):
         message = (
-            f"must be hooks by name, got {shown_value(given)}{_form_by_name(given, HOOK_TYPES)}"
+            "must be hooks by name, or false for none, got "
+            f"{shown_value(given)}{_form_by_name(given, HOOK_TYPES)}"
         )
         problems.append(Problem("hooks", message))
         return {}

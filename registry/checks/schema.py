@@ -212,7 +212,7 @@ class SchedulerSection:
     Attributes:
         by: the unit that the scheduler counts.
         after: the count after which it starts.
-        until: the count at which it stops.
+        until: the count of its last step.
         metric: the metric that it watches.
         optimizer: the name of its optimizer if there are several.
     """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
-from ...registry import ConfigError, Problem, RunSections
+from ...loops import EpochTrainLoop, IterTrainLoop, LoopState, SchedulerHook
+from ...loops.data.loaders import length_of
+from ...registry import Config, ConfigError, Problem, RunSections
 from ...wrappers.prepare import freeze_parameters
 from ...wrappers.steps.plain_models import BatchMismatchError, MissingLossError
 from ...wrappers.steps.step_checks import has_custom_step
@@ -44,8 +47,32 @@ def run_check(options: Options) -> int:
     for line in sizes:
         print(line)
     print(f"loops: {', '.join(loops) or 'none'}")
-    print(f"hooks: {', '.join(parts['hooks']) or 'none'}")
+    for line in _schedule_lines(parts, options.examined.config):
+        print(line)
+    names = [name for name, hook in parts["hooks"].items() if hook is not None]
+    print(f"hooks: {', '.join(names) or 'none'}")
     return 0
+
+
+def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Yield the length of the training, and the schedules whose lengths differ from it."""
+    loop = parts.get("train_loop")
+    if not isinstance(loop, (EpochTrainLoop, IterTrainLoop)):
+        return
+    state = LoopState(model=parts["model"], optim_wrapper=parts["optim_wrapper"])
+    loop.budget.plan(state, length_of(loop.dataloader))
+    counts = {
+        "updates": state.max_steps,
+        "epochs": state.max_epochs,
+        "batches on each rank": state.max_iterations,
+    }
+    lengths = [f"{count:,} {unit}" for unit, count in counts.items() if count is not None]
+    yield f"training: {', '.join(lengths)}"
+    hook = parts["hooks"].get("schedulers")
+    is_list = isinstance(config.select("schedulers"), list)
+    for misfit in hook.misfits(state) if isinstance(hook, SchedulerHook) else ():
+        key = f"schedulers.{misfit.index}" if is_list else "schedulers"
+        yield f"warning: {Problem(key, misfit.text, config.origin(key))}"
 
 
 def _size(options: Options, trains: bool) -> Iterator[str]:

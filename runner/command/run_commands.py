@@ -206,12 +206,18 @@ def _print_metrics(job: Job, outcome: Outcome) -> None:
     title = f"{job.run.name} at step {outcome.step}, epoch {outcome.epoch}"
     table = Table(title=title, min_width=len(title))
     table.add_column("metric")
-    phases = [phase for phase in ("val", "test") if outcome.metrics.get(phase)]
-    for phase in phases:
-        best = phase == "test" and job.command == "train" and outcome.checkpoint
-        table.add_column(f"{phase} (best checkpoint)" if best else phase, justify="right")
-    for name in dict.fromkeys(name for phase in phases for name in outcome.metrics[phase]):
-        values = [outcome.metrics[phase].get(name) for phase in phases]
+    columns = {phase: outcome.metrics.get(phase, {}) for phase in ("val", "test")}
+    if job.command == "train" and outcome.checkpoint:
+        columns = {
+            "val (last)": columns["val"],
+            "val (best checkpoint)": outcome.best_metrics,
+            "test (best checkpoint)": columns["test"],
+        }
+    columns = {title: metrics for title, metrics in columns.items() if metrics}
+    for column in columns:
+        table.add_column(column, justify="right")
+    for name in dict.fromkeys(name for metrics in columns.values() for name in metrics):
+        values = [metrics.get(name) for metrics in columns.values()]
         # Validation and test may have different data sets, and thus different metric names.
         table.add_row(name, *("" if value is None else f"{value:.4f}" for value in values))
     Console(highlight=False).print(table)

@@ -329,7 +329,25 @@ def _training(given: Section) -> Any:
         given["val_interval"] = given.get("val_interval") or 1000
         length = Row("max_iters", "max_steps", _counted, default=None)
     loop = walk(given, (length, *_INTERVALS))
+    if isinstance(loop.get("val_begin"), int):
+        loop["val_begin"] = _first_validation(loop, draft.by_epoch)
     return {"type": "EpochTrainLoop" if draft.by_epoch else "IterTrainLoop", **loop}
+
+
+def _first_validation(loop: Mapping[str, Any], by_epoch: bool) -> int:
+    """Return the epoch or update of mmengine's first validation, by the converted settings.
+
+    There ``val_begin`` only excludes earlier multiples of the interval.
+    """
+    begin = max(1, int(loop["val_begin"]))
+    dynamic = [tuple(pair) for pair in loop.get("dynamic_intervals") or ()]
+    intervals = [(0, loop.get("val_interval", 1 if by_epoch else 1000)), *dynamic]
+    end = int(loop["max_epochs" if by_epoch else "max_steps"])
+    for count in range(begin, end):
+        active = [interval for milestone, interval in intervals if milestone <= count + 1]
+        if count % active[-1] == 0:
+            return count
+    return max(begin, end)
 
 
 def _counted(section: Section, key: str) -> Any:

@@ -202,7 +202,14 @@ _TORCH_NAMES = {"PolyLR": "PolynomialLR"}
 _WITHOUT_END = ("Step", "MultiStep", "Exponential", "CosineRestart")
 # Schedules that do not change the values before the first step.
 _FIRST_IS_BASE = ("CosineAnnealingLR", "ExponentialLR", "MultiStepLR", "PolyLR", "StepLR")
-_WINDOW = (Row("begin", "after", same=(0,)), Row("end", "until", same=(_INF,)))
+# mmengine does not step a schedule at its `end`; a ScheduleWindow takes its last step at `until`.
+_UNTIL = Row(
+    "end",
+    "until",
+    lambda section, key: max(section.pop(key), section["begin"] + 2) - 1,
+    same=(_INF,),
+)
+_WINDOW = (_UNTIL, Row("begin", "after", same=(0,)))
 _ETA_MIN = Row("eta_min", "eta_min", same=(None, 0))
 _TOTAL = Row("", "total_iters", _total, default=None)
 _SCHEDULES: dict[str, tuple[Row, ...]] = {

@@ -128,7 +128,7 @@ def run_range_test(job: Job, first: float, last: float, steps: int, optimizer: s
             parts["model"],
             loop,
             optim_wrapper=parts["optim_wrapper"],
-            hooks=[*parts["hooks"].values(), hook],
+            hooks={**parts["hooks"], "range_test": hook},
             seed=parts["seed"],
         ).train()
     return RangeTest(hook.rates, hook.losses, hook.diverged)

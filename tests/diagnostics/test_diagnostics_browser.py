@@ -81,6 +81,33 @@ def test_a_record_is_read_by_hover_and_runs_are_overlaid(browser: Browser, tmp_p
     assert_quiet(browser, page.as_uri())
 
 
+def test_rates_have_the_colors_of_their_runs_and_ranks_are_no_metric(
+    browser: Browser, tmp_path: Path
+) -> None:
+    paths = []
+    for name in ("a", "b"):
+        rates = {"lr": 0.1, "lr/norm": 0.2, "slowest_rank": 1.0, "loss": 1.0}
+        scores = [record(step, "val", score=1.0 / step) for step in (1, 2)]
+        paths.append(
+            write_folder(tmp_path / name, [record(1, **rates), record(2, **rates), *scores])
+        )
+    page = report(tmp_path, *paths)
+    browser.open(page)
+    chart(browser, "lr")
+    script = (
+        "return document.querySelector('[data-name=lr]').data.map(d => [d.line.color, d.line.dash])"
+    )
+    (first, second, third, fourth) = browser.run(script)
+    loss = "return document.querySelector('[data-name=loss]').data.map(d => d.line.color)"
+    assert [first[0], third[0]] == browser.run(loss)
+    assert (first[0], third[0]) == (second[0], fourth[0])
+    assert (first[1], second[1]) == (third[1], fourth[1]) == ("solid", "dash")
+    where = "return document.querySelector('[data-name=slowest_rank]').closest('section').id"
+    assert browser.run(where) == "system"
+    assert "direction unknown" in browser.run("return document.body.textContent")
+    assert_quiet(browser, page.as_uri())
+
+
 def test_differences_of_settings_are_found(browser: Browser, tmp_path: Path) -> None:
     browser.open(report(tmp_path, *two_runs(tmp_path)))
     chart(browser, "loss")

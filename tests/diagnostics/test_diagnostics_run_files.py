@@ -6,10 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from run_folders import lines, record, two_runs, write_folder
+from torch import nn
 
+from stepwrap.collectives import BaseMetric
 from stepwrap.diagnostics.reports.page import as_json, page
 from stepwrap.diagnostics.reports.run_files import Run, RunError, find_runs, open_run
+from stepwrap.loops import CheckpointHook, EpochTrainLoop, ValLoop
+from stepwrap.runner import Runner
+from stepwrap.wrappers import OptimWrapper, SupervisedModel
 
 
 def read(folder: Path) -> Run:
@@ -62,27 +68,51 @@ def test_many_records_keep_their_extremes(tmp_path: Path) -> None:
 
 
 def test_best_values_use_the_direction_of_the_metric(tmp_path: Path) -> None:
-    names = ("score", "val_loss", "wer", "noisy/wer", "wers/noisy", "terrain")
+    names = ("score", "val_loss", "wer", "noisy/wer", "far/wer", "wers/noisy", "terrain", "f1")
     records = [record(n, "val", **dict.fromkeys(names, float(n))) for n in (1, 2, 3)]
     records += [record(n, lossy=float(n)) for n in (1, 2, 3)]
-    directions = {"wer": False, "noisy/wer": False, "wers": False}
+    directions = {"noisy/wer": False, "wers": False, "a/f1": False, "b/f1": True}
     known = write_folder(tmp_path / "known", records, environment={"higher_is_better": directions})
     best = {name: one.best_step for name, one in read(known).extremes().items()}
-    found = {"score": 3, "val_loss": 1, "wer": 1, "noisy/wer": 1, "wers/noisy": 1, "terrain": 3}
-    assert best == {f"val/{name}": step for name, step in found.items()} | {"train/lossy": 1}
+    # Nothing says which values of a score are better, so none is shown as the best.
+    expected = dict.fromkeys(("score", "terrain"))
+    expected |= dict.fromkeys(("val_loss", "wer", "noisy/wer", "far/wer", "wers/noisy"), 1)
+    expected |= {"f1": 3}
+    assert best == {f"val/{name}": step for name, step in expected.items()} | {"train/lossy": 1}
+    assert read(known).extremes()["val/score"] == (None, None, 3.0, 3)
+
+
+def test_the_direction_that_a_hook_sets_decides(tmp_path: Path) -> None:
+    class Misses(BaseMetric):
+        def add(self, preds: torch.Tensor) -> None:
+            self._results += preds[:, 0].tolist()
+
+        def compute_metric(self, results: list[float]) -> float:
+            return float(len(results))
+
+    model = SupervisedModel(nn.Linear(2, 1), nn.MSELoss())
+    batches = [(torch.ones(4, 2), torch.ones(4, 1))]
+    validation = ValLoop(batches, {"miss2": Misses()})
+    loop = EpochTrainLoop(batches, max_epochs=2, val_loop=validation)
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    hooks = {"checkpoint": CheckpointHook(keep_best="miss2", mode="min"), "progress": None}
+    Runner(model, loop, optim_wrapper=optim, hooks=hooks, run_dir=tmp_path).train()
+    run = read(tmp_path)
+    assert run.status() == ("ended", "")
+    assert run.read("environment.json")["higher_is_better"] == {"miss2": False}
 
 
 def test_the_status_of_an_empty_folder_is_unknown(tmp_path: Path) -> None:
     data = read(write_folder(tmp_path / "run")).page_data()
     assert (data["curves"], data["metrics"], data["environment"]) == ([], {}, {})
     assert data["status"] == "unknown"
-    assert "killed" in data["reason"]
+    assert "no hooks.run_info" in data["reason"]
 
 
 @pytest.mark.parametrize(
     ("last", "status"),
     [
-        ({"event": "start"}, ("unknown", "")),
+        ({"event": "start"}, ("unknown", "killed")),
         ({"event": "end", "text": ""}, ("ended", "")),
         ({"event": "end", "text": "SIGTERM"}, ("stopped", "SIGTERM")),
         ({"event": "error", "step": 7, "rank": 1, "text": "boom"}, ("failed", "rank 1: boom")),

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from hook_runs import loader, metrics, new_state, train
-from listeners import on
+from listeners import on, stop_at
 from ranks import run_ranks
 
-from stepwrap.loops import HookList, TensorBoardHook, TestLoop
+from stepwrap.loops import (
+    CheckpointHook,
+    HookList,
+    LoggerHook,
+    LogHook,
+    LoopState,
+    TensorBoardHook,
+    TestLoop,
+    load_checkpoint,
+)
 
 
 def scalars(folder: Path) -> dict[str, list[int]]:
@@ -29,6 +40,42 @@ def test_records_and_metrics_and_a_resume_hides_later_ones(tmp_path: Path) -> No
     state.step, state.iteration, state.epoch, state.evaluated_at = 4, 4, 1, 4
     train(state, [TensorBoardHook()])
     assert scalars(tmp_path) == {"train/loss": [2, 4, 6, 8], "val/error": [4, 8]}
+
+
+class Service(LoggerHook):
+    """A logger that keeps what it gets, as W&B and MLflow do."""
+
+    def __init__(self, points: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.points = points
+
+    def scalars(self, state: LoopState, phase: str, values: Mapping[str, float]) -> None:
+        self.points.append((phase, state.step))
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4, 5])
+def test_a_stop_inside_an_interval_leaves_no_point(tmp_path: Path, stop: int) -> None:
+    pytest.importorskip("tensorboard")
+    points: list[tuple[str, int]] = []
+    for is_resumed in (False, True):
+        state = new_state(run_dir=tmp_path)
+        if is_resumed:
+            (saved,) = (tmp_path / "checkpoints").iterdir()
+            load_checkpoint(saved).restore(state)
+        hooks = [CheckpointHook(every_epochs=None), stop_at(None if is_resumed else stop)]
+        train(state, [TensorBoardHook(), LogHook(), Service(points), *hooks], log_every_steps=3)
+        if not is_resumed:
+            lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+            assert stop in [json.loads(line)["step"] for line in lines]
+    # The run ends inside an interval as well; that record stays.
+    assert scalars(tmp_path) == {"train/loss": [3, 6, 8], "val/error": [4, 8]}
+    assert sorted(points) == [
+        *(("train", step) for step in (3, 6, 8)),
+        *(("val", step) for step in (4, 8)),
+    ]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records if record["phase"] == "train"] == [3, 6, 8]
 
 
 def test_an_evaluation_of_an_earlier_checkpoint_hides_nothing(tmp_path: Path) -> None:

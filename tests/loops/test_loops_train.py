@@ -97,11 +97,24 @@ def validated_at(loop: EpochTrainLoop | IterTrainLoop, **state: Any) -> list[tup
 @pytest.mark.parametrize(
     ("settings", "epochs"),
     [
-        ({"max_epochs": 5, "val_interval": 2, "val_begin": 3}, [4, 5]),
+        ({"max_epochs": 5, "val_interval": 2, "val_begin": 3}, [3, 4, 5]),
+        ({"max_epochs": 9, "val_interval": 4, "val_begin": 1}, [1, 4, 8, 9]),
+        ({"max_epochs": 9, "val_interval": 4, "val_begin": 0}, [0, 4, 8, 9]),
+        ({"max_epochs": 9, "val_interval": 4}, [4, 8, 9]),
+        ({"max_epochs": 5, "val_interval": 2, "val_begin": 6}, []),
         # The next epoch decides which interval applies.
         (
             {"max_epochs": 10, "val_interval": 4, "dynamic_intervals": [(5, 2), (9, 1)]},
             [4, 6, 8, 9, 10],
+        ),
+        (
+            {
+                "max_epochs": 10,
+                "val_interval": 4,
+                "dynamic_intervals": [(5, 2), (9, 1)],
+                "val_begin": 5,
+            },
+            [5, 6, 8, 9, 10],
         ),
     ],
 )
@@ -115,7 +128,17 @@ def test_intervals_of_validation_count_updates_not_batches() -> None:
         make_loader(4), max_steps=5, val_interval=2, val_begin=3, val_loop=make_val_loop()
     )
     # A pass has two batches, an update three.
-    assert validated_at(loop, accumulate=3) == [(5, 4), (7, 5)]
+    assert validated_at(loop, accumulate=3) == [(4, 3), (5, 4), (7, 5)]
+
+
+@pytest.mark.parametrize(
+    ("begin", "steps"), [(1, [1, 4, 8]), (0, [0, 4, 8]), (None, [4, 8]), (8, [8]), (9, [])]
+)
+def test_the_first_update_that_is_validated(begin: int | None, steps: list[int]) -> None:
+    loop = IterTrainLoop(
+        make_loader(4), max_steps=8, val_interval=4, val_begin=begin, val_loop=make_val_loop()
+    )
+    assert [step for _, step in validated_at(loop)] == steps
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import stepwrap.collectives.dist
 import stepwrap.wrappers
 from stepwrap.collectives import trace_collectives
 from stepwrap.registry import DEFAULT_HOOKS, HOOK_TYPES, HOOKS, MODEL_WRAPPERS
-from stepwrap.runner.command.cli import COMMANDS
+from stepwrap.runner.command.cli import COMMANDS, main
 from stepwrap.wrappers import ReplicationCallbackDataParallel
 
 README = page("README.md")
@@ -266,6 +266,30 @@ def test_the_example_of_stochastic_weight_averaging(tmp_path: Path) -> None:
     (state,) = (tmp_path / "runs" / "swa" / "checkpoints").glob("step_00000320/state.pt")
     swa = torch.load(state, weights_only=True)["stateful"]["hooks.swa"]
     assert swa["count"] == 3
+
+
+def test_the_page_on_schedules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = page("schedules")
+    example, plateau = blocks(text, "yaml")
+    Path("scheduled.yaml").write_text(example)
+    Path("plateau.yaml").write_text(f"_base_: digits_single\n{plateau}")
+    (command,), (shown,) = blocks(text, ""), blocks(text, "text")
+    assert main(command.split()[1:]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line not in out] == []
+    assert main(["check", "plateau.yaml"]) == 0
+    # One batch in each epoch is enough for its rate.
+    words = ["limit_batches=1", "train.log_every_steps=1", "hooks.progress=false"]
+    assert main(["train", "scheduled.yaml", *words]) == 0
+    lines = Path("runs/scheduled/metrics.jsonl").read_text().splitlines()
+    rates = [record["lr"] for record in map(json.loads, lines) if record["phase"] == "train"]
+    (table,) = found(r"^\| rate \|(.*)\|$", text)
+    assert rates == pytest.approx([float(rate) for rate in table.split("|")], rel=1e-3)
+    for code in blocks(text, "python"):
+        exec(code, {})
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_all_problems_come_at_once_with_their_places(good: str, write: Write) ->
             "metrics.x.type=Acuracy",
             "metrics.x.type: Acuracy is not in the stepwrap::METRICS registry",
         ),
-        ("hooks=3", "hooks: must be hooks by name, got 3"),
+        ("hooks=3", "hooks: must be hooks by name, or false for none, got 3"),
         ("hooks.log=3", "hooks.log: must be true, false or the hook's settings, got 3"),
         (
             "hooks.checkpoint.keep_best=[accuracy, loss]",

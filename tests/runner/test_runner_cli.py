@@ -16,7 +16,8 @@ from programs import run as program
 from ranks import run_ranks
 from runner_parts import final_weights, records, run_command
 
-from stepwrap.registry import HOOKS, list_registrations
+from stepwrap.registry import HOOKS, list_registrations, load_config
+from stepwrap.runner import Runner
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.command.print_commands import read_curves
 
@@ -164,7 +165,15 @@ def test_train_writes_the_run_folder_and_ends_with_test_metrics(run: Path, capsy
         *("config.yaml", "origins.json", "metrics.jsonl", "metrics.csv", "checkpoints"),
         *("curves.png", "environment.json", "events.jsonl", "phases.json"),
     }
-    assert "test (best checkpoint)" in out
+    # The validation of the last step, and both results of the best checkpoint.
+    header = next(line for line in out.splitlines() if "test (best checkpoint)" in line)
+    titles = [title.strip() for title in re.split("[┃|]", header) if title.strip()]
+    assert titles == ["metric", "val (last)", "val (best checkpoint)", "test (best checkpoint)"]
+    row = next(line for line in out.splitlines() if re.search(r"^[│|] accuracy", line))
+    final, best = (float(value) for value in re.findall(r"\d\.\d{4}", row)[:2])
+    scores = [record["accuracy"] for record in records(folder) if record["phase"] == "val"]
+    assert final == pytest.approx(scores[-1], abs=1e-4)
+    assert best == pytest.approx(max(scores), abs=1e-4)
     assert "curves: runs/points/curves.png" in out
     assert "best checkpoint: runs/points/checkpoints/step_" in out
     assert {record["phase"] for record in records(folder)} == {"train", "val", "test"}
@@ -295,6 +304,38 @@ def test_check_builds_the_parts(run: Path, capsys: Capture) -> None:
     assert (
         "optimizer: cannot be built: ValueError: Invalid learning rate" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulate", "length"),
+    [
+        (1, 1, "72 updates, 6 epochs, 72 batches on each rank"),
+        (2, 2, "18 updates, 6 epochs, 36 batches on each rank"),
+    ],
+)
+def test_check_prints_the_length_of_the_training_and_schedules_that_differ(
+    run: Path, capsys: Capture, ranks: int, accumulate: int, length: str
+) -> None:
+    words = [
+        "train.max_epochs=6",
+        f"launch.nproc={ranks}",
+        f"optim_wrapper.accumulative_counts={accumulate}",
+        "schedulers=[{type: LinearLR, total_iters: 2, until: 2}, "
+        "{type: CosineAnnealingLR, T_max: 4, after: 2}, {type: StepLR, step_size: 1}]",
+    ]
+    assert main(["check", "points.yaml", *words]) == 0
+    out = capsys.readouterr().out
+    assert f"\ntraining: {length}\n" in out
+    assert "warning" not in out
+    if ranks == 1:
+        assert Runner.from_config(load_config("points.yaml", words)).train().step == 72
+    words = [*words, "schedulers.1.T_max=2", "schedulers.2={type: CosineAnnealingLR, T_max: 40}"]
+    assert main(["check", "points.yaml", *words]) == 0
+    rises, ends = (line for line in capsys.readouterr().out.splitlines() if "warning" in line)
+    assert "override" in rises
+    assert "schedulers.1: CosineAnnealingLR counts epochs: T_max is 2, but it acts for 4" in rises
+    assert "set T_max: 4" in rises
+    assert "schedulers.2: CosineAnnealingLR counts epochs: T_max is 40" in ends
 
 
 def test_an_error_in_the_run_is_one_message(run: Path, capsys: Capture) -> None:

@@ -447,7 +447,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
     ('param_scheduler = [dict(type="LinearLR", begin=0, end=2, convert_to_iter_based=True),'
      ' dict(type="CosineAnnealingLR", T_max=4, begin=2, end=6, convert_to_iter_based=True)]',
      {"schedulers.0.total_iters": 19, "schedulers.0.by": "step",
-      "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 60,
+      "schedulers.1": {"type": "CosineAnnealingLR", "T_max": 40, "after": 20, "until": 59,
                        "by": "step"}}, None),
     (f'{BATCHES}param_scheduler = dict(type="StepLR", step_size=2)', {"schedulers": None},
      "3: param_scheduler.by_epoch: mmengine never steps it in an iteration-based loop"),
@@ -469,6 +469,12 @@ ROWS: list[tuple[str, dict[str, Any], str | None]] = [
      'paramwise_cfg=dict(num_layers=12, layer_decay_rate=0.75))', {"optimizer.paramwise": None},
      "3: optim_wrapper.paramwise_cfg.layer_decay_rate: is not converted: set"
      " optimizer.paramwise.layer_decay"),
+    # mmengine validates after multiples of the interval only.
+    ("train_cfg = dict(max_epochs=9, val_begin=1, val_interval=4)", {"train.val_begin": 4}, None),
+    ("train_cfg = dict(max_epochs=9, val_begin=5, val_interval=4, dynamic_intervals=[(6, 3)])",
+     {"train.val_begin": 6}, None),
+    ("train_cfg = dict(max_epochs=9, val_begin=9, val_interval=4)", {"train.val_begin": 9}, None),
+    ("train_cfg = dict(max_epochs=9, val_begin=0, val_interval=4)", {"train.val_begin": 4}, None),
     # Loaders that only mmengine can build.
     ('randomness = dict(seed=5)\ntrain_dataloader = dict(batch_size=2,'
      ' dataset=dict(type="convert_parts.Ones", size=4), sampler=dict(type="ClassBalanced"))',

@@ -1,5 +1,6 @@
 """The runner from plain objects and from configs, on one and two ranks."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,23 @@ from stepwrap.loops import (
     CheckpointError,
     CheckpointHook,
     EpochTrainLoop,
+    EvalSets,
+    GradNormHook,
     Hook,
+    HookList,
+    LogHook,
     LoopState,
+    NanGuardHook,
+    ProgressHook,
+    RunInfoHook,
     TestLoop,
+    ThroughputHook,
     ValLoop,
     build_loader,
 )
 from stepwrap.registry import ConfigError, load_config
 from stepwrap.runner import Runner
+from stepwrap.runner.run_folder import ConfigWriter
 from stepwrap.wrappers import OptimWrapper, SingleDevice, SupervisedModel
 
 QUIET = ["hooks.progress=false"]
@@ -92,6 +102,59 @@ def test_validate_and_test_return_metrics() -> None:
     assert set(runner.test()) == {"accuracy"}
 
 
+class Steps(SupervisedModel):
+    """A model that records which of its steps are called."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 2), nn.CrossEntropyLoss())
+        self.called: set[str] = set()
+
+    def val_step(self, data: Any) -> Any:
+        self.called.add("val")
+        return super().val_step(data)
+
+    def test_step(self, data: Any) -> Any:
+        self.called.add("test")
+        return super().test_step(data)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("kind", [ValLoop, TestLoop])
+def test_the_method_decides_the_phase_not_the_class_of_the_loop(
+    tmp_path: Path, kind: type[ValLoop | TestLoop], several: bool
+) -> None:
+    def loop(samples: int) -> Any:
+        metrics = {"accuracy": MulticlassAccuracy(num_classes=2, average="micro")}
+        single = kind(build_loader(points(samples), batch_size=4, train=False), metrics)
+        return EvalSets({"set": single}) if several else single
+
+    name = "set/accuracy" if several else "accuracy"
+    model, validation = Steps(), loop(9)
+    train = EpochTrainLoop(build_loader(points(8), batch_size=4), max_epochs=1, val_loop=validation)
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    # The same loop may be used for both.
+    for test in (loop(40), validation):
+        hooks = [LogHook()]
+        runner = Runner(
+            model, train, optim_wrapper=optim, test_loop=test, hooks=hooks, run_dir=tmp_path
+        )
+        state = runner.state
+        assert runner.validate()[name] == state.metrics[name]
+        assert model.called == {"val"}
+        before = dict(state.metrics)
+        model.called.clear()
+        runner.test()
+        assert state.metrics == before
+        assert "test" in model.called
+        model.called.clear()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    phases = [json.loads(line)["phase"] for line in lines]
+    assert phases == ["val", "test"] * 2
+    train.run(state, HookList())
+    assert model.called == {"val"}
+    assert state.evaluated_at == state.step == 2
+
+
 def test_test_takes_the_checkpoint_that_is_named(tmp_path: Path) -> None:
     hooks = [CheckpointHook(keep_best="accuracy", keep_last=None)]
     runner = make_runner(hooks=hooks, run_dir=tmp_path)
@@ -114,10 +177,70 @@ def test_a_runner_has_the_hooks_of_a_config_unless_it_is_given_others(
         *("environment.json", "events.jsonl", "phases.json"),
     }
     assert {*state.stateful} >= {"hooks.checkpoint"}
-    for hooks in ((), {}):
+    for hooks in ((), [], False):
         make_runner(hooks=hooks, run_dir=tmp_path / "none").train()
         assert capsys.readouterr() == ("", "")
     assert list((tmp_path / "none").iterdir()) == []
+
+
+DEFAULTS = {
+    "progress": ProgressHook,
+    "log": LogHook,
+    "checkpoint": CheckpointHook,
+    "throughput": ThroughputHook,
+    "nan_guard": NanGuardHook,
+    "run_info": RunInfoHook,
+}
+
+
+class Silent(ProgressHook):
+    """A progress hook of the user's own."""
+
+
+def test_hooks_are_added_to_the_default_hooks_in_python_as_in_a_config(run: Path) -> None:
+    def kinds(hooks: Any) -> list[type]:
+        chosen = [
+            hook for hook in make_runner(hooks=hooks)._hooks if type(hook) is not ConfigWriter
+        ]
+        return sorted((type(hook) for hook in chosen), key=lambda kind: kind.__name__)
+
+    def configured(hooks: str) -> list[type]:
+        runner = Runner.from_config(points_config(run, "schedulers=[]", f"hooks={hooks}"))
+        chosen = [hook for hook in runner._hooks if type(hook) is not ConfigWriter]
+        return sorted((type(hook) for hook in chosen), key=lambda kind: kind.__name__)
+
+    def but(*names: str, added: type | None = None) -> list[type]:
+        kinds_left = [kind for name, kind in DEFAULTS.items() if name not in names]
+        return sorted([*kinds_left, *([added] if added else [])], key=lambda kind: kind.__name__)
+
+    assert kinds(None) == kinds({}) == configured("{}") == but()
+    assert kinds({"norm": GradNormHook()}) == but(added=GradNormHook)
+    assert configured("{norm: {type: GradNormHook}}") == but(added=GradNormHook)
+    assert kinds([GradNormHook()]) == but(added=GradNormHook)
+    assert kinds({"nan_guard": None}) == kinds({"nan_guard": False}) == but("nan_guard")
+    assert configured("{nan_guard: false}") == but("nan_guard")
+    assert kinds(()) == kinds(False) == configured("false") == []
+    # A hook takes the place of the default one of its name or, in a list, of its class.
+    assert kinds({"progress": Silent()}) == but("progress", added=Silent)
+    assert kinds([Silent()]) == but("progress", added=Silent)
+    guard = NanGuardHook(action="warn")
+    assert [
+        hook for hook in make_runner(hooks=[guard])._hooks if isinstance(hook, NanGuardHook)
+    ] == [guard]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "text"),
+    [
+        (GradNormHook(), r"got a GradNormHook; write hooks=\[...\]"),
+        ("progress", "got a str"),
+        ([GradNormHook], r"got the class; write GradNormHook\(\)"),
+        ({"grad_norm": True}, "got a bool without any"),
+    ],
+)
+def test_hooks_of_another_form_are_refused(hooks: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make_runner(hooks=hooks)
 
 
 def test_the_state_at_the_end_of_a_notebook_cell_is_one_line() -> None:

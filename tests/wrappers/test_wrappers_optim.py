@@ -79,8 +79,14 @@ def test_batch_norm_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         _sgd().initialize_count_status(nn.BatchNorm1d(2), 0, 8)
         assert not caplog.records
-        _sgd(accumulative_counts=2).initialize_count_status(nn.BatchNorm1d(2), 0, 8)
-    assert "Gradient accumulative may slightly decrease" in caplog.text
+        wrapper = _sgd(accumulative_counts=2)
+        both = OptimWrapperDict(a=wrapper, b=_sgd(accumulative_counts=2))
+        # Also after a rollback, and with several optimizers, once.
+        for _ in range(2):
+            both.initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+            wrapper.initialize_count_status(nn.BatchNorm1d(2), 0, 8)
+    (message,) = caplog.messages
+    assert "statistics from single micro-batches, also with accumulative_counts=2" in message
 
 
 @on_ranks(2)

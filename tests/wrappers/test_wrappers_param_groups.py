@@ -142,7 +142,7 @@ def test_groups_are_few_and_named_in_the_order_of_the_model() -> None:
         model, custom_keys={"embed": {"decay_mult": 0.0}, "token": {}}, norm_decay_mult=0.0
     )
     names = [group["name"] for group in groups]
-    assert names == ["token+other+bias+2 more", "embed+norm"]
+    assert names == ["default", "embed+norm"]
 
 
 @pytest.mark.parametrize("cls", [AdamW, SGD])
@@ -369,7 +369,7 @@ def test_names_are_from_the_users_model(kind: str) -> None:
 
 
 GROUPS = [
-    ("other", 1.0, 0.5, 1),
+    ("default", 1.0, 0.5, 1),
     ("bias flat", 1.0, 0.25, 1),
     ("norm", 1.0, 0.0, 2),
     ("net.2.*", 3.0, 0.5, 2),

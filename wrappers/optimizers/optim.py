@@ -69,6 +69,9 @@ class Accumulation(OptimFeatures):
     def inner_count(self, count: int) -> None:
         self._inner_count = count
 
+    # False after the warning.
+    warns_of_batch_norm = True
+
     # mmengine's names; code that is written for its optimizer wrappers reads them.
     _max_counts = property(lambda self: self.max_counts)
     _remainder_counts = property(
@@ -106,12 +109,15 @@ class Accumulation(OptimFeatures):
                 self._length_at(init_counts),
             )
         has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
-        if has_norm and get_rank() == 0:
-            # The message begins like mmengine's.
+        if has_norm and self.warns_of_batch_norm and get_rank() == 0:
             logger.warning(
-                "Gradient accumulative may slightly decrease the performance of models with "
-                "BatchNorm: its statistics come from single micro-batches."
+                "BatchNorm computes its statistics from single micro-batches, also with "
+                "accumulative_counts=%d: the model may become slightly worse than with batches of "
+                "the full size",
+                every,
             )
+        # A loop calls this again when it rolls back.
+        self.warns_of_batch_norm &= not has_norm
 
     def accumulate(self, counts: int) -> None:
         """Change the number of micro-batches per update; call it between two windows.

@@ -158,8 +158,12 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         yourself before this.
         """
         self._before = None
-        for wrapper in self.followers():
+        followers = self.followers()
+        for wrapper in followers:
             wrapper.initialize_count_status(model, init_counts, max_counts)
+            # One warning about the model is enough.
+            for other in followers:
+                other.warns_of_batch_norm &= wrapper.warns_of_batch_norm
 
     def followers(self) -> list[OptimWrapper]:
         """Return the members whose counts the training loop sets.

@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 Options = dict[str, Any]
 
+# The name of the group with the optimizer's own options. Records have its rate as `lr`.
+DEFAULT_GROUP = "default"
+
 _WRAPPERS = (DataParallel, DistributedDataParallel, Steps)
 # The child in which torch.compile keeps the original module.
 _COMPILED = "_orig_mod"
@@ -265,7 +268,7 @@ class _Rules:
         kind, decay_mult = self._decay_of(kind, is_flat=one.parameter.ndim == 1)
         lr = self._product("lr", lr_mult, "bias_lr_mult")
         decay = self._product("weight_decay", decay_mult, f"{kind} decay")
-        return kind or "other", _without_none({"lr": lr, "weight_decay": decay})
+        return kind or DEFAULT_GROUP, _without_none({"lr": lr, "weight_decay": decay})
 
     def _decay_of(self, kind: str, *, is_flat: bool) -> tuple[str, float | None]:
         """Return the factor of a parameter's weight decay, with the kind that decided it."""
@@ -392,6 +395,9 @@ def _grouped(
     for params, reasons, options in groups.values():
         more = [f"{len(reasons) - 3} more"] if len(reasons) > 3 else []
         name = "+".join([*list(reasons)[:3], *more])
+        if DEFAULT_GROUP in reasons:
+            # Other parameters in this group have the optimizer's own options as well.
+            name = DEFAULT_GROUP
         # A custom key may have the same name as a kind of parameters.
         taken[name] += 1
         name = name if taken[name] == 1 else f"{name} {taken[name]}"
