@@ -222,10 +222,11 @@ def restore_window_weights(
             weights and the gradients are multiplied by it.
     """
     saved = [content.get("window_weights", []) for content in ranks]
-    for member, values in zip(
-        members_of(state.optim_wrapper), zip(*saved, strict=True), strict=False
-    ):
-        if any(values):
+    members, names = members_of(state.optim_wrapper), ranks[0].get("window_members")
+    if names and isinstance(state.optim_wrapper, Mapping):
+        members = [state.optim_wrapper.get(name) for name in names]
+    for member, values in zip(members, zip(*saved, strict=True), strict=False):
+        if any(values) and member is not None:
             member.window_weight = sum(values) / len(values) * rank_ratio
             for group in member.optimizer.param_groups:
                 for parameter in group["params"] if rank_ratio != 1 else ():

@@ -21,7 +21,15 @@ from .clipping import GradClip
 from .first_update import FirstUpdate
 from .gates import ClosureGate, Gate, GuardGate, UpdateGuard, check_closure
 from .loss_weight import LossWeight
-from .optim_state import has_sharded_state, kind_of, load_state, state_of
+from .optim_state import (
+    NAMES,
+    has_names,
+    has_sharded_state,
+    kind_of,
+    load_state,
+    match_by_name,
+    state_of,
+)
 from .optimizer_fit import check_optimizer, needs_closure
 from .windows import CountWindow, WeightedWindow
 
@@ -472,6 +480,10 @@ class OptimWrapper(Accumulation):
         whole tensor, or an object with a ``shape`` whose slices are tensors. If the state contains
         ``DTensor``s, every rank must call this.
 
+        If the saved optimizer and this one were created with ``named_parameters()``, parameters are
+        paired by name, and the saved groups are used. Otherwise they are paired by position, as in
+        torch. Checkpoints of stepwrap's loops always store names.
+
         Raises:
             ValueError: the state belongs to another kind of optimizer, or to other parameters.
         """
@@ -482,12 +494,28 @@ class OptimWrapper(Accumulation):
             # torch would load it, and fail in the next step because a setting is missing.
             raise ValueError(f"the optimizer is {own}, but the state to load is of {kind}")
         base = state.pop(_BASE_KEY, None)
-        if base is not None and self.base_param_settings is not None:
-            self.base_param_settings = dict(base)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self.resumed_at = count
         self.window.unit = state.pop(_UNIT_KEY, 0.0)
+        groups = self.optimizer.param_groups
+        if has_names(groups) and has_names(state["param_groups"]):
+            names = {
+                id(p): [n]
+                for g in groups
+                for p, n in zip(g["params"], g.get(NAMES, ()), strict=True)
+            }
+            matched = match_by_name(self.optimizer, state, names)
+            state = matched.content
+            if matched.stateless or matched.unused:
+                logger.warning(
+                    "the state to load has no parameters %s, and the optimizer has none of %s",
+                    *(matched.stateless or "-", matched.unused or "-"),
+                )
         load_state(self.optimizer, state)
+        if len(self.optimizer.param_groups) == 1:
+            self.base_param_settings = None
+        elif base is not None:
+            self.base_param_settings = dict(base)
 
     def __repr__(self) -> str:
         return (
