@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..wrappers.features import optim_features
+from ..wrappers.features import OptimFeatures, optim_features
 from .state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -223,13 +223,28 @@ def has_gradients(model: nn.Module) -> bool:
 
 
 def start_counting(
-    optim_wrapper: Any, model: nn.Module, iteration: int, max_iterations: int
+    optim_wrapper: Any,
+    model: nn.Module,
+    iteration: int,
+    max_iterations: int,
+    *,
+    by_updates: bool = False,
 ) -> None:
     """Set the first and the last batch that the optimizer wrapper counts.
 
     If a checkpoint restored gradients of an unfinished accumulation window, counting starts at the
     window's first batch, so that the remaining losses are scaled as without the interruption.
+
+    Args:
+        optim_wrapper: one or several optimizer wrappers.
+        model: the model wrapper.
+        iteration: finished batches.
+        max_iterations: batches of the whole training; -1 if unknown.
+        by_updates: whether the training ends after a number of updates, not of batches.
     """
+    for member in members_of(optim_wrapper):
+        if isinstance(member, OptimFeatures):
+            member.ends_by_updates = by_updates
     if not has_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)
         return
@@ -237,6 +252,10 @@ def start_counting(
     for member in followers():
         # Our wrappers save their count, others may not.
         count = member._inner_count or iteration
-        start = count - count % member._accumulative_counts
+        start = (
+            member.window_start(count)
+            if isinstance(member, OptimFeatures)
+            else count - count % member._accumulative_counts
+        )
         member.initialize_count_status(model, start, max_iterations)
         member._inner_count = count

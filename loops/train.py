@@ -186,7 +186,9 @@ class _TrainLoop:
         if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
             self.val_loop.try_batch(state)
         last = self.budget.plan(state, self._inputs.length)
-        start_counting(state.optim_wrapper, state.model, state.iteration, last)
+        start_counting(
+            state.optim_wrapper, state.model, state.iteration, last, by_updates=not self._by_epoch
+        )
         state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.skip_steps, state.skipped = set(self.skip_steps) or None, False

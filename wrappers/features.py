@@ -67,6 +67,7 @@ class OptimFeatures:
         accumulative_counts: micro-batches per update.
         inner_count: number of micro-batches so far.
         max_counts: total number of micro-batches of the training; -1 if unknown.
+        ends_by_updates: whether the training ends after a number of updates.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
         batch_counts: whether the next micro-batch is real. False gives it the weight 0: a rank
@@ -86,6 +87,7 @@ class OptimFeatures:
     accumulative_counts: Any = 1
     inner_count: Any = 0
     max_counts: Any = -1
+    ends_by_updates: bool = False
     loss_weight: Any = None
     last_weight: Any = None
     batch_counts: Any = True
@@ -97,6 +99,10 @@ class OptimFeatures:
     collective_state: Any = False
     reads_parts: bool = False
     precision_context: Any = None
+
+    def window_start(self, count: int) -> int:
+        """Return the number of micro-batches before the window of micro-batch ``count``."""
+        return count - count % int(self.accumulative_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch."""

@@ -31,11 +31,12 @@ from .optim_state import (
     state_of,
 )
 from .optimizer_fit import check_optimizer, needs_closure
-from .windows import CountWindow, WeightedWindow
+from .windows import CountWindow, WeightedWindow, WindowChange
 
 logger = logging.getLogger(__name__)
 
 _COUNT_KEY = "stepwrap.inner_count"
+_WINDOWS_KEY = "stepwrap.windows"
 _UNIT_KEY = "stepwrap.loss_unit"
 _KIND_KEY = "stepwrap.optimizer"
 _BASE_KEY = "base_param_settings"
@@ -50,6 +51,8 @@ class Accumulation(OptimFeatures):
     Attributes:
         max_counts: total number of micro-batches of the training; -1 if unknown.
         resumed_at: number of micro-batches before the training began or was resumed.
+        ends_by_updates: whether the training ends after a number of updates, so that ``accumulate``
+            changes ``max_counts``. The training loops set it.
         window: the weights of the micro-batches in the current window.
         gates: objects called in each micro-batch and update; usually none after the first update.
     """
@@ -59,7 +62,10 @@ class Accumulation(OptimFeatures):
         self._inner_count = 0
         self.max_counts = -1
         self.resumed_at = 0
-        self._pass_start, self._pass_end = 0, -1
+        self.ends_by_updates = False
+        # The micro-batch from which windows are counted, and the last one of the pass.
+        self._counted_from, self._pass_end = 0, -1
+        self._changed: WindowChange | None = None
         self.window = CountWindow()
         self.gates: list[Gate] = []
 
@@ -101,17 +107,20 @@ class Accumulation(OptimFeatures):
         """
         for gate in self.gates:
             gate.begin(model)
+        changed, self._changed, self._counted_from = self._changed, None, 0
+        if changed is not None and changed.continues_at(init_counts, self._inner_count):
+            self.accumulate(changed.counts, since=changed.since)
+            self._changed = changed
         every = self._accumulative_counts
         self._inner_count = self.resumed_at = init_counts
-        self._pass_start, self._pass_end = 0, -1
-        self.max_counts = max_counts
-        if init_counts % every and self.loss_weight is None:
+        self._pass_end, self.max_counts = -1, max_counts
+        if (init_counts - self._counted_from) % every and self.loss_weight is None:
             logger.warning(
                 "Resumed iteration number is not divisible by accumulative_counts "
                 "(%d and %d): the first update uses only %d micro-batches.",
                 init_counts,
                 every,
-                self._length_at(init_counts),
+                self.window_length(),
             )
         has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
         if has_norm and get_rank() == 0:
@@ -121,15 +130,42 @@ class Accumulation(OptimFeatures):
                 "BatchNorm: its statistics come from single micro-batches."
             )
 
-    def accumulate(self, counts: int) -> None:
+    def accumulate(self, counts: int, *, since: int | None = None) -> None:
         """Change the number of micro-batches per update; call it between two windows.
+
+        Checkpoints store the change, so that a resumed run continues with it.
+
+        Args:
+            counts: the new number.
+            since: the micro-batch from which windows of this length are counted; default: the next
+                one.
 
         Raises:
             AssertionError: ``counts`` is below 1.
+            RuntimeError: a window has begun, so its losses are divided by the former number.
             TypeError: ``counts`` is not an integer.
         """
-        self._accumulative_counts = _checked_counts(counts)
-        self.window.accumulate(self._accumulative_counts)
+        counts, every, count = _checked_counts(counts), self._accumulative_counts, self._inner_count
+        if since is None and counts != every:
+            if not self.should_update() and count > self.resumed_at:
+                raise RuntimeError(
+                    f"accumulate({counts}) must be called between two windows, but "
+                    f"{count - self.window_start(count)} of the {every} micro-batches of this one "
+                    "have run: call it after an update, for example in on_update"
+                )
+            since = count
+            self._changed = WindowChange(counts, since)
+            if self.ends_by_updates and self.max_counts > count:
+                left = (self.max_counts - count) // every
+                # The windows of a weighted pass also end with the pass.
+                self.max_counts = -1 if self.loss_weight is not None else count + left * counts
+        self._accumulative_counts = counts
+        self._counted_from = self._counted_from if since is None else since
+        self.window.accumulate(counts)
+
+    def window_start(self, count: int) -> int:
+        """Return the number of micro-batches before the window of micro-batch ``count``."""
+        return count - (count - self._counted_from) % self._accumulative_counts
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Set the start of a pass over the data and, if it is known, its length.
@@ -144,19 +180,20 @@ class Accumulation(OptimFeatures):
             length: number of micro-batches in the pass.
         """
         if self.loss_weight is not None:
-            self._pass_start = start
+            if not start <= self._counted_from <= self._inner_count:
+                self._counted_from = start
             self._pass_end = -1 if length is None else start + length
 
     def should_update(self) -> bool:
         """Return whether the last micro-batch ended its window."""
         count = self._inner_count
-        full = (count - self._pass_start) % self._accumulative_counts == 0
+        full = (count - self._counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def should_sync(self) -> bool:
         """Return whether the next micro-batch ends its window; call it before the backward."""
         count = self._inner_count + 1
-        full = (count - self._pass_start) % self._accumulative_counts == 0
+        full = (count - self._counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
@@ -209,12 +246,10 @@ class Accumulation(OptimFeatures):
 
     def window_length(self) -> int:
         """Return the divisor of the next loss: the length of its window, 1 with ``loss_weight``."""
-        return 1 if self.loss_weight is not None else self._length_at(self._inner_count)
-
-    def _length_at(self, index: int) -> int:
-        """Return the number of micro-batches in the window of micro-batch ``index``."""
-        every = self._accumulative_counts
-        start = index - index % every
+        if self.loss_weight is not None:
+            return 1
+        index, every = self._inner_count, self._accumulative_counts
+        start = self.window_start(index)
         end = start + every
         if 0 < self.max_counts <= index:
             return every
@@ -469,6 +504,8 @@ class OptimWrapper(Accumulation):
             state[_BASE_KEY] = dict(self.base_param_settings)
         state[_KIND_KEY] = kind_of(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
+        if self._changed is not None:
+            state[_WINDOWS_KEY] = [self._accumulative_counts, self._counted_from]
         if self.loss_weight is not None:
             state[_UNIT_KEY] = self.window.unit
         return state
@@ -496,6 +533,10 @@ class OptimWrapper(Accumulation):
         base = state.pop(_BASE_KEY, None)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self.resumed_at = count
+        self._changed = None
+        if (windows := state.pop(_WINDOWS_KEY, None)) is not None:
+            self._changed = WindowChange(*windows)
+            self.accumulate(self._changed.counts, since=self._changed.since)
         self.window.unit = state.pop(_UNIT_KEY, 0.0)
         groups = self.optimizer.param_groups
         if has_names(groups) and has_names(state["param_groups"]):

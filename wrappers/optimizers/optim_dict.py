@@ -215,6 +215,6 @@ def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
     """Return whether a window of ``wrapper`` has ended since its count was ``before``."""
     every = wrapper._accumulative_counts
     # One batch may have several micro-batches, of which an earlier one may have ended a window.
-    start = wrapper._pass_start if isinstance(wrapper, OptimWrapper) else 0
+    start = wrapper._counted_from if isinstance(wrapper, OptimWrapper) else 0
     earlier = (wrapper._inner_count - 1 - start) // every > (before - start) // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())
