@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..collectives import get_rank
 from ..wrappers.features import OptimFeatures, optim_features
+from ..wrappers.sharding.layout import drop_unreduced_gradients
 from .state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -245,6 +247,8 @@ def start_counting(
     for member in members_of(optim_wrapper):
         if isinstance(member, OptimFeatures):
             member.ends_by_updates = by_updates
+    if not iteration and has_gradients(model):
+        _drop_gradients(model)
     if not has_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)
         return
@@ -259,3 +263,16 @@ def start_counting(
         )
         member.initialize_count_status(model, start, max_iterations)
         member._inner_count = count
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    """Drop gradients that were there before the first batch, and would enter the first update."""
+    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    for parameter in model.parameters():
+        parameter.grad = None
+    drop_unreduced_gradients(model.parameters())
+    if get_rank() == 0:
+        logger.warning(
+            "%d parameters (%s) had gradients before the first batch; they are dropped",
+            *(len(names), ", ".join(names[:3])),
+        )

@@ -357,7 +357,7 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     model = weights.user_model(state.model)
     own: dict[str, Any] = {
         "rng": capture_rng(weights.device_of(model)),
-        "gradients": weights.gradients_of(model) if at_current_batch else {},
+        "gradients": weights.gradients_of(model, state.optim_wrapper) if at_current_batch else {},
         "logs": state.logs.state_dict(None if at_current_batch else state.step),
     }
     if own["gradients"]:

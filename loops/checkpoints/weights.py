@@ -155,11 +155,16 @@ def step_state(model: Any) -> dict[str, Any]:
     return carried
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of this rank's parts of the gradients, by the user's names."""
+def gradients_of(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tensor]:
+    """Return copies of this rank's parts of the gradients, by the user's names.
+
+    Gradients that ``optim_wrapper`` drops when its next window begins are left out.
+    """
+    gates = [gate for member in members_of(optim_wrapper) for gate in getattr(member, "gates", ())]
+    foreign = {one for gate in gates for one in getattr(gate, "foreign", ())}
     # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
-    named = model.named_parameters()
-    return {plain_name(name): local_part(p.grad).clone() for name, p in named if p.grad is not None}
+    named = [(plain_name(name), p) for name, p in model.named_parameters() if p not in foreign]
+    return {name: local_part(p.grad).clone() for name, p in named if p.grad is not None}
 
 
 def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:

@@ -420,6 +420,8 @@ class OptimWrapper(Accumulation):
         for gate in self.gates:
             gate.begin_backward(self.should_sync())
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        for gate in self.gates:
+            gate.end_backward()
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures, optim_features
+from .gates import PhaseGate
 from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
@@ -31,7 +32,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     """A mapping of names to optimizer wrappers.
 
     The ``train_step`` of the model or wrapper selects an optimizer by name. Methods for gradients,
-    state and learning rates call every member.
+    state and learning rates call every member. A member updates with the gradients of its own
+    backwards: those that another member's backward leaves in its parameters are dropped.
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
@@ -52,6 +54,11 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
                     f"but got {name}: {type(wrapper)}"
                 )
         self.optim_wrappers = dict(optim_wrappers)
+        gates: list[PhaseGate] = []
+        for name, wrapper in optim_wrappers.items():
+            if isinstance(wrapper, OptimWrapper) and len(optim_wrappers) > 1:
+                kept = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
+                wrapper.gates = [PhaseGate(name, wrapper, gates), *kept]
         self._followers: set[str] = set()
         # Each member's micro-batches before the current batch; None without `begin_batch`.
         self._before: dict[str, int] | None = None
