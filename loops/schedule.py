@@ -206,6 +206,21 @@ def windows_of(optim_wrapper: Any) -> list[int]:
     return [optim_features(one).accumulative_counts for one in members_of(optim_wrapper)]
 
 
+def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:
+    """Return the updates without gradients since the last call, for the log; only if there are any.
+
+    With several optimizers, each of them has its own entry.
+    """
+    is_group = isinstance(optim_wrapper, Mapping)
+    members = optim_wrapper if is_group else {"": optim_wrapper}
+    found: dict[str, float] = {}
+    for name, member in members.items():
+        if count := optim_features(member).empty_updates:
+            found[f"updates_without_gradients/{name}".removesuffix("/")] = float(count)
+            member.empty_updates = 0
+    return found
+
+
 def window_of(optim_wrapper: Any) -> int | None:
     """Return the number of batches per update; None if the optimizers of a group differ."""
     windows = set(windows_of(optim_wrapper))

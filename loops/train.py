@@ -23,6 +23,7 @@ from .schedule import (
     StepBudget,
     has_gradients,
     is_weighted,
+    pop_empty_updates,
     positive,
     start_counting,
 )
@@ -140,7 +141,7 @@ class _TrainLoop:
 
     def _record(self, state: LoopState, hooks: HookList) -> None:
         """Emit a log record with the means since the last one; every rank must call this."""
-        scalars: Scalars = dict(state.logs.means())
+        scalars: Scalars = {**state.logs.means(), **pop_empty_updates(state.optim_wrapper)}
         hooks.emit("collect_logs", state, scalars)
         weighted = state.logs if is_weighted(state.optim_wrapper) else None
         hooks.emit("on_log", state, merged_means(scalars, weighted))

@@ -74,6 +74,7 @@ class OptimFeatures:
             without data runs such batches, because other ranks wait for its communication.
         window_weight: total weight of the micro-batches whose gradients this rank holds.
         guard: decides before each update whether it happens.
+        empty_updates: number of updates without gradients since the last log record.
         grad_norm: total norm of the gradients before clipping.
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
@@ -93,6 +94,7 @@ class OptimFeatures:
     batch_counts: Any = True
     window_weight: Any = 0.0
     guard: Any = None
+    empty_updates: int = 0
     grad_norm: Tensor | None = None
     scales_losses: bool = False
     needs_closure: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from listeners import Records
 from loop_parts import assert_identical, make_loader, make_state, weights_of
 
 from stepwrap.loops import (
@@ -17,7 +18,13 @@ from stepwrap.loops import (
     load_checkpoint,
     save_checkpoint,
 )
-from stepwrap.wrappers import OptimWrapper, OptimWrapperDict, SingleDevice, with_train_step
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    SingleDevice,
+    with_train_step,
+)
 
 
 class Idle(SingleDevice):
@@ -178,3 +185,32 @@ def test_gradients_of_another_optimizer_are_not_saved(tmp_path: Any) -> None:
     state = make()
     load_checkpoint(path).restore(state)
     assert_identical(train(state, 3), expected)
+
+
+@pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
+def test_updates_without_gradients_are_logged(kind: Any) -> None:
+    class Rarely(Players):
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+            with optim_wrapper["maker"].optim_context(self.maker):
+                loss = self.maker(data[0]).float().square().mean()
+            optim_wrapper["maker"].update_params(loss)
+            # Only the first of three batches trains the judge.
+            used = self.judge if data[0][0, 0] < 2 else torch.nn.Linear(4, 1)
+            with optim_wrapper["judge"].optim_context(self.judge):
+                loss = used(data[0]).float().square().mean()
+            optim_wrapper["judge"].update_params(loss)
+            return {"loss": loss.detach()}
+
+    model = Rarely()
+    options = {"dtype": "float16"} if kind is AmpOptimWrapper else {}
+    members = {
+        name: kind(torch.optim.SGD(getattr(model, name).parameters(), lr=0.1), **options)
+        for name in ("maker", "judge")
+    }
+    records = Records()
+    state = LoopState(SingleDevice(model), OptimWrapperDict(**members))
+    loader = make_loader(6, shuffle=False)
+    EpochTrainLoop(loader, max_epochs=2, log_every_steps=3).run(state, HookList([records]))
+    name = "updates_without_gradients"
+    assert [one.get(f"{name}/judge") for one in records.records] == [2.0, 2.0]
+    assert not any(f"{name}/maker" in one for one in records.records)

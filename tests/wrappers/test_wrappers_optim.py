@@ -288,6 +288,29 @@ def test_a_new_number_of_micro_batches_counts_from_the_next_window(
     torch.testing.assert_close(flat(model), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "clip"),
+    [(None, {"clip_value": 0.5}), ("float16", None), ("float16", {"max_norm": 0.5})],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_updates_without_gradients_are_skipped_and_counted(
+    dtype: str | None, clip: dict[str, Any] | None, fused: bool
+) -> None:
+    weight, other = _parameter(), _parameter()
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    plain = torch.optim.AdamW([expected := _parameter()], lr=0.1, fused=fused)
+    optim = OptimWrapper(optimizer, clip_grad=clip)
+    if dtype is not None:
+        optim = AmpOptimWrapper(optimizer, clip_grad=clip, dtype=dtype)
+    for one, update in ((weight, True), (other, False), (other, False), (weight, True)):
+        optim.update_params(one.sum() * 0.25)
+        if update:
+            expected.grad = torch.full_like(expected, 0.25)
+            plain.step()
+    assert optim.empty_updates == 2
+    assert torch.equal(weight, expected)
+
+
 def test_clip_value_without_a_type_clips_by_value() -> None:
     weight = _parameter()
     wrapper = _sgd(weight, lr=1.0, clip_grad={"clip_value": 0.2})

@@ -18,6 +18,7 @@ from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
 from ..ddp.distributed import StepDistributedDataParallel
 from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.first_update import FirstUpdate
+from ..optimizers.gates import GradientGate
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
@@ -325,7 +326,7 @@ class _Clock:
 
 def _decides(gate: Any) -> bool:
     """Return whether a gate may prevent an update that a program would make."""
-    return not isinstance(gate, (FirstUpdate, WeightedWindow))
+    return not isinstance(gate, (FirstUpdate, WeightedWindow, GradientGate))
 
 
 def _plan(wrapper: Any, optim_wrapper: Any) -> GradientPlan:

@@ -76,6 +76,26 @@ class FreezeGate(Gate):
         return any(one.grad is not None for one in parameters_of(optim_wrapper.optimizer))
 
 
+class GradientGate(Gate):
+    """Skip and count updates for which no parameter has a gradient.
+
+    Torch's loss scaler and its clipping by value fail in such an update.
+    """
+
+    def allows(self, optim_wrapper: Any) -> bool:
+        """Return whether any parameter has a gradient."""
+        if any(one.grad is not None for one in parameters_of(optim_wrapper.optimizer)):
+            return True
+        optim_wrapper.empty_updates += 1
+        return False
+
+
+def skip_empty_updates(optim_wrapper: Any) -> None:
+    """Add a ``GradientGate`` after the other gates, unless there is one."""
+    if not any(isinstance(gate, GradientGate) for gate in optim_wrapper.gates):
+        optim_wrapper.gates.append(GradientGate())
+
+
 class PhaseGate(Gate):
     """Keep the gradients of several optimizers apart.
 

@@ -19,7 +19,14 @@ from ..features import OptimFeatures
 from ..sharding.layout import drop_unreduced_gradients, is_dtensor, no_sync, parameters_of
 from .clipping import GradClip
 from .first_update import FirstUpdate
-from .gates import ClosureGate, Gate, GuardGate, UpdateGuard, check_closure
+from .gates import (
+    ClosureGate,
+    Gate,
+    GuardGate,
+    UpdateGuard,
+    check_closure,
+    skip_empty_updates,
+)
 from .loss_weight import LossWeight
 from .optim_state import (
     NAMES,
@@ -306,6 +313,9 @@ class OptimWrapper(Accumulation):
         reads_parts: whether ``load_state_dict`` also accepts objects that have a ``shape`` and can
             be sliced, instead of whole tensors. It then reads only this rank's part of them.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None without clipping.
+        empty_updates: number of updates since the last log record that were skipped because no
+            parameter had a gradient. They are counted in a group of optimizers, with float16 and
+            with clipping by value; in other cases torch's optimizers change nothing.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None before the first clipping by norm.
 
@@ -357,6 +367,8 @@ class OptimWrapper(Accumulation):
         if self.needs_closure:
             check_closure(self)
             self.gates.append(ClosureGate())
+        if self.clip is not None and self.clip.kind == "value":
+            skip_empty_updates(self)
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}

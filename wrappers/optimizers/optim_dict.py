@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures, optim_features
-from .gates import PhaseGate
+from .gates import PhaseGate, skip_empty_updates
 from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
@@ -59,6 +59,7 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
             if isinstance(wrapper, OptimWrapper) and len(optim_wrappers) > 1:
                 kept = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
                 wrapper.gates = [PhaseGate(name, wrapper, gates), *kept]
+                skip_empty_updates(wrapper)
         self._followers: set[str] = set()
         # Each member's micro-batches before the current batch; None without `begin_batch`.
         self._before: dict[str, int] | None = None
