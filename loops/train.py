@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 from ..registry import LOOPS
+from ..wrappers.features import require_optim_wrapper
 from .checkpoints.restore import load_checkpoint
 from .data.layout import split_into_updates
 from .data.loaders import length_of
@@ -219,6 +220,7 @@ class _TrainLoop:
     def _check(self, state: LoopState) -> None:
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
+        require_optim_wrapper(state.optim_wrapper)
         missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
         if missing:
             raise TypeError(

@@ -38,6 +38,7 @@ from ..registry import (
     load_config,
 )
 from ..wrappers import LossWeight, wrap_model
+from ..wrappers.features import require_optim_wrapper
 from .parts import build_parts, default_hooks
 from .pretrained.load import load_run_model
 from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
@@ -96,6 +97,7 @@ class Runner:
 
     Raises:
         RuntimeError: WORLD_SIZE is above 1 without a process group.
+        TypeError: ``optim_wrapper`` is not an optimizer wrapper, for example an optimizer.
 
     Attributes:
         state: the state that the loops share.
@@ -117,6 +119,8 @@ class Runner:
         loss_weight: Any = None,
     ) -> None:
         _require_group()
+        if optim_wrapper is not None:
+            require_optim_wrapper(optim_wrapper)
         named = default_hooks() if hooks is None else _named(hooks)
         self._train_loop = train_loop
         self._val_loop = val_loop or getattr(train_loop, "val_loop", None)

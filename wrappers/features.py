@@ -6,6 +6,7 @@ optimizer wrapper, ``model_features`` and ``optim_features`` return a view that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -114,6 +115,40 @@ class OptimFeatures:
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Mark the start of a pass over the data, with its length if that is known."""
+
+
+def require_optim_wrapper(optim_wrapper: Any, data: Any = None) -> None:
+    """Raise TypeError for an object that is not an optimizer wrapper, such as an optimizer.
+
+    Args:
+        optim_wrapper: the object.
+        data: the other argument of a training step; the two may have been exchanged.
+    """
+    is_class = isinstance(optim_wrapper, type)
+    if not is_class and hasattr(optim_wrapper, "update_params"):
+        return
+    remedy = "wrap the optimizer, as in OptimWrapper(optimizer)"
+    if hasattr(data, "update_params"):
+        remedy = "exchange the arguments, as in train_step(data, optim_wrapper)"
+    elif isinstance(optim_wrapper, (Mapping, list, tuple)):
+        remedy = (
+            "name several optimizers, as in OptimWrapperDict(generator=OptimWrapper(optimizer))"
+        )
+    kind = optim_wrapper.__name__ if is_class else type(optim_wrapper).__name__
+    received = f"the class {kind}" if is_class else f"an object of type {kind}"
+    raise TypeError(f"training needs an optimizer wrapper, got {received}; {remedy}")
+
+
+def explain_optim_wrapper(error: BaseException, optim_wrapper: Any, data: Any) -> None:
+    """Raise a clearer TypeError if ``error`` says that ``optim_wrapper`` is another object."""
+    missing = isinstance(error, AttributeError) and error.obj is optim_wrapper
+    # For example "'SGD' object is not subscriptable".
+    indexed = isinstance(error, TypeError) and type(optim_wrapper).__name__ in str(error)
+    if missing or indexed:
+        try:
+            require_optim_wrapper(optim_wrapper, data)
+        except TypeError as clearer:
+            raise clearer from error
 
 
 class _Foreign:

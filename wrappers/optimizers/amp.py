@@ -31,7 +31,7 @@ def _in_either_order(init: _Init) -> _Init:
 
     @wraps(init)
     def either(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args and not hasattr(args[0], "param_groups") and len(args) <= len(names):
+        if args and isinstance(args[0], (str, int, float, Mapping)) and len(args) <= len(names):
             init(self, **dict(zip(names, args, strict=False)), **kwargs)
         else:
             init(self, *args, **kwargs)

@@ -167,8 +167,8 @@ class PhaseGate(Gate):
             if in_window and is_dtensor(parameter):
                 self._sharded[parameter] = _version(parameter)
             elif (gradient := parameter.grad) is not None and parameter not in self._foreign:
-                # DDP may use the memory of a view again.
-                self._held[parameter] = gradient.clone() if gradient._is_view() else gradient
+                # A copy, because DDP may use the memory of the gradient in the other backward.
+                self._held[parameter] = gradient.clone()
                 parameter.grad = None
 
     def release(self, shared: Collection[Tensor], maker: str) -> None:

@@ -345,10 +345,9 @@ class OptimWrapper(Accumulation):
         loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(accumulative_counts)
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
+        if not hasattr(optimizer, "param_groups") or hasattr(optimizer, "update_params"):
+            name = getattr(optimizer, "__name__", type(optimizer).__name__)
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}")
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
