@@ -341,14 +341,14 @@ class PredictLoop(_EvalLoop):
 @contextmanager
 def preserved_gradients(model: nn.Module) -> Iterator[None]:
     """Keep the gradients of an evaluation step, such as one with an attack, out of training."""
-    kept = {one: one.grad for one in model.parameters() if one.grad is not None}
-    for parameter in kept:
+    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    for parameter in gradients:
         parameter.grad = None
     try:
         yield
     finally:
         for parameter in model.parameters():
-            parameter.grad = kept.get(parameter)
+            parameter.grad = gradients.get(parameter)
 
 
 @contextmanager

@@ -213,12 +213,12 @@ def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:
     """
     is_group = isinstance(optim_wrapper, Mapping)
     members = optim_wrapper if is_group else {"": optim_wrapper}
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for name, member in members.items():
         if count := optim_features(member).empty_updates:
-            found[f"updates_without_gradients/{name}".removesuffix("/")] = float(count)
+            counts[f"updates_without_gradients/{name}".removesuffix("/")] = float(count)
             member.empty_updates = 0
-    return found
+    return counts
 
 
 def window_of(optim_wrapper: Any) -> int | None:

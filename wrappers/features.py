@@ -127,13 +127,11 @@ def require_optim_wrapper(optim_wrapper: Any, data: Any = None) -> None:
     is_class = isinstance(optim_wrapper, type)
     if not is_class and hasattr(optim_wrapper, "update_params"):
         return
-    remedy = "wrap the optimizer, as in OptimWrapper(optimizer)"
+    remedy = "wrap the optimizer: OptimWrapper(optimizer)"
     if hasattr(data, "update_params"):
-        remedy = "exchange the arguments, as in train_step(data, optim_wrapper)"
+        remedy = "exchange the arguments: train_step(data, optim_wrapper)"
     elif isinstance(optim_wrapper, (Mapping, list, tuple)):
-        remedy = (
-            "name several optimizers, as in OptimWrapperDict(generator=OptimWrapper(optimizer))"
-        )
+        remedy = "name several optimizers: OptimWrapperDict(generator=OptimWrapper(optimizer))"
     kind = optim_wrapper.__name__ if is_class else type(optim_wrapper).__name__
     received = f"the class {kind}" if is_class else f"an object of type {kind}"
     raise TypeError(f"training needs an optimizer wrapper, got {received}; {remedy}")

@@ -26,7 +26,7 @@ from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
 from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
-from .optimizers import with_names
+from .optimizers import named
 from .shards import TABLE, Parts, Places, Table, make_table
 
 logger = logging.getLogger(__name__)
@@ -343,7 +343,7 @@ def _contents(state: LoopState) -> dict[str, Any]:
     optim = state.optim_wrapper
     # First, since it may communicate: an error before it would leave other ranks waiting.
     optim_state = {} if optim is None else weights.to_plain(optim.state_dict(), "optimizer")
-    optim_state = with_names(optim_state, state.model, optim)
+    optim_state = named(optim_state, state.model, optim)
     parts = state.stateful.items()
     stateful = {name: weights.to_plain(part.state_dict(), name) for name, part in parts}
     return {

@@ -10,8 +10,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...collectives import get_rank
-from ...wrappers.optimizers.optim_state import NAMES, Names, has_names, match_by_name
-from ...wrappers.optimizers.param_groups import named_parameters
+from ...wrappers.optimizers.optim_state import (
+    NAMES,
+    Names,
+    add_names,
+    complete_names,
+    has_names,
+    match_by_name,
+)
+from ...wrappers.optimizers.param_groups import parameter_names
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +63,18 @@ class _Report:
             )
 
 
-def with_names(content: Any, model: nn.Module, optim_wrapper: Any) -> Any:
+def named(content: Any, model: nn.Module, optim_wrapper: Any) -> Any:
     """Return the state of an optimizer wrapper with the names of all parameters in its groups."""
-    names = _names(model)
+    names = parameter_names(model)
 
-    def add(member: Any, state: Any) -> Any:
+    def name(member: Any, state: Any) -> Any:
         groups = _groups(member)
-        if not _has_groups(state) or len(state["param_groups"]) != len(groups):
-            return state
-        known = _complete(names, groups)
-        named = [
-            {**saved, NAMES: [known[id(p)][0] for p in group["params"]]}
-            for saved, group in zip(state["param_groups"], groups, strict=True)
-        ]
-        return {**state, "param_groups": named}
+        fits = _has_groups(state) and len(state["param_groups"]) == len(groups)
+        return add_names(_optimizer(member), state, names) if fits else state
 
-    return _map_members(add, optim_wrapper, content)
+    if isinstance(optim_wrapper, Mapping):
+        return {label: name(optim_wrapper.get(label), state) for label, state in content.items()}
+    return name(optim_wrapper, content)
 
 
 def matched(
@@ -82,23 +85,23 @@ def matched(
     Raises:
         ValueError: the state cannot be divided among the parameters.
     """
-    names, report = _names(model), _Report()
+    names, report = parameter_names(model), _Report()
 
     def match(member: Any, state: Any, label: str) -> Any:
         groups = _groups(member)
         if not _has_groups(state) or not groups:
             return state
-        known = _complete(names, groups)
         if not has_names(state["param_groups"]):
-            guessed = _guessed_names(state["param_groups"], groups, known, orders)
+            complete = complete_names(_optimizer(member), names)
+            guessed = _guessed_names(state["param_groups"], groups, complete, orders)
             pairs = zip(state["param_groups"], guessed, strict=True)
             state = {**state, "param_groups": [{**saved, NAMES: n} for saved, n in pairs]}
-        found = match_by_name(_optimizer(member), state, known)
+        paired = match_by_name(_optimizer(member), state, names)
         run = label or "yes"
-        report.rows += [("without state", name, run, "-") for name in found.stateless]
-        report.rows += [("unused", name, "-", run) for name in found.unused]
-        report.regrouped = report.regrouped or found.regrouped
-        return found.content
+        report.rows += [("without state", name, run, "-") for name in paired.stateless]
+        report.rows += [("unused", name, "-", run) for name in paired.unused]
+        report.regrouped = report.regrouped or paired.regrouped
+        return paired.content
 
     if isinstance(optim_wrapper, Mapping) and isinstance(content, Mapping):
         fitted = {
@@ -135,26 +138,6 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-
-
-def _map_members(change: Any, optim_wrapper: Any, content: Any) -> Any:
-    if isinstance(optim_wrapper, Mapping) and isinstance(content, Mapping):
-        return {k: change(optim_wrapper.get(k), state) for k, state in content.items()}
-    return change(optim_wrapper, content)
-
-
-def _names(model: nn.Module) -> Names:
-    """Return the names of each parameter of ``model``, by its id."""
-    names: dict[int, list[str]] = {}
-    for name, parameter, _ in named_parameters(model):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
-def _complete(names: Names, groups: Sequence[Mapping[str, Any]]) -> Names:
-    """Return ``names`` with names for parameters that do not belong to the model."""
-    others = [p for group in groups for p in group["params"] if id(p) not in names]
-    return {**names, **{id(p): [f"<outside the model: {n}>"] for n, p in enumerate(others)}}
 
 
 def _optimizer(member: Any) -> Any:
@@ -198,9 +181,9 @@ def _in_saved_order(params: Sequence[Tensor], names: Names, orders: NameOrders) 
     """Yield the names of a group in the order that it had when it was saved."""
     ranks = []
     for order in (orders.now, orders.saved):
-        place = {name: at for at, name in enumerate(order)}
+        ranking = {name: at for at, name in enumerate(order)}
         ranks.append(
-            [min((place[n] for n in names[id(p)] if n in place), default=-1) for p in params]
+            [min((ranking[n] for n in names[id(p)] if n in ranking), default=-1) for p in params]
         )
     now, before = ranks
     if -1 in now or now != sorted(now):

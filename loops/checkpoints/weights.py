@@ -161,7 +161,7 @@ def gradients_of(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tenso
     Gradients that ``optim_wrapper`` drops when its next window begins are left out.
     """
     gates = [gate for member in members_of(optim_wrapper) for gate in getattr(member, "gates", ())]
-    foreign = {one for gate in gates for one in getattr(gate, "foreign", ())}
+    foreign = {p for gate in gates for p in getattr(gate, "foreign", ())}
     # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
     named = [(plain_name(name), p) for name, p in model.named_parameters() if p not in foreign]
     return {name: local_part(p.grad).clone() for name, p in named if p.grad is not None}

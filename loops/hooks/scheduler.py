@@ -246,9 +246,10 @@ class SchedulerHook(Hook):
     def _labels(self) -> list[str]:
         """Return the classes of the schedulers, with the names of their optimizers."""
         names = {id(optimizer): name for name, optimizer in self._optimizers.items()}
-        kinds = [type(one).__name__ for one in self._schedulers]
-        pairs = zip(kinds, self._schedulers, strict=True)
-        return [f"{kind} {names.get(id(one.optimizer), '')}".strip() for kind, one in pairs]
+        return [
+            f"{type(scheduler).__name__} {names.get(id(scheduler.optimizer), '')}".strip()
+            for scheduler in self._schedulers
+        ]
 
     def _finish_epochs(self, finished: int) -> None:
         # None in a validation without training.

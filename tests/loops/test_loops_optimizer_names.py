@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFi
         load_checkpoint(path).restore(state)
 
 
-def without_names(path: Path) -> Path:
+def strip_names(path: Path) -> Path:
     """Make a checkpoint look like one of a version that stored no names."""
     content = torch.load(path / "optim.pt", weights_only=True)
     for group in content["param_groups"]:
@@ -242,7 +242,7 @@ def test_a_checkpoint_without_names_uses_the_order_of_its_weights(
 ) -> None:
     state = make_run("single", "adamw", "abc")
     train(state, range(3))
-    path = without_names(save_checkpoint(tmp_path, state))
+    path = strip_names(save_checkpoint(tmp_path, state))
     expected = train(state, range(3, 6))
     state = make_run("single", "adamw", order)
     load_checkpoint(path).restore(state)
@@ -251,7 +251,7 @@ def test_a_checkpoint_without_names_uses_the_order_of_its_weights(
 
 def test_a_checkpoint_without_names_is_refused_if_they_are_unknown(tmp_path: Path) -> None:
     state, _ = grouped("abc", ["ab", "c"])
-    path = without_names(save_checkpoint(tmp_path, state))
+    path = strip_names(save_checkpoint(tmp_path, state))
     for order, groups in (("abc", ["c", "ab"]), ("cab", ["ba", "c"])):
         state, _ = grouped(order, groups)
         with pytest.raises(CheckpointError, match="version that did not store the names"):

@@ -84,7 +84,7 @@ class GradientGate(Gate):
 
     def allows(self, optim_wrapper: Any) -> bool:
         """Return whether any parameter has a gradient."""
-        if any(one.grad is not None for one in parameters_of(optim_wrapper.optimizer)):
+        if any(p.grad is not None for p in parameters_of(optim_wrapper.optimizer)):
             return True
         optim_wrapper.empty_updates += 1
         return False
@@ -132,7 +132,7 @@ class PhaseGate(Gate):
     def enter(self, model: Any) -> None:
         """Drop the gradients of other members before a forward of this one."""
         if not self._names:
-            self._names = {id(one): name for name, one in model.named_parameters()}
+            self._names = {id(p): name for name, p in model.named_parameters()}
         if self._runs_backward and self._foreign:
             self._drop()
 
@@ -202,12 +202,12 @@ class PhaseGate(Gate):
         self._foreign = {}
 
     def _explanation(self, maker: str, reached: Sequence[Tensor], effect: str) -> str:
-        names = [self._names[id(one)] for one in reached if id(one) in self._names]
+        names = [self._names[id(p)] for p in reached if id(p) in self._names]
         named = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
         return (
             f"the backward of {maker!r} also reaches parameters of {self.name!r}{named}. These "
-            f"gradients {effect}; each optimizer must update with the gradients of its own "
-            "backwards. Freeze the parameters meanwhile by requires_grad_(False), which is faster; "
+            f"gradients {effect}; an optimizer must not update with gradients of another one's "
+            "backward. Freeze the parameters meanwhile by requires_grad_(False), which is faster; "
             "or, to train both with one loss, call step() of both after one backward"
         )
 
@@ -216,8 +216,8 @@ def _version(parameter: Tensor) -> tuple[int, int] | None:
     """Return a value that changes when the gradient of a ``DTensor`` does."""
     if parameter.grad is None:
         return None
-    part = local_part(parameter.grad)
-    return part.data_ptr(), part._version
+    gradient = local_part(parameter.grad)
+    return gradient.data_ptr(), gradient._version
 
 
 class UpdateGuard(Protocol):

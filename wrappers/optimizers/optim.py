@@ -163,9 +163,9 @@ class Accumulation(OptimFeatures):
             since = count
             self._changed = WindowChange(counts, since)
             if self.ends_by_updates and self.max_counts > count:
-                left = (self.max_counts - count) // every
+                updates = (self.max_counts - count) // every
                 # The windows of a weighted pass also end with the pass.
-                self.max_counts = -1 if self.loss_weight is not None else count + left * counts
+                self.max_counts = -1 if self.loss_weight is not None else count + updates * counts
         self._accumulative_counts = counts
         self._counted_from = self._counted_from if since is None else since
         self.window.accumulate(counts)

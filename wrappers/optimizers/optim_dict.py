@@ -32,8 +32,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     """A mapping of names to optimizer wrappers.
 
     The ``train_step`` of the model or wrapper selects an optimizer by name. Methods for gradients,
-    state and learning rates call every member. A member updates with the gradients of its own
-    backwards: those that another member's backward leaves in its parameters are dropped.
+    state and learning rates call every member. Gradients that
+    the backward of one member leaves in the parameters of another are dropped.
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
@@ -57,8 +57,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
         gates: list[PhaseGate] = []
         for name, wrapper in optim_wrappers.items():
             if isinstance(wrapper, OptimWrapper) and len(optim_wrappers) > 1:
-                kept = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
-                wrapper.gates = [PhaseGate(name, wrapper, gates), *kept]
+                others = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
+                wrapper.gates = [PhaseGate(name, wrapper, gates), *others]
                 skip_empty_updates(wrapper)
         self._followers: set[str] = set()
         # Each member's micro-batches before the current batch; None without `begin_batch`.

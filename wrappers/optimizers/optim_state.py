@@ -28,7 +28,7 @@ from ..sharding.layout import (
 )
 from .optimizer_fit import IMPLEMENTATIONS
 
-# The key of a group's names, as in the state of torch's optimizers that get named parameters.
+# Torch's key for the names of a group's parameters, if an optimizer gets named parameters.
 NAMES = "param_names"
 # Entries of the state of torch's optimizers that have the shape of their parameter.
 _SHAPED = (
@@ -130,6 +130,22 @@ def has_names(groups: Sequence[Mapping[str, Any]]) -> bool:
     return all(len(group.get(NAMES, ())) == len(group["params"]) for group in groups)
 
 
+def add_names(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the state of ``optimizer`` with the names of the parameters in its groups."""
+    names = complete_names(optimizer, names)
+    pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    groups = [
+        {**saved, NAMES: [names[id(p)][0] for p in group["params"]]} for saved, group in pairs
+    ]
+    return {**state, "param_groups": groups}
+
+
+def complete_names(optimizer: Optimizer, names: Names) -> Names:
+    """Return ``names`` with names for parameters of ``optimizer`` that do not belong to a model."""
+    unnamed = [p for p in parameters_of(optimizer) if id(p) not in names]
+    return {**names, **{id(p): [f"<outside the model: {n}>"] for n, p in enumerate(unnamed)}}
+
+
 def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> NamedState:
     """Pair a saved state with the parameters of ``optimizer`` by their names.
 
@@ -140,12 +156,13 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
     Args:
         optimizer: the optimizer that will load the result.
         state: a state whose groups have names.
-        names: the names of all parameters of ``optimizer``.
+        names: the names of the parameters of a model.
 
     Raises:
         ValueError: a group has no parameter of a saved group, or the optimizer is a
             ``ZeroRedundancyOptimizer``, whose groups cannot change, and they differ.
     """
+    names = complete_names(optimizer, names)
     owners = {name: p for p in parameters_of(optimizer) for name in names[id(p)]}
     matched = NamedState({**state})
     groups: list[list[tuple[Any, Tensor]]] = []
@@ -161,24 +178,24 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
             groups[at].append((key, owner))
     for group in optimizer.param_groups:
         homes = Counter(home[id(p)] for p in group["params"] if id(p) in home)
-        for one in [p for p in group["params"] if id(p) not in home]:
-            name = names[id(one)][0]
+        for parameter in [p for p in group["params"] if id(p) not in home]:
+            name = names[id(parameter)][0]
             if not homes:
                 raise ValueError(
                     f"no parameter of the group of {name!r} is in a group of the saved state; put "
                     "it into the group of another parameter"
                 )
             matched.stateless.append(name)
-            groups[homes.most_common(1)[0][0]].append((None, one))
+            groups[homes.most_common(1)[0][0]].append((None, parameter))
     before = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
     matched.regrouped = before != [{id(p) for _, p in group} for group in groups]
     if _is_zero_redundancy(optimizer):
         if matched.regrouped:
             raise ValueError("ZeroRedundancyOptimizer needs the parameter groups of the state")
         # It has divided its parameters among the ranks already.
-        for old, group in zip(optimizer.param_groups, groups, strict=True):
-            place = {id(p): at for at, p in enumerate(old["params"])}
-            group.sort(key=lambda pair: place[id(pair[1])])
+        for current, group in zip(optimizer.param_groups, groups, strict=True):
+            position = {id(p): at for at, p in enumerate(current["params"])}
+            group.sort(key=lambda pair: position[id(pair[1])])
     else:
         _arrange(optimizer, [[p for _, p in group] for group in groups])
     _renumber(matched.content, groups, optimizer)
@@ -187,19 +204,20 @@ def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) 
 
 def _arrange(optimizer: Optimizer, groups: Sequence[list[Tensor]]) -> None:
     """Move the parameters of ``optimizer`` to ``groups``, with the names that it has for them."""
-    old = optimizer.param_groups
+    current = optimizer.param_groups
     titles = {
         id(p): name
-        for group in old
+        for group in current
         for p, name in zip(group["params"], group.get(NAMES, ()), strict=False)
     }
-    arranged = [old[at] if at < len(old) else {**old[0], "params": []} for at in range(len(groups))]
+    template = {**current[0], "params": []}
+    arranged = [*current, *({**template, "params": []} for _ in groups)][: len(groups)]
     for group, params in zip(arranged, groups, strict=True):
         # In place, because LBFGS keeps a reference to the list.
         group["params"][:] = params
         if titles:
             group[NAMES] = [titles[id(p)] for p in params]
-    old[:] = arranged
+    current[:] = arranged
 
 
 def _renumber(
@@ -209,20 +227,19 @@ def _renumber(
     saved = content["state"]
     numbers = iter(range(sum(map(len, groups))))
     states, numbered = {}, []
-    for old, group, now in zip(
-        content["param_groups"], groups, optimizer.param_groups, strict=True
-    ):
-        settings = {key: value for key, value in old.items() if key != NAMES}
+    triples = zip(content["param_groups"], groups, optimizer.param_groups, strict=True)
+    for former, group, current in triples:
+        settings = {key: value for key, value in former.items() if key != NAMES}
         settings["params"] = [next(numbers) for _ in group]
-        if NAMES in now:
-            settings[NAMES] = list(now[NAMES])
+        if NAMES in current:
+            settings[NAMES] = list(current[NAMES])
         numbered.append(settings)
         pairs = zip(settings["params"], group, strict=True)
         states.update({number: saved[key] for number, (key, _) in pairs if key in saved})
     # Some optimizers have entries that belong to no parameter.
     keys = {key for group in content["param_groups"] for key in group["params"]}
-    rest = {key: value for key, value in saved.items() if key not in keys}
-    content["state"], content["param_groups"] = {**states, **rest}, numbered
+    shared = {key: value for key, value in saved.items() if key not in keys}
+    content["state"], content["param_groups"] = {**states, **shared}, numbered
 
 
 def _check_shapes(states: Mapping[Any, Any], owners: Mapping[Any, Tensor]) -> None:
@@ -235,7 +252,7 @@ def _check_shapes(states: Mapping[Any, Any], owners: Mapping[Any, Tensor]) -> No
                 raise ValueError(
                     f"{name} of parameter {key} has shape {shape}, but the parameter at this "
                     f"position has shape {layout_of(owner).shape}: give the optimizer its "
-                    "parameters in the order of the saved one, or named_parameters() when saving "
+                    "parameters in the saved order, or named_parameters() when saving "
                     "and loading, to pair them by name"
                 )
 
