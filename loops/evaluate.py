@@ -217,7 +217,8 @@ class _EvalLoop(Evaluation):
     def _running(self, state: LoopState) -> Iterator[None]:
         outer, state.phase = state.phase, self.phase
         try:
-            yield
+            with preserved_gradients(state.model):
+                yield
         except Exception as error:
             note_failure(error, state, self.dataloader, self.step_name)
             raise
@@ -352,6 +353,19 @@ class PredictLoop(_EvalLoop):
 
     phase = Phase.PREDICT
     step_name = "test_step"
+
+
+@contextmanager
+def preserved_gradients(model: nn.Module) -> Iterator[None]:
+    """Keep the gradients of an evaluation step, such as one with an attack, out of training."""
+    gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.grad = gradients.get(parameter)
 
 
 @contextmanager

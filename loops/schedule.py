@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ..wrappers.features import optim_features
+from ..collectives import get_rank
+from ..wrappers.features import OptimFeatures, optim_features
+from ..wrappers.sharding.layout import drop_unreduced_gradients
 from .state import LoopState
 
 logger = logging.getLogger(__name__)
@@ -216,6 +218,21 @@ def windows_of(optim_wrapper: Any) -> list[int]:
     return [optim_features(one).accumulative_counts for one in members_of(optim_wrapper)]
 
 
+def pop_empty_updates(optim_wrapper: Any) -> dict[str, float]:
+    """Return the updates without gradients since the last call, for the log; only if there are any.
+
+    With several optimizers, each of them has its own entry.
+    """
+    is_group = isinstance(optim_wrapper, Mapping)
+    members = optim_wrapper if is_group else {"": optim_wrapper}
+    counts: dict[str, float] = {}
+    for name, member in members.items():
+        if count := optim_features(member).empty_updates:
+            counts[f"updates_without_gradients/{name}".removesuffix("/")] = float(count)
+            member.empty_updates = 0
+    return counts
+
+
 def window_of(optim_wrapper: Any) -> int | None:
     """Return the number of batches per update; None if the optimizers of a group differ."""
     windows = set(windows_of(optim_wrapper))
@@ -235,13 +252,30 @@ def has_gradients(model: nn.Module) -> bool:
 
 
 def start_counting(
-    optim_wrapper: Any, model: nn.Module, iteration: int, max_iterations: int
+    optim_wrapper: Any,
+    model: nn.Module,
+    iteration: int,
+    max_iterations: int,
+    *,
+    by_updates: bool = False,
 ) -> None:
     """Set the first and the last batch that the optimizer wrapper counts.
 
     If a checkpoint restored gradients of an unfinished accumulation window, counting starts at the
     window's first batch, so that the remaining losses are scaled as without the interruption.
+
+    Args:
+        optim_wrapper: one or several optimizer wrappers.
+        model: the model wrapper.
+        iteration: finished batches.
+        max_iterations: batches of the whole training; -1 if unknown.
+        by_updates: whether the training ends after a number of updates, not of batches.
     """
+    for member in members_of(optim_wrapper):
+        if isinstance(member, OptimFeatures):
+            member.ends_by_updates = by_updates
+    if not iteration and has_gradients(model):
+        _drop_gradients(model)
     if not has_gradients(model):
         optim_wrapper.initialize_count_status(model, iteration, max_iterations)
         return
@@ -249,6 +283,23 @@ def start_counting(
     for member in followers():
         # Our wrappers save their count, others may not.
         count = member._inner_count or iteration
-        start = count - count % member._accumulative_counts
+        start = (
+            member.window_start(count)
+            if isinstance(member, OptimFeatures)
+            else count - count % member._accumulative_counts
+        )
         member.initialize_count_status(model, start, max_iterations)
         member._inner_count = count
+
+
+def _drop_gradients(model: nn.Module) -> None:
+    """Drop gradients that were there before the first batch, and would enter the first update."""
+    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    for parameter in model.parameters():
+        parameter.grad = None
+    drop_unreduced_gradients(model.parameters())
+    if get_rank() == 0:
+        logger.warning(
+            "%d parameters (%s) had gradients before the first batch; they are dropped",
+            *(len(names), ", ".join(names[:3])),
+        )

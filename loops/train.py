@@ -8,6 +8,7 @@ from time import monotonic
 from typing import Any
 
 from ..registry import LOOPS
+from ..wrappers.features import require_optim_wrapper
 from .checkpoints.restore import load_checkpoint
 from .data.layout import split_into_updates
 from .data.loaders import length_of
@@ -23,6 +24,7 @@ from .schedule import (
     StepBudget,
     has_gradients,
     is_weighted,
+    pop_empty_updates,
     positive,
     start_counting,
 )
@@ -140,7 +142,7 @@ class _TrainLoop:
 
     def _record(self, state: LoopState, hooks: HookList) -> None:
         """Emit a log record with the means since the last one; every rank must call this."""
-        scalars: Scalars = dict(state.logs.means())
+        scalars: Scalars = {**state.logs.means(), **pop_empty_updates(state.optim_wrapper)}
         hooks.emit("collect_logs", state, scalars)
         weighted = state.logs if is_weighted(state.optim_wrapper) else None
         hooks.emit("on_log", state, merged_means(scalars, weighted))
@@ -186,7 +188,9 @@ class _TrainLoop:
         if self.sanity_val and isinstance(self.val_loop, (ValLoop, TestLoop, EvalSets)):
             self.val_loop.try_batch(state)
         last = self.budget.plan(state, self._inputs.length)
-        start_counting(state.optim_wrapper, state.model, state.iteration, last)
+        start_counting(
+            state.optim_wrapper, state.model, state.iteration, last, by_updates=not self._by_epoch
+        )
         state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
         state.skip_steps, state.skipped = set(self.skip_steps) or None, False
@@ -216,6 +220,7 @@ class _TrainLoop:
     def _check(self, state: LoopState) -> None:
         if state.optim_wrapper is None:
             raise ValueError("training needs an optimizer wrapper, but state.optim_wrapper is None")
+        require_optim_wrapper(state.optim_wrapper)
         missing = [name for name in _NEEDED if not hasattr(state.optim_wrapper, name)]
         if missing:
             raise TypeError(

@@ -39,6 +39,7 @@ from ..registry import (
     load_config,
 )
 from ..wrappers import LossWeight, wrap_model
+from ..wrappers.features import require_optim_wrapper
 from .parts import build_parts, default_hooks
 from .pretrained.load import load_run_model
 from .run_folder import ConfigWriter, locked_run_dir, resolve_checkpoint, saved_checkpoints
@@ -100,6 +101,7 @@ class Runner:
 
     Raises:
         RuntimeError: WORLD_SIZE is above 1 without a process group.
+        TypeError: ``optim_wrapper`` is not an optimizer wrapper, for example an optimizer.
 
     Attributes:
         state: the state that the loops share.
@@ -121,6 +123,8 @@ class Runner:
         loss_weight: Any = None,
     ) -> None:
         _require_group()
+        if optim_wrapper is not None:
+            require_optim_wrapper(optim_wrapper)
         named = _add_default_hooks(hooks)
         self._train_loop = train_loop
         if val_loop is None:

@@ -6,6 +6,7 @@ optimizer wrapper, ``model_features`` and ``optim_features`` return a view that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -67,12 +68,14 @@ class OptimFeatures:
         accumulative_counts: micro-batches per update.
         inner_count: number of micro-batches so far.
         max_counts: total number of micro-batches of the training; -1 if unknown.
+        ends_by_updates: whether the training ends after a number of updates.
         loss_weight: the ``LossWeight`` of a batch; None if all micro-batches count the same.
         last_weight: weight of the last micro-batch of this rank.
         batch_counts: whether the next micro-batch is real. False gives it the weight 0: a rank
             without data runs such batches, because other ranks wait for its communication.
         window_weight: total weight of the micro-batches whose gradients this rank holds.
         guard: decides before each update whether it happens.
+        empty_updates: number of updates without gradients since the last log record.
         grad_norm: total norm of the gradients before clipping.
         scales_losses: whether losses are multiplied by a scale (float16).
         needs_closure: whether the optimizer recomputes the loss, as LBFGS does.
@@ -86,17 +89,23 @@ class OptimFeatures:
     accumulative_counts: Any = 1
     inner_count: Any = 0
     max_counts: Any = -1
+    ends_by_updates: bool = False
     loss_weight: Any = None
     last_weight: Any = None
     batch_counts: Any = True
     window_weight: Any = 0.0
     guard: Any = None
+    empty_updates: int = 0
     grad_norm: Tensor | None = None
     scales_losses: bool = False
     needs_closure: bool = False
     collective_state: Any = False
     reads_parts: bool = False
     precision_context: Any = None
+
+    def window_start(self, count: int) -> int:
+        """Return the number of micro-batches before the window of micro-batch ``count``."""
+        return count - count % int(self.accumulative_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
         """Set the weight of the next micro-batch."""
@@ -106,6 +115,38 @@ class OptimFeatures:
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Mark the start of a pass over the data, with its length if that is known."""
+
+
+def require_optim_wrapper(optim_wrapper: Any, data: Any = None) -> None:
+    """Raise TypeError for an object that is not an optimizer wrapper, such as an optimizer.
+
+    Args:
+        optim_wrapper: the object.
+        data: the other argument of a training step; the two may have been exchanged.
+    """
+    is_class = isinstance(optim_wrapper, type)
+    if not is_class and hasattr(optim_wrapper, "update_params"):
+        return
+    remedy = "wrap the optimizer: OptimWrapper(optimizer)"
+    if hasattr(data, "update_params"):
+        remedy = "exchange the arguments: train_step(data, optim_wrapper)"
+    elif isinstance(optim_wrapper, (Mapping, list, tuple)):
+        remedy = "name several optimizers: OptimWrapperDict(generator=OptimWrapper(optimizer))"
+    kind = optim_wrapper.__name__ if is_class else type(optim_wrapper).__name__
+    received = f"the class {kind}" if is_class else f"an object of type {kind}"
+    raise TypeError(f"training needs an optimizer wrapper, got {received}; {remedy}")
+
+
+def explain_optim_wrapper(error: BaseException, optim_wrapper: Any, data: Any) -> None:
+    """Raise a clearer TypeError if ``error`` says that ``optim_wrapper`` is another object."""
+    missing = isinstance(error, AttributeError) and error.obj is optim_wrapper
+    # For example "'SGD' object is not subscriptable".
+    indexed = isinstance(error, TypeError) and type(optim_wrapper).__name__ in str(error)
+    if missing or indexed:
+        try:
+            require_optim_wrapper(optim_wrapper, data)
+        except TypeError as clearer:
+            raise clearer from error
 
 
 class _Foreign:

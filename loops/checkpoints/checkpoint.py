@@ -26,6 +26,7 @@ from ..state import LoopState, WeightSource
 from . import files as disk
 from . import weights
 from .files import CheckpointError, own_rank, run_on_all_ranks, world_size
+from .optimizers import named
 from .shards import TABLE, Parts, Places, Table, make_table
 
 logger = logging.getLogger(__name__)
@@ -342,6 +343,7 @@ def _contents(state: LoopState) -> dict[str, Any]:
     optim = state.optim_wrapper
     # First, since it may communicate: an error before it would leave other ranks waiting.
     optim_state = {} if optim is None else weights.to_plain(optim.state_dict(), "optimizer")
+    optim_state = named(optim_state, state.model, optim)
     parts = state.stateful.items()
     stateful = {name: weights.to_plain(part.state_dict(), name) for name, part in parts}
     return {
@@ -355,11 +357,13 @@ def _own_contents(state: LoopState, at_current_batch: bool) -> dict[str, Any]:
     model = weights.user_model(state.model)
     own: dict[str, Any] = {
         "rng": capture_rng(weights.device_of(model)),
-        "gradients": weights.gradients_of(model) if at_current_batch else {},
+        "gradients": weights.gradients_of(model, state.optim_wrapper) if at_current_batch else {},
         "logs": state.logs.state_dict(None if at_current_batch else state.step),
     }
     if own["gradients"]:
         own["window_weights"] = weights.window_weights(state)
+        if isinstance(state.optim_wrapper, Mapping):
+            own["window_members"] = list(state.optim_wrapper)
     carried = weights.step_state(state.model) if at_current_batch else {}
     if carried:
         own["step"] = carried

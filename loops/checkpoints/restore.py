@@ -21,6 +21,7 @@ from ..state import LoopState, PartReader, mean_logs
 from . import weights
 from .checkpoint import list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, damage_of, own_rank, reading, run_on_all_ranks, world_size
+from .optimizers import NameOrders, matched
 from .shards import SHARDED, TABLE, Reader, with_whole_tensors
 
 logger = logging.getLogger(__name__)
@@ -144,14 +145,14 @@ class Checkpoint:
         return reader
 
     def _restore(self, state: LoopState, files: Reader) -> None:
-        self._load_model(state.model, files.tree("model"))
+        orders = self._load_model(state.model, files.tree("model"))
         missing, surplus = self._load_states(state, files)
         for name in missing:
             logger.warning("%s has no state for %s, which keeps its initial state", self.path, name)
         for name in surplus:
             logger.warning("%s has a state for %s, which this run does not have", self.path, name)
         if state.optim_wrapper is not None:
-            self._load_optimizer(state, files)
+            self._load_optimizer(state, files, orders)
         self._restore_rank(state, files)
         state.restored_from = (self.path.parent.resolve(), int(self.meta["serial"]))
 
@@ -171,7 +172,7 @@ class Checkpoint:
                 part.load_state_dict(_accepted_by(part, saved[name]))
         return state.stateful.keys() - saved.keys(), saved.keys() - state.stateful.keys()
 
-    def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    def _load_model(self, model: nn.Module, saved: Mapping[str, Any]) -> NameOrders:
         target = weights.user_model(model)
         wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
@@ -183,11 +184,13 @@ class Checkpoint:
             raise CheckpointError(f"model.pt in {self.path} does not fit {kind}:\n  {text}")
         with reading(self.path, "model.pt", "the table of weights"):
             weights.load_weights(target, saved)
+        return NameOrders(list(saved), list(wanted))
 
-    def _load_optimizer(self, state: LoopState, files: Reader) -> None:
+    def _load_optimizer(self, state: LoopState, files: Reader, orders: NameOrders) -> None:
         optim = state.optim_wrapper
         try:
-            optim.load_state_dict(_accepted_by(optim, files.tree("optim")))
+            content = matched(files.tree("optim"), state.model, optim, orders, self.path)
+            optim.load_state_dict(_accepted_by(optim, content))
         except CheckpointError:
             raise
         except Exception as error:

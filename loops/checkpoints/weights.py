@@ -155,11 +155,16 @@ def step_state(model: Any) -> dict[str, Any]:
     return carried
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of this rank's parts of the gradients, by the user's names."""
+def gradients_of(model: nn.Module, optim_wrapper: Any = None) -> dict[str, Tensor]:
+    """Return copies of this rank's parts of the gradients, by the user's names.
+
+    Gradients that ``optim_wrapper`` drops when its next window begins are left out.
+    """
+    gates = [gate for member in members_of(optim_wrapper) for gate in getattr(member, "gates", ())]
+    foreign = {p for gate in gates for p in getattr(gate, "foreign", ())}
     # Copied, since torch.save would write the whole bucket of which a DDP gradient is a view.
-    named = model.named_parameters()
-    return {plain_name(name): local_part(p.grad).clone() for name, p in named if p.grad is not None}
+    named = [(plain_name(name), p) for name, p in model.named_parameters() if p not in foreign]
+    return {name: local_part(p.grad).clone() for name, p in named if p.grad is not None}
 
 
 def gradient_places(model: nn.Module) -> dict[str, tuple[list[int], list[int]]]:
@@ -222,10 +227,11 @@ def restore_window_weights(
             weights and the gradients are multiplied by it.
     """
     saved = [content.get("window_weights", []) for content in ranks]
-    for member, values in zip(
-        members_of(state.optim_wrapper), zip(*saved, strict=True), strict=False
-    ):
-        if any(values):
+    members, names = members_of(state.optim_wrapper), ranks[0].get("window_members")
+    if names and isinstance(state.optim_wrapper, Mapping):
+        members = [state.optim_wrapper.get(name) for name in names]
+    for member, values in zip(members, zip(*saved, strict=True), strict=False):
+        if any(values) and member is not None:
             member.window_weight = sum(values) / len(values) * rank_ratio
             for group in member.optimizer.param_groups:
                 for parameter in group["params"] if rank_ratio != 1 else ():

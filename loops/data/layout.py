@@ -99,7 +99,7 @@ def split_into_updates(state: LoopState, loader: Iterable[Any]) -> None:
         weighted=weighted,
     )
     if count != window:
-        members_of(state.optim_wrapper)[0].accumulate(count)
+        members_of(state.optim_wrapper)[0].accumulate(count, since=0)
     _warn_of_changes(sampler, saved, window)
     if weighted or count != saved["micro_batches"]:
         _convert_counters(state, saved, sampler)

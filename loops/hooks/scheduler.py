@@ -150,7 +150,7 @@ class ScheduleWindow:
         self._inner = None
         if state["scheduler"] is not None:
             self._inner = self._made()
-            self._inner.load_state_dict(dict(state["scheduler"]))
+            _load(self._inner, state["scheduler"])
 
     def _start(self) -> LRScheduler:
         scheduler = self._make(self.optimizer)
@@ -359,7 +359,7 @@ class SchedulerHook(Hook):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each scheduler, and the number of epochs stepped so far."""
         states = [scheduler.state_dict() for scheduler in self._schedulers]
-        return {"schedulers": states, "epochs": self._epochs}
+        return {"schedulers": states, "epochs": self._epochs, "labels": self._labels()}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore the schedulers' states; ValueError if the number of schedulers differs."""
@@ -369,9 +369,21 @@ class SchedulerHook(Hook):
                 "`schedulers` must be the same as in the checkpoint, which has "
                 f"{len(saved)} schedulers, got {len(self._schedulers)}"
             )
+        now, labels = self._labels(), list(state.get("labels", ()))
+        if len(set(labels)) == len(labels) and set(labels) == set(now):
+            # The order in the settings may have changed.
+            saved = [saved[labels.index(label)] for label in now]
         for scheduler, part in zip(self._schedulers, saved, strict=True):
-            scheduler.load_state_dict(dict(part))
+            _load(scheduler, part)
         self._epochs = state["epochs"]
+
+    def _labels(self) -> list[str]:
+        """Return the classes of the schedulers, with the names of their optimizers."""
+        names = {id(optimizer): name for name, optimizer in self._optimizers.items()}
+        return [
+            f"{type(scheduler).__name__} {names.get(id(scheduler.optimizer), '')}".strip()
+            for scheduler in self._schedulers
+        ]
 
     def _finish_epochs(self, finished: int) -> None:
         # None in a validation without training.
@@ -379,6 +391,19 @@ class SchedulerHook(Hook):
             for _ in range(self._epochs, finished):
                 _step(self._timed["epoch"])
             self._epochs = finished
+
+
+def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Restore a scheduler for the groups of the checkpoint, which the optimizer gets as well."""
+    scheduler.load_state_dict(dict(state))
+    functions, rates = getattr(scheduler, "lr_lambdas", ()), getattr(scheduler, "base_lrs", ())
+    if functions and len(functions) != len(rates):
+        if len(set(functions)) > 1:
+            raise ValueError(
+                f"{type(scheduler).__name__} has {len(functions)} functions, but the checkpoint "
+                f"has {len(rates)} parameter groups: give one function for all groups"
+            )
+        scheduler.lr_lambdas = [functions[0] for _ in rates]
 
 
 def _rates(name: str, groups: Sequence[Mapping[str, Any]]) -> dict[str, float]:

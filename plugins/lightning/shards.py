@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,12 @@ from torch.optim import Optimizer
 
 from ...collectives import all_gather_object
 from ...wrappers import AmpOptimWrapper, OptimWrapper
+from ...wrappers.optimizers.optim_state import add_names, has_names, match_by_name
+from ...wrappers.optimizers.param_groups import parameter_names
 from ...wrappers.sharding.layout import is_dtensor, reshard, take_part
 from .tree import DDPStrategy, LightningModule, Trainer
+
+logger = logging.getLogger(__name__)
 
 # Lightning's callbacks that copy weights between the module and an unsharded copy of it.
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
@@ -91,15 +96,30 @@ class FullStateStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of ``optimizer`` with full tensors; every rank must call this."""
+        module = module_of(self)
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        return full_tensors(state) if holds_shards(module_of(self)) else state
+        state = full_tensors(state) if holds_shards(module) else state
+        inner = getattr(optimizer, "optimizer", optimizer)
+        # Lightning returns {} on most ranks for an optimizer with a sharded state.
+        return add_names(inner, state, parameter_names(module)) if state else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers from states with full tensors."""
-        if not holds_shards(module_of(self)):
-            super().load_optimizer_state_dict(checkpoint)
-            return
+        """Restore the optimizers from states with full tensors, by the names of parameters."""
+        module, states = module_of(self), []
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if has_names(state["param_groups"]):
+                matched = match_by_name(optimizer, state, parameter_names(module))
+                state = matched.content
+                if matched.stateless or matched.unused:
+                    logger.warning(
+                        "the checkpoint has no optimizer state of %s, and the run has no %s",
+                        *(matched.stateless or "-", matched.unused or "-"),
+                    )
+            states.append(state)
+        if not holds_shards(module):
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+            return
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             OptimWrapper(optimizer).load_state_dict(state)
 
 

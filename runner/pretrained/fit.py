@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...loops import CheckpointError
+from ...loops.checkpoints.optimizers import text_table
 from ...loops.checkpoints.weights import plain_name, saved_parameters, state_of, user_model
 from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
@@ -46,26 +47,10 @@ class Fit:
 
     def table(self) -> str:
         """Return a table, at most 80 columns wide, of the weights that are not loaded, or ""."""
-        # Imported here, because most runs load nothing.
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for title in ("not loaded", "name", "in the model", "in the file"):
-            table.add_column(title, overflow="fold")
-        for kind in ("reshaped", "missing", "unexpected", "ignored"):
-            names = getattr(self, kind)
-            for name in names[:_SHOWN]:
-                table.add_row(kind, name, *self.shapes[name])
-            if len(names) > _SHOWN:
-                table.add_row(kind, f"and {len(names) - _SHOWN} more")
-        if not table.row_count:
-            return ""
-        console = Console(width=80, color_system=None, force_terminal=False, markup=False)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+        kinds = ("reshaped", "missing", "unexpected", "ignored")
+        rows = [(kind, name, *self.shapes[name]) for kind in kinds for name in getattr(self, kind)]
+        titles = ("not loaded", "name", "in the model", "in the file")
+        return text_table(titles, rows) if rows else ""
 
 
 def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection) -> Fit:

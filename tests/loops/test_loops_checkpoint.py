@@ -315,8 +315,7 @@ def test_similar_names_are_searched_only_for_shown_lines(tmp_path: Path) -> None
 def test_an_optimizer_that_does_not_fit_is_explained(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, make_state())
     other = make_state()
-    groups = [{"params": [p]} for p in other.model.parameters()]
-    other.optim_wrapper = OptimWrapper(torch.optim.SGD(groups, lr=0.1))
+    other.optim_wrapper = OptimWrapper(torch.optim.Adam(other.model.parameters()))
     with pytest.raises(CheckpointError, match="does not fit this run's optimizer"):
         load_checkpoint(path).restore(other)
 

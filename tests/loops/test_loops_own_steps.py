@@ -6,10 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from listeners import Records
 from loop_parts import assert_identical, make_loader, make_state, weights_of
 
-from stepwrap.loops import EpochTrainLoop, HookList, LoopState
-from stepwrap.wrappers import SingleDevice, with_train_step
+from stepwrap.loops import (
+    EpochTrainLoop,
+    HookList,
+    LoopState,
+    ValLoop,
+    load_checkpoint,
+    save_checkpoint,
+)
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    OptimWrapper,
+    OptimWrapperDict,
+    SingleDevice,
+    with_train_step,
+)
 
 
 class Idle(SingleDevice):
@@ -92,3 +107,110 @@ def test_members_that_an_optimizer_wrapper_lacks_are_named() -> None:
     state.optim_wrapper = SimpleNamespace(update_params=print, should_update=print)  # type: ignore[assignment]
     with pytest.raises(TypeError, match="without initialize_count_status; wrap"):
         EpochTrainLoop(make_loader(), max_epochs=1).run(state, HookList())
+
+
+def test_gradients_from_before_the_training_do_not_enter_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    states = [make_state(accumulate=2) for _ in range(2)]
+    for parameter in states[0].model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for state in states:
+        EpochTrainLoop(make_loader(), max_epochs=1).run(state, HookList([]))
+    assert_identical(*map(weights_of, states))
+    assert "4 parameters (module.net.0.weight, " in caplog.text
+    assert "had gradients before the first batch" in caplog.text
+
+
+class Attacked(SingleDevice):
+    """Evaluates inputs that gradients have changed."""
+
+    def val_step(self, data: Any) -> Any:
+        with torch.inference_mode(False), torch.enable_grad():
+            inputs, target = (one.clone() for one in data)
+            self.module(inputs.requires_grad_(), target, mode="loss")["loss"].backward()
+        return super().val_step([inputs + inputs.grad, target])
+
+
+def test_gradients_of_an_evaluation_do_not_enter_the_training() -> None:
+    states = [make_state(accumulate=5) for _ in range(2)]
+    states[0].model = Attacked(states[0].model.module)
+    for state in states:
+        # A window continues in the next epoch, so that validations interrupt it.
+        val_loop = ValLoop(make_loader())
+        EpochTrainLoop(make_loader(), max_epochs=4, val_loop=val_loop).run(state, HookList([]))
+    assert_identical(*map(weights_of, states))
+
+
+class Players(torch.nn.Module):
+    """A GAN that leaves gradients of its generator's step in the discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.maker, self.judge = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, inputs: Any, mode: str = "predict") -> Any:
+        return self.judge(self.maker(inputs))
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+        (inputs, _), logs = data, {}
+        for name, sign in (("judge", 1.0), ("maker", -1.0)):
+            fake = self.maker(inputs)
+            fake = fake.detach() if name == "judge" else fake
+            loss = sign * (self.judge(fake) - self.judge(inputs)).mean()
+            optim_wrapper[name].update_params(loss)
+            logs[f"loss_{name}"] = loss.detach()
+        return logs
+
+
+def test_gradients_of_another_optimizer_are_not_saved(tmp_path: Any) -> None:
+    def make() -> LoopState:
+        model = Players()
+        members = {
+            name: OptimWrapper(torch.optim.Adam(getattr(model, name).parameters(), lr=0.1))
+            for name in ("maker", "judge")
+        }
+        return LoopState(SingleDevice(model), OptimWrapperDict(**members))
+
+    def train(state: LoopState, epochs: int) -> dict[str, Any]:
+        EpochTrainLoop(make_loader(), max_epochs=epochs).run(state, HookList([]))
+        return weights_of(state)
+
+    state = make()
+    train(state, 1)
+    path = save_checkpoint(tmp_path, state)
+    assert torch.load(path / "rank_00000.pt", weights_only=True)["gradients"] == {}
+    expected = train(state, 3)
+    state = make()
+    load_checkpoint(path).restore(state)
+    assert_identical(train(state, 3), expected)
+
+
+@pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
+def test_updates_without_gradients_are_logged(kind: Any) -> None:
+    class Rarely(Players):
+        def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Any]:
+            with optim_wrapper["maker"].optim_context(self.maker):
+                loss = self.maker(data[0]).float().square().mean()
+            optim_wrapper["maker"].update_params(loss)
+            # Only the first of three batches trains the judge.
+            used = self.judge if data[0][0, 0] < 2 else torch.nn.Linear(4, 1)
+            with optim_wrapper["judge"].optim_context(self.judge):
+                loss = used(data[0]).float().square().mean()
+            optim_wrapper["judge"].update_params(loss)
+            return {"loss": loss.detach()}
+
+    model = Rarely()
+    options = {"dtype": "float16"} if kind is AmpOptimWrapper else {}
+    members = {
+        name: kind(torch.optim.SGD(getattr(model, name).parameters(), lr=0.1), **options)
+        for name in ("maker", "judge")
+    }
+    records = Records()
+    state = LoopState(SingleDevice(model), OptimWrapperDict(**members))
+    loader = make_loader(6, shuffle=False)
+    EpochTrainLoop(loader, max_epochs=2, log_every_steps=3).run(state, HookList([records]))
+    name = "updates_without_gradients"
+    assert [one.get(f"{name}/judge") for one in records.records] == [2.0, 2.0]
+    assert not any(f"{name}/maker" in one for one in records.records)

@@ -368,3 +368,40 @@ def stop_in_window(state: LoopState, batch: Any) -> None:
 
 class BetweenUpdatesError(Exception):
     """An error that ends a run between two updates."""
+
+
+class _Longer(Hook):
+    """Accumulates more micro-batches per update from step 3 on."""
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+
+    def on_update(self, state: LoopState) -> None:
+        self.ends.append(state.iteration)
+        if state.step == 3:
+            state.optim_wrapper.accumulate(4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("loop", "ends"),
+    [
+        ({"max_epochs": 3}, [2, 4, 6, 10, 14, 18]),
+        ({"max_steps": 7}, [2, 4, 6, 10, 14, 18, 22]),
+    ],
+)
+def test_windows_that_become_longer_during_the_run(loop: dict[str, int], ends: list[int]) -> None:
+    kind: Any = EpochTrainLoop if "max_epochs" in loop else IterTrainLoop
+    state, hook = make_state(accumulate=2), _Longer()
+    plain = make_state()
+    loader = make_loader(12, shuffle=False)
+    kind(loader, **loop, sanity_val=False).run(state, HookList([hook]))
+    assert hook.ends == ends
+    batch = iter([one for _ in range(4) for one in loader])
+    optimizer = plain.optim_wrapper.optimizer  # type: ignore[union-attr]
+    for start, end in zip([0, *ends], ends, strict=False):
+        losses = [plain.model(*next(batch), mode="loss")["loss"] for _ in range(start, end)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in weights_of(plain).items():
+        torch.testing.assert_close(weights_of(state)[name], value, rtol=0, atol=1e-6)

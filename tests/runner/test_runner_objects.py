@@ -259,6 +259,14 @@ def test_missing_parts_are_named() -> None:
         runner.test()
 
 
+def test_an_optimizer_is_no_optimizer_wrapper() -> None:
+    model = SupervisedModel(nn.Linear(3, 2), nn.CrossEntropyLoss())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong, name in ((optimizer, "SGD"), ([optimizer], "list"), ({"net": optimizer}, "dict")):
+        with pytest.raises(TypeError, match=f"got an object of type {name}; "):
+            Runner(model, optim_wrapper=wrong)
+
+
 def test_ranks_without_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="launch"):

@@ -316,6 +316,26 @@ def test_paramwise_of_a_single_optimizer(run: Path) -> None:
     assert rates == pytest.approx({"lr": 0.01, "lr/bias": 0.02})
 
 
+def test_a_renamed_key_of_paramwise_has_no_effect_on_a_resumed_run(run: Path) -> None:
+    """Rates and moments stay with the parameters that had them."""
+
+    def train(folder: str, key: str, epochs: int, resume: bool = False) -> Runner:
+        paramwise = f"optimizer.paramwise={{custom_keys: {{{key}: {{lr_mult: 5}}}}}}"
+        given = [paramwise, "hooks.progress=false", f"run_dir={run / folder}"]
+        config = load_config("points.yaml", [*given, f"train.max_epochs={epochs}"])
+        runner = Runner.from_config(config)
+        runner.train(resume=resume)
+        return runner
+
+    whole = train("whole", "net.0", 4)
+    train("parts", "net.0", 2)
+    resumed = train("parts", "net.3", 4, resume=True)
+    weights = [one.state.model.module.state_dict() for one in (whole, resumed)]
+    assert_identical(*weights)
+    rates = [one.state.optim_wrapper.get_lr() for one in (whole, resumed)]
+    assert rates[0] == rates[1]
+
+
 def test_a_dict_is_a_config_too(gan: Path) -> None:
     plain = load_config("gan.yaml", [SINGLE]).to_dict()
     assert len(build_parts(read_sections(config_from_dict(plain)))["optim_wrapper"]) == 2

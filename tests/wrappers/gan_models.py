@@ -13,7 +13,9 @@ WIDTH = 5
 class Gan(BaseModel):
     """Train a generator and a discriminator in turn; one layer is frozen, one has no parameters."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, freeze: bool = True) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float64, freeze: bool = True, clear: bool = True
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, WIDTH)).to(dtype)
@@ -23,6 +25,7 @@ class Gan(BaseModel):
         self.features = nn.Linear(WIDTH, WIDTH).to(dtype).requires_grad_(False)
         self.activation = nn.ReLU()
         self.freeze = freeze
+        self.clear = clear
 
     def forward(self, real: Tensor, noise: Tensor, mode: str = "predict") -> Any:
         return list(self.generator(noise))
@@ -41,7 +44,7 @@ class Gan(BaseModel):
             fooled = -self.discriminator(self.features(self.generator(noise))).mean()
         optims["generator"].update_params(fooled)
         self.discriminator.requires_grad_(True)
-        if not self.freeze:
+        if self.clear and not self.freeze:
             optims["discriminator"].zero_grad()
         return {"loss_d": loss.detach(), "loss_g": fooled.detach()}
 

@@ -230,6 +230,23 @@ def test_a_model_with_two_optimizers(accumulate: int, freeze: bool) -> None:
         assert_near(whole(model), dict(single.state_dict()), 1e-12)
 
 
+@on_ranks(2)
+def test_gradients_of_another_optimizer_do_not_enter_an_update() -> None:
+    data = [gan_batches(6, rank) for rank in range(2)]
+    single = Gan()
+    train(single, of_all_ranks(data), optimizers(single))
+    model = Gan(freeze=False, clear=False)
+    wrapper = StepFullyShardedDataParallel(model, shard=["generator", "discriminator"])
+    optims = optimizers(model)
+    for batch in data[dist.get_rank()]:
+        wrapper.train_step(batch, optims)
+    assert_near(whole(model), dict(single.state_dict()), 1e-12)
+    optims = optimizers(model, 3)
+    # FSDP adds them to the gradients of an unfinished window.
+    with pytest.raises(RuntimeError, match="'discriminator'.* cannot be dropped"):
+        wrapper.train_step(data[0][0], optims)
+
+
 class GeneratorFirst(Gan):
     """A GAN whose discriminator is frozen at its first call."""
 

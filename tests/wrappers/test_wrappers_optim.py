@@ -13,7 +13,7 @@ from step_models import batches, classifier, flat, joined, mlp, sgd, train
 from torch import Tensor, nn
 
 from stepwrap.registry import OPTIM_WRAPPERS
-from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from stepwrap.wrappers import AmpOptimWrapper, OptimWrapper, OptimWrapperDict, SingleDevice
 
 
 def _parameter(value: float = 1.0) -> nn.Parameter:
@@ -237,6 +237,84 @@ def test_the_number_of_micro_batches_is_checked_when_it_changes(
     with pytest.raises(error, match=f"accumulative_counts .*got {counts}"):
         wrapper.accumulate(counts)
     assert wrapper.accumulative_counts == 2
+
+
+def _means(model: SingleDevice, sizes: list[int], data: list[Any]) -> Tensor:
+    """Return the weights after one update per number of batches, each with the plain mean."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    batch = iter(data)
+    for size in sizes:
+        losses = [model(*next(batch), mode="loss")["loss"] for _ in range(size)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize("loss_weight", [None, "samples"])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_new_number_of_micro_batches_counts_from_the_next_window(
+    loss_weight: str | None, resumes: bool
+) -> None:
+    data = [[inputs.double(), target] for inputs, target in batches(16)]
+
+    def make() -> tuple[SingleDevice, OptimWrapper]:
+        model = SingleDevice(classifier(torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        optim = OptimWrapper(optimizer, accumulative_counts=2, loss_weight=loss_weight)
+        optim.initialize_count_status(model, 0, 16)
+        optim.begin_pass(0, 16)
+        return model, optim
+
+    model, optim = make()
+    updates = []
+    for at, batch in enumerate(data):
+        if at == 6:
+            optim.accumulate(4)
+        if at == 11:
+            with pytest.raises(RuntimeError, match=r"between two windows, but 1 of the 4"):
+                optim.accumulate(3)
+        if resumes and at in (10, 12):
+            saved, weights, before = optim.state_dict(), model.state_dict(), optim
+            gradients = [parameter.grad for parameter in model.parameters()]
+            model, optim = make()
+            model.load_state_dict(weights)
+            optim.load_state_dict(copy.deepcopy(saved))
+            optim.initialize_count_status(model, 10, 16)
+            optim.begin_pass(0, 16)
+            optim.inner_count = at
+            optim.window_weight = before.window_weight
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+        model.train_step(batch, optim)
+        if optim.should_update():
+            updates.append(optim.inner_count)
+    assert updates == [2, 4, 6, 10, 14, 16]
+    expected = _means(SingleDevice(classifier(torch.float64)), [2, 2, 2, 4, 4, 2], data)
+    torch.testing.assert_close(flat(model), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "clip"),
+    [(None, {"clip_value": 0.5}), ("float16", None), ("float16", {"max_norm": 0.5})],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_updates_without_gradients_are_skipped_and_counted(
+    dtype: str | None, clip: dict[str, Any] | None, fused: bool
+) -> None:
+    weight, other = _parameter(), _parameter()
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    plain = torch.optim.AdamW([expected := _parameter()], lr=0.1, fused=fused)
+    optim = OptimWrapper(optimizer, clip_grad=clip)
+    if dtype is not None:
+        optim = AmpOptimWrapper(optimizer, clip_grad=clip, dtype=dtype)
+    for one, update in ((weight, True), (other, False), (other, False), (weight, True)):
+        optim.update_params(one.sum() * 0.25)
+        if update:
+            expected.grad = torch.full_like(expected, 0.25)
+            plain.step()
+    assert optim.empty_updates == 2
+    assert torch.equal(weight, expected)
 
 
 def test_clip_value_without_a_type_clips_by_value() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gan_models import Gan, gan_batches, optimizers
+from marks import slow
 from on_ranks import assert_near, on_ranks, raises_with, same_on_ranks
 from sharded_models import whole
 from step_models import batches, classifier, flat, mlp, of_all_ranks, sgd, train, train_plainly
@@ -63,6 +64,8 @@ def gan_alone(accumulate: int) -> Tensor:
         (True, 1, {}),
         (True, 3, {}),
         (False, 1, {}),
+        (False, 3, {"gradient_as_bucket_view": True}),
+        *slow((False, 3, {})),
         (True, 1, {"find_unused_parameters": True, "broadcast_buffers": True}),
         (True, 1, {"gradient_as_bucket_view": True, "comm_hook": "allreduce"}),
     ],
@@ -71,7 +74,7 @@ def gan_alone(accumulate: int) -> Tensor:
 def test_two_optimizers_equal_one_process(
     freeze: bool, accumulate: int, options: dict[str, Any]
 ) -> None:
-    model = Gan(freeze=freeze)
+    model = Gan(freeze=freeze, clear=False)
     if dist.get_rank():
         # All ranks start with rank 0's weights.
         for parameter in model.parameters():
@@ -82,6 +85,71 @@ def test_two_optimizers_equal_one_process(
     for batch in gan_batches(STEPS, dist.get_rank()):
         assert set(wrapper.train_step(batch, optims)) == {"loss_d", "loss_g"}
     assert_near(flat(wrapper), gan_alone(accumulate), 1e-12)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_of_another_optimizer_do_not_enter_an_update(
+    accumulate: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrapper = SingleDevice(Gan(freeze=False, clear=False))
+    optims = optimizers(wrapper.module, accumulate)
+    optims.initialize_count_status(wrapper, 0, STEPS)
+    for batch in of_all_ranks([gan_batches(STEPS, rank) for rank in range(2)]):
+        wrapper.train_step(batch, optims)
+    assert_near(flat(wrapper), gan_alone(accumulate), 1e-12)
+    texts = [one.getMessage() for one in caplog.records]
+    assert len(texts) == 1
+    assert "'generator' also reaches parameters of 'discriminator' (0.weight, 0.bias" in texts[0]
+
+
+def test_a_backward_of_ones_own_adds_to_the_next_window() -> None:
+    """A penalty that the training step adds before ``update_params`` is kept."""
+    weights = []
+    for apart in (True, False):
+        model = Gan()
+        optims = optimizers(model)
+        judge, maker = optims["discriminator"], optims["generator"]
+        for real, noise in gan_batches(STEPS, 0):
+            with judge.optim_context(model.discriminator):
+                loss = model.discriminator(real).mean()
+                penalty = model.discriminator(real).square().mean()
+            if apart:
+                penalty.backward()
+            judge.update_params(loss if apart else loss + penalty)
+            model.discriminator.requires_grad_(False)
+            with maker.optim_context(model.generator):
+                fooled = -model.discriminator(model.generator(noise)).mean()
+            maker.update_params(fooled)
+            model.discriminator.requires_grad_(True)
+        weights.append(flat(model))
+    assert_near(*weights, 1e-12)
+
+
+def test_two_optimizers_may_share_a_backward() -> None:
+    weights = []
+    for plain in (True, False):
+        model = Gan()
+        optims = optimizers(model)
+        adam, descent = (optims[name].optimizer for name in ("generator", "discriminator"))
+        for _, noise in gan_batches(STEPS, 0):
+            with (
+                optims["generator"].optim_context(model),
+                optims["discriminator"].optim_context(model),
+            ):
+                loss = model.discriminator(model.generator(noise)).square().mean()
+            if plain:
+                loss.backward()
+                adam.step()
+                nn.utils.clip_grad_norm_(model.discriminator.parameters(), 0.3)
+                descent.step()
+                model.zero_grad()
+                continue
+            optims["generator"].backward(loss)
+            for member in optims.values():
+                member.step()
+            optims.zero_grad()
+        weights.append(flat(model))
+    assert torch.equal(*weights)
 
 
 @on_ranks(2)

@@ -20,7 +20,16 @@ from step_models import (
 )
 from torch import Tensor, nn
 
-from stepwrap.wrappers import BaseModel, OptimWrapper, SingleDevice, StepDistributedDataParallel
+from stepwrap.wrappers import (
+    AmpOptimWrapper,
+    BaseModel,
+    OptimWrapper,
+    Preparation,
+    SingleDevice,
+    StepDataParallel,
+    StepDistributedDataParallel,
+    wrap_model,
+)
 from stepwrap.wrappers import with_train_step as stepped
 
 
@@ -213,3 +222,63 @@ def test_name_and_docstring_of_the_class() -> None:
     kind = stepped(StepDistributedDataParallel, usual)
     assert kind.__name__ == "StepDistributedDataParallel_with_usual"
     assert kind.__doc__ == "``StepDistributedDataParallel`` with the training step ``usual``."
+
+
+def by_function(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+    with optim_wrapper.optim_context(wrapper):
+        loss = wrapper(*data, mode="loss")["loss"]
+    optim_wrapper.update_params(loss)
+    return {"loss": loss}
+
+
+class ByName(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        optim_wrapper["net"].update_params(self.net(data[0]).sum())
+        return {}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        classifier,
+        lambda: SingleDevice(classifier()),
+        lambda: SingleDevice(ByName()),
+        lambda: stepped(SingleDevice, by_function)(classifier()),
+        lambda: StepDataParallel(classifier()),
+        lambda: wrap_model(SingleDevice, classifier(), prepare=Preparation(compile={"step": True})),
+    ],
+)
+def test_an_optimizer_is_no_optimizer_wrapper(make: Any) -> None:
+    model, (batch,) = make(), batches(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"got an object of type SGD; .*OptimWrapper\(optimizer\)"):
+        model.train_step(batch, optimizer)
+    with pytest.raises(TypeError, match=r"got an object of type list; .*OptimWrapperDict\("):
+        model.train_step(batch, [optimizer])
+    with pytest.raises(TypeError, match="got an object of type NoneType"):
+        model.train_step(batch, None)
+    with pytest.raises(TypeError, match=r"of type list; exchange|of type list; name several"):
+        model.train_step(OptimWrapper(optimizer), batch)
+
+
+def test_an_error_of_the_step_itself_is_kept() -> None:
+    def broken(wrapper: Any, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        return data.missing  # type: ignore[no-any-return]
+
+    wrapper: Any = stepped(SingleDevice, broken)(classifier())
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    for optim in (optimizer, OptimWrapper(optimizer)):
+        with pytest.raises(AttributeError, match="'list' object has no attribute 'missing'"):
+            wrapper.train_step(batches(1)[0], optim)
+
+
+@pytest.mark.parametrize("kind", [OptimWrapper, AmpOptimWrapper])
+def test_an_optimizer_wrapper_needs_an_optimizer(kind: Any) -> None:
+    optimizer = torch.optim.SGD(classifier().parameters(), lr=0.1)
+    for wrong in (OptimWrapper(optimizer), torch.optim.SGD, [optimizer]):
+        with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got "):
+            kind(wrong)

@@ -16,8 +16,10 @@ from torch import distributed, nn
 from ...collectives import get_rank
 from ..batchnorm.sync_batchnorm import SynchronizedBatchNorm
 from ..ddp.distributed import StepDistributedDataParallel
+from ..features import require_optim_wrapper
 from ..optimizers.amp import AmpOptimWrapper
 from ..optimizers.first_update import FirstUpdate
+from ..optimizers.gates import GradientGate
 from ..optimizers.optim import OptimWrapper
 from ..optimizers.optim_state import has_sharded_state
 from ..optimizers.windows import WeightedWindow
@@ -46,6 +48,8 @@ _SETTINGS_CHANGE = (
     "number or text in the batches, or a setting of the optimizer other than learning rates, such "
     "as momentum under OneCycleLR without cycle_momentum: false"
 )
+# Compared with the optimizer wrapper of the first step.
+_NO_OPTIM_WRAPPER = object()
 _AUTOCAST = "torch.autocast is entered around train_step: use AmpOptimWrapper instead"
 
 
@@ -82,7 +86,7 @@ class CompiledStep:
         self.max_programs, self._min_steps = max_programs, min_steps
         self._allow_custom, self._backend = custom_optimizer, backend
         self.programs: list[StepVariant] = []
-        self._optim_wrapper: Any = None
+        self._optim_wrapper: Any = _NO_OPTIM_WRAPPER
         # If True, every step runs as usual.
         self._is_off = False
         self._logged: set[str] = set()
@@ -139,6 +143,7 @@ class CompiledStep:
         # Read here, because the optimizer wrapper's own context may enter autocast later.
         self._is_autocast = torch.is_autocast_enabled(self._device_type)
         if optim_wrapper is not self._optim_wrapper:
+            require_optim_wrapper(optim_wrapper)
             self.programs.clear()
             self._optim_wrapper = optim_wrapper
             self._num_optim_wrappers += 1
@@ -325,7 +330,7 @@ class _Clock:
 
 def _decides(gate: Any) -> bool:
     """Return whether a gate may prevent an update that a program would make."""
-    return not isinstance(gate, (FirstUpdate, WeightedWindow))
+    return not isinstance(gate, (FirstUpdate, WeightedWindow, GradientGate))
 
 
 def _plan(wrapper: Any, optim_wrapper: Any) -> GradientPlan:

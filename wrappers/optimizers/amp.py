@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from ...registry import OPTIM_WRAPPERS, nearest
 from ..sharding.layout import has_placed_parameters, parameters_of
 from ..torch_functions import check_options, option_names
+from .gates import skip_empty_updates
 from .optim import OptimWrapper
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -30,7 +31,7 @@ def _in_either_order(init: _Init) -> _Init:
 
     @wraps(init)
     def either(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args and not hasattr(args[0], "param_groups") and len(args) <= len(names):
+        if args and isinstance(args[0], (str, int, float, Mapping)) and len(args) <= len(names):
             init(self, **dict(zip(names, args, strict=False)), **kwargs)
         else:
             init(self, *args, **kwargs)
@@ -94,6 +95,8 @@ class AmpOptimWrapper(OptimWrapper):
         options, self._fixed_scale = _scaler_options(loss_scale)
         self.loss_scaler = scaler(**{"device": self.device_type, "enabled": enabled, **options})
         self.scales_losses = self.loss_scaler.is_enabled()
+        if self.scales_losses:
+            skip_empty_updates(self)
         if enabled and isinstance(optimizer, torch.optim.SGD):
             # A fused SGD that skips its first step would use uninitialised momentum. With this
             # flag the scaler does not call the optimizer at all if a gradient is infinite.

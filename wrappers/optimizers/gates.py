@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...collectives import get_rank
 from ..features import model_features, optim_features
-from ..sharding.layout import parameters_of
+from ..sharding.layout import is_dtensor, local_part, parameters_of
 from ..steps.step_checks import has_custom_step
+
+logger = logging.getLogger(__name__)
 
 
 class Gate:
@@ -31,6 +35,9 @@ class Gate:
 
     def begin_backward(self, ends_window: bool) -> None:
         """Handle the start of a backward; ``ends_window`` is True in the last one of a window."""
+
+    def end_backward(self) -> None:
+        """Handle the end of a backward."""
 
     def allows(self, optim_wrapper: Any) -> bool:
         """Return whether to apply the current (unclipped, scaled) gradients."""
@@ -67,6 +74,150 @@ class FreezeGate(Gate):
             optim_wrapper.gates.remove(self)
             return True
         return any(one.grad is not None for one in parameters_of(optim_wrapper.optimizer))
+
+
+class GradientGate(Gate):
+    """Skip and count updates for which no parameter has a gradient.
+
+    Torch's loss scaler and its clipping by value fail in such an update.
+    """
+
+    def allows(self, optim_wrapper: Any) -> bool:
+        """Return whether any parameter has a gradient."""
+        if any(p.grad is not None for p in parameters_of(optim_wrapper.optimizer)):
+            return True
+        optim_wrapper.empty_updates += 1
+        return False
+
+
+def skip_empty_updates(optim_wrapper: Any) -> None:
+    """Add a ``GradientGate`` after the other gates, unless there is one."""
+    if not any(isinstance(gate, GradientGate) for gate in optim_wrapper.gates):
+        optim_wrapper.gates.append(GradientGate())
+
+
+class PhaseGate(Gate):
+    """Keep the gradients of several optimizers apart.
+
+    A backward of one optimizer also reaches the parameters of others that are not frozen: the
+    generator's backward leaves gradients in the discriminator. A member drops them when its own
+    window begins; if that has begun already, it gets its own gradients back. A member that never
+    runs a backward keeps them, because it shares the loss of another member.
+
+    Args:
+        name: the name of the member.
+        optim_wrapper: the member.
+        gates: the gates of all members; this one is added to them.
+    """
+
+    def __init__(self, name: str, optim_wrapper: Any, gates: list[PhaseGate]) -> None:
+        self.name = name
+        self._optim_wrapper = optim_wrapper
+        self._gates = gates
+        self._names: dict[int, str] = {}
+        self._runs_backward = False
+        # The gradients of this member, during a backward of another one.
+        self._held: dict[Tensor, Tensor] = {}
+        self._sharded: dict[Tensor, Any] = {}
+        # By parameter: a gradient that only other members' backwards have made, and its version.
+        self._foreign: dict[Tensor, tuple[Tensor, int]] = {}
+        self._logged: set[str] = set()
+        gates.append(self)
+
+    @property
+    def foreign(self) -> Collection[Tensor]:
+        """Parameters whose gradients this member drops when its next window begins."""
+        return self._foreign if self._runs_backward else ()
+
+    def enter(self, model: Any) -> None:
+        """Drop the gradients of other members before a forward of this one."""
+        if not self._names:
+            self._names = {id(p): name for name, p in model.named_parameters()}
+        if self._runs_backward and self._foreign:
+            self._drop()
+
+    def begin_backward(self, ends_window: bool) -> None:
+        """Drop the gradients of other members, and take theirs away until ``end_backward``."""
+        self._runs_backward = True
+        if self._foreign:
+            self._drop()
+        mine = set(parameters_of(self._optim_wrapper.optimizer))
+        for gate in self._gates:
+            if gate is not self:
+                gate.hold(mine)
+
+    def end_backward(self) -> None:
+        """Give the other members their gradients back."""
+        mine = set(parameters_of(self._optim_wrapper.optimizer))
+        for gate in self._gates:
+            if gate is not self:
+                gate.release(mine, self.name)
+
+    def clear(self) -> None:
+        """Forget gradients that were cleared."""
+        self._foreign = {}
+
+    def hold(self, shared: Collection[Tensor]) -> None:
+        """Take away the gradients of this member, except in ``shared`` parameters."""
+        # FSDP keeps gradients of an unfinished window elsewhere, and adds all of them at once.
+        in_window = not self._optim_wrapper.should_update()
+        for parameter in parameters_of(self._optim_wrapper.optimizer):
+            if parameter in shared:
+                continue
+            if in_window and is_dtensor(parameter):
+                self._sharded[parameter] = _version(parameter)
+            elif (gradient := parameter.grad) is not None and parameter not in self._foreign:
+                # A copy, because DDP may use the memory of the gradient in the other backward.
+                self._held[parameter] = gradient.clone()
+                parameter.grad = None
+
+    def release(self, shared: Collection[Tensor], maker: str) -> None:
+        """Restore the gradients of this member after a backward of the member ``maker``.
+
+        Raises:
+            RuntimeError: FSDP has added them to gradients of an unfinished window.
+        """
+        reached: list[Tensor] = []
+        for parameter in parameters_of(self._optim_wrapper.optimizer):
+            gradient = parameter.grad
+            if parameter in self._held:
+                parameter.grad = self._held[parameter]
+                reached += [parameter] if gradient is not None else []
+            elif parameter in self._sharded:
+                if self._sharded[parameter] != _version(parameter):
+                    raise RuntimeError(self._explanation(maker, [parameter], "cannot be dropped"))
+            elif gradient is not None and parameter not in shared:
+                self._foreign[parameter] = gradient, gradient._version
+        self._held, self._sharded = {}, {}
+        reached = reached or list(self.foreign)
+        if reached and maker not in self._logged and get_rank() == 0:
+            self._logged.add(maker)
+            logger.warning("%s", self._explanation(maker, reached, "are dropped"))
+
+    def _drop(self) -> None:
+        for parameter, (gradient, version) in self._foreign.items():
+            # Another backward, such as one of a penalty, may have added to it since.
+            if parameter.grad is gradient and gradient._version == version:
+                parameter.grad = None
+        self._foreign = {}
+
+    def _explanation(self, maker: str, reached: Sequence[Tensor], effect: str) -> str:
+        names = [self._names[id(p)] for p in reached if id(p) in self._names]
+        named = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else ""
+        return (
+            f"the backward of {maker!r} also reaches parameters of {self.name!r}{named}. These "
+            f"gradients {effect}; an optimizer must not update with gradients of another one's "
+            "backward. Freeze the parameters meanwhile by requires_grad_(False), which is faster; "
+            "or, to train both with one loss, call step() of both after one backward"
+        )
+
+
+def _version(parameter: Tensor) -> tuple[int, int] | None:
+    """Return a value that changes when the gradient of a ``DTensor`` does."""
+    if parameter.grad is None:
+        return None
+    gradient = local_part(parameter.grad)
+    return gradient.data_ptr(), gradient._version
 
 
 class UpdateGuard(Protocol):

@@ -19,15 +19,31 @@ from ..features import OptimFeatures
 from ..sharding.layout import drop_unreduced_gradients, is_dtensor, no_sync, parameters_of
 from .clipping import GradClip
 from .first_update import FirstUpdate
-from .gates import ClosureGate, Gate, GuardGate, UpdateGuard, check_closure
+from .gates import (
+    ClosureGate,
+    Gate,
+    GuardGate,
+    UpdateGuard,
+    check_closure,
+    skip_empty_updates,
+)
 from .loss_weight import LossWeight
-from .optim_state import has_sharded_state, kind_of, load_state, state_of
+from .optim_state import (
+    NAMES,
+    has_names,
+    has_sharded_state,
+    kind_of,
+    load_state,
+    match_by_name,
+    state_of,
+)
 from .optimizer_fit import check_optimizer, needs_closure
-from .windows import CountWindow, WeightedWindow
+from .windows import CountWindow, WeightedWindow, WindowChange
 
 logger = logging.getLogger(__name__)
 
 _COUNT_KEY = "stepwrap.inner_count"
+_WINDOWS_KEY = "stepwrap.windows"
 _UNIT_KEY = "stepwrap.loss_unit"
 _KIND_KEY = "stepwrap.optimizer"
 _BASE_KEY = "base_param_settings"
@@ -42,6 +58,8 @@ class Accumulation(OptimFeatures):
     Attributes:
         max_counts: total number of micro-batches of the training; -1 if unknown.
         resumed_at: number of micro-batches before the training began or was resumed.
+        ends_by_updates: whether the training ends after a number of updates, so that ``accumulate``
+            changes ``max_counts``. The training loops set it.
         window: the weights of the micro-batches in the current window.
         gates: objects called in each micro-batch and update; usually none after the first update.
     """
@@ -51,7 +69,10 @@ class Accumulation(OptimFeatures):
         self._inner_count = 0
         self.max_counts = -1
         self.resumed_at = 0
-        self._pass_start, self._pass_end = 0, -1
+        self.ends_by_updates = False
+        # The micro-batch from which windows are counted, and the last one of the pass.
+        self._counted_from, self._pass_end = 0, -1
+        self._changed: WindowChange | None = None
         self.window = CountWindow()
         self.gates: list[Gate] = []
 
@@ -96,17 +117,20 @@ class Accumulation(OptimFeatures):
         """
         for gate in self.gates:
             gate.begin(model)
+        changed, self._changed, self._counted_from = self._changed, None, 0
+        if changed is not None and changed.continues_at(init_counts, self._inner_count):
+            self.accumulate(changed.counts, since=changed.since)
+            self._changed = changed
         every = self._accumulative_counts
         self._inner_count = self.resumed_at = init_counts
-        self._pass_start, self._pass_end = 0, -1
-        self.max_counts = max_counts
-        if init_counts % every and self.loss_weight is None:
+        self._pass_end, self.max_counts = -1, max_counts
+        if (init_counts - self._counted_from) % every and self.loss_weight is None:
             logger.warning(
                 "Resumed iteration number is not divisible by accumulative_counts "
                 "(%d and %d): the first update uses only %d micro-batches.",
                 init_counts,
                 every,
-                self._length_at(init_counts),
+                self.window_length(),
             )
         has_norm = every > 1 and any(isinstance(part, _BatchNorm) for part in model.modules())
         if has_norm and self.warns_of_batch_norm and get_rank() == 0:
@@ -119,15 +143,42 @@ class Accumulation(OptimFeatures):
         # A loop calls this again when it rolls back.
         self.warns_of_batch_norm &= not has_norm
 
-    def accumulate(self, counts: int) -> None:
+    def accumulate(self, counts: int, *, since: int | None = None) -> None:
         """Change the number of micro-batches per update; call it between two windows.
+
+        Checkpoints store the change, so that a resumed run continues with it.
+
+        Args:
+            counts: the new number.
+            since: the micro-batch from which windows of this length are counted; default: the next
+                one.
 
         Raises:
             AssertionError: ``counts`` is below 1.
+            RuntimeError: a window has begun, so its losses are divided by the former number.
             TypeError: ``counts`` is not an integer.
         """
-        self._accumulative_counts = _checked_counts(counts)
-        self.window.accumulate(self._accumulative_counts)
+        counts, every, count = _checked_counts(counts), self._accumulative_counts, self._inner_count
+        if since is None and counts != every:
+            if not self.should_update() and count > self.resumed_at:
+                raise RuntimeError(
+                    f"accumulate({counts}) must be called between two windows, but "
+                    f"{count - self.window_start(count)} of the {every} micro-batches of this one "
+                    "have run: call it after an update, for example in on_update"
+                )
+            since = count
+            self._changed = WindowChange(counts, since)
+            if self.ends_by_updates and self.max_counts > count:
+                updates = (self.max_counts - count) // every
+                # The windows of a weighted pass also end with the pass.
+                self.max_counts = -1 if self.loss_weight is not None else count + updates * counts
+        self._accumulative_counts = counts
+        self._counted_from = self._counted_from if since is None else since
+        self.window.accumulate(counts)
+
+    def window_start(self, count: int) -> int:
+        """Return the number of micro-batches before the window of micro-batch ``count``."""
+        return count - (count - self._counted_from) % self._accumulative_counts
 
     def begin_pass(self, start: int, length: int | None) -> None:
         """Set the start of a pass over the data and, if it is known, its length.
@@ -142,19 +193,20 @@ class Accumulation(OptimFeatures):
             length: number of micro-batches in the pass.
         """
         if self.loss_weight is not None:
-            self._pass_start = start
+            if not start <= self._counted_from <= self._inner_count:
+                self._counted_from = start
             self._pass_end = -1 if length is None else start + length
 
     def should_update(self) -> bool:
         """Return whether the last micro-batch ended its window."""
         count = self._inner_count
-        full = (count - self._pass_start) % self._accumulative_counts == 0
+        full = (count - self._counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def should_sync(self) -> bool:
         """Return whether the next micro-batch ends its window; call it before the backward."""
         count = self._inner_count + 1
-        full = (count - self._pass_start) % self._accumulative_counts == 0
+        full = (count - self._counted_from) % self._accumulative_counts == 0
         return full or count in (self._pass_end, self.max_counts)
 
     def weigh(self, batch: Any, model: Any = None) -> None:
@@ -207,12 +259,10 @@ class Accumulation(OptimFeatures):
 
     def window_length(self) -> int:
         """Return the divisor of the next loss: the length of its window, 1 with ``loss_weight``."""
-        return 1 if self.loss_weight is not None else self._length_at(self._inner_count)
-
-    def _length_at(self, index: int) -> int:
-        """Return the number of micro-batches in the window of micro-batch ``index``."""
-        every = self._accumulative_counts
-        start = index - index % every
+        if self.loss_weight is not None:
+            return 1
+        index, every = self._inner_count, self._accumulative_counts
+        start = self.window_start(index)
         end = start + every
         if 0 < self.max_counts <= index:
             return every
@@ -269,6 +319,9 @@ class OptimWrapper(Accumulation):
         reads_parts: whether ``load_state_dict`` also accepts objects that have a ``shape`` and can
             be sliced, instead of whole tensors. It then reads only this rank's part of them.
         clip_grad_kwargs: ``clip_grad`` without its ``type``; None without clipping.
+        empty_updates: number of updates since the last log record that were skipped because no
+            parameter had a gradient. They are counted in a group of optimizers, with float16 and
+            with clipping by value; in other cases torch's optimizers change nothing.
         grad_norm: total norm before clipping at the last update, a tensor on the device
             of the gradients; None before the first clipping by norm.
 
@@ -298,10 +351,9 @@ class OptimWrapper(Accumulation):
         loss_weight: str | Mapping[str, Any] | Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(accumulative_counts)
-        if not hasattr(optimizer, "param_groups"):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
+        if not hasattr(optimizer, "param_groups") or hasattr(optimizer, "update_params"):
+            name = getattr(optimizer, "__name__", type(optimizer).__name__)
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {name}")
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.needs_closure = needs_closure(type(optimizer))
@@ -320,6 +372,8 @@ class OptimWrapper(Accumulation):
         if self.needs_closure:
             check_closure(self)
             self.gates.append(ClosureGate())
+        if self.clip is not None and self.clip.kind == "value":
+            skip_empty_updates(self)
         self.base_param_settings: dict[str, Any] | None = None
         if len(optimizer.param_groups) > 1:
             self.base_param_settings = {"params": torch.tensor([0.0]), **optimizer.defaults}
@@ -383,6 +437,8 @@ class OptimWrapper(Accumulation):
         for gate in self.gates:
             gate.begin_backward(self.should_sync())
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        for gate in self.gates:
+            gate.end_backward()
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
@@ -467,6 +523,8 @@ class OptimWrapper(Accumulation):
             state[_BASE_KEY] = dict(self.base_param_settings)
         state[_KIND_KEY] = kind_of(self.optimizer)
         state[_COUNT_KEY] = self._inner_count
+        if self._changed is not None:
+            state[_WINDOWS_KEY] = [self._accumulative_counts, self._counted_from]
         if self.loss_weight is not None:
             state[_UNIT_KEY] = self.window.unit
         return state
@@ -478,6 +536,10 @@ class OptimWrapper(Accumulation):
         whole tensor, or an object with a ``shape`` whose slices are tensors. If the state contains
         ``DTensor``s, every rank must call this.
 
+        If the saved optimizer and this one were created with ``named_parameters()``, parameters are
+        paired by name, and the saved groups are used. Otherwise they are paired by position, as in
+        torch. Checkpoints of stepwrap's loops always store names.
+
         Raises:
             ValueError: the state belongs to another kind of optimizer, or to other parameters.
         """
@@ -488,12 +550,32 @@ class OptimWrapper(Accumulation):
             # torch would load it, and fail in the next step because a setting is missing.
             raise ValueError(f"the optimizer is {own}, but the state to load is of {kind}")
         base = state.pop(_BASE_KEY, None)
-        if base is not None and self.base_param_settings is not None:
-            self.base_param_settings = dict(base)
         if (count := state.pop(_COUNT_KEY, None)) is not None:
             self._inner_count = self.resumed_at = count
+        self._changed = None
+        if (windows := state.pop(_WINDOWS_KEY, None)) is not None:
+            self._changed = WindowChange(*windows)
+            self.accumulate(self._changed.counts, since=self._changed.since)
         self.window.unit = state.pop(_UNIT_KEY, 0.0)
+        groups = self.optimizer.param_groups
+        if has_names(groups) and has_names(state["param_groups"]):
+            names = {
+                id(p): [n]
+                for g in groups
+                for p, n in zip(g["params"], g.get(NAMES, ()), strict=True)
+            }
+            matched = match_by_name(self.optimizer, state, names)
+            state = matched.content
+            if matched.stateless or matched.unused:
+                logger.warning(
+                    "the state to load has no parameters %s, and the optimizer has none of %s",
+                    *(matched.stateless or "-", matched.unused or "-"),
+                )
         load_state(self.optimizer, state)
+        if len(self.optimizer.param_groups) == 1:
+            self.base_param_settings = None
+        elif base is not None:
+            self.base_param_settings = dict(base)
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...registry import OPTIM_WRAPPERS
 from ..features import OptimFeatures, optim_features
+from .gates import PhaseGate, skip_empty_updates
 from .loss_weight import LossWeight
 from .optim import OptimWrapper
 
@@ -31,7 +32,8 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
     """A mapping of names to optimizer wrappers.
 
     The ``train_step`` of the model or wrapper selects an optimizer by name. Methods for gradients,
-    state and learning rates call every member.
+    state and learning rates call every member. Gradients that
+    the backward of one member leaves in the parameters of another are dropped.
 
     Attributes:
         collective_state: whether every rank must call ``state_dict``.
@@ -52,6 +54,12 @@ class OptimWrapperDict(Mapping[str, OptimWrapper], OptimFeatures):
                     f"but got {name}: {type(wrapper)}"
                 )
         self.optim_wrappers = dict(optim_wrappers)
+        gates: list[PhaseGate] = []
+        for name, wrapper in optim_wrappers.items():
+            if isinstance(wrapper, OptimWrapper) and len(optim_wrappers) > 1:
+                others = [gate for gate in wrapper.gates if not isinstance(gate, PhaseGate)]
+                wrapper.gates = [PhaseGate(name, wrapper, gates), *others]
+                skip_empty_updates(wrapper)
         self._followers: set[str] = set()
         # Each member's micro-batches before the current batch; None without `begin_batch`.
         self._before: dict[str, int] | None = None
@@ -219,6 +227,6 @@ def _has_ended(wrapper: OptimWrapper, before: int) -> bool:
     """Return whether a window of ``wrapper`` has ended since its count was ``before``."""
     every = wrapper._accumulative_counts
     # One batch may have several micro-batches, of which an earlier one may have ended a window.
-    start = wrapper._pass_start if isinstance(wrapper, OptimWrapper) else 0
+    start = wrapper._counted_from if isinstance(wrapper, OptimWrapper) else 0
     earlier = (wrapper._inner_count - 1 - start) // every > (before - start) // every
     return wrapper._inner_count > before and (earlier or wrapper.should_update())

@@ -8,9 +8,11 @@ their attributes, because importing their classes takes half a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -25,6 +27,34 @@ from ..sharding.layout import (
     take_part,
 )
 from .optimizer_fit import IMPLEMENTATIONS
+
+# Torch's key for the names of a group's parameters, if an optimizer gets named parameters.
+NAMES = "param_names"
+# Entries of the state of torch's optimizers that have the shape of their parameter.
+_SHAPED = (
+    *("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg"),
+    *("grad_avg", "acc_delta", "sum", "prev", "step_size", "ax"),
+)
+
+# By id of a parameter, its names; several if modules share it.
+Names: TypeAlias = Mapping[int, Sequence[str]]
+
+
+@dataclass
+class NamedState:
+    """A saved state, matched by name with the parameters of an optimizer.
+
+    Attributes:
+        content: the state in the order of the optimizer's parameters.
+        stateless: names of the optimizer's parameters that the saved state does not contain.
+        unused: names in the saved state that the optimizer does not contain.
+        regrouped: whether the saved groups replaced groups with other parameters.
+    """
+
+    content: dict[str, Any]
+    stateless: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    regrouped: bool = False
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -65,6 +95,8 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     Each tensor in the state is a ``DTensor``, a whole tensor, or an object with the ``shape`` of
     the whole tensor that can be sliced like it.
 
+    Parameters and states are paired by position; see ``match_by_name``.
+
     Raises:
         ValueError: the state belongs to another model.
     """
@@ -80,6 +112,8 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     keys = chain.from_iterable(group["params"] for group in groups)
     owners = dict(zip(keys, parameters_of(optimizer), strict=False))
     local = {id(p) for p in parameters_of(_inner(optimizer))}
+    if type(_inner(optimizer)).__module__.startswith("torch."):
+        _check_shapes(state["state"], owners)
     state["state"] = {
         key: _local_part_of(values, owners[key]) if key in owners else values
         for key, values in state["state"].items()
@@ -89,6 +123,138 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         # PostLocalSGDOptimizer warns if the state has no step.
         state.setdefault("step", optimizer.averager.step)
     optimizer.load_state_dict(state)
+
+
+def has_names(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether each group has a name for each of its parameters."""
+    return all(len(group.get(NAMES, ())) == len(group["params"]) for group in groups)
+
+
+def add_names(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the state of ``optimizer`` with the names of the parameters in its groups."""
+    names = complete_names(optimizer, names)
+    pairs = zip(state["param_groups"], optimizer.param_groups, strict=True)
+    groups = [
+        {**saved, NAMES: [names[id(p)][0] for p in group["params"]]} for saved, group in pairs
+    ]
+    return {**state, "param_groups": groups}
+
+
+def complete_names(optimizer: Optimizer, names: Names) -> Names:
+    """Return ``names`` with names for parameters of ``optimizer`` that do not belong to a model."""
+    unnamed = [p for p in parameters_of(optimizer) if id(p) not in names]
+    return {**names, **{id(p): [f"<outside the model: {n}>"] for n, p in enumerate(unnamed)}}
+
+
+def match_by_name(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> NamedState:
+    """Pair a saved state with the parameters of ``optimizer`` by their names.
+
+    The groups of ``optimizer`` get the parameters of the saved groups, in the saved order, because
+    the state of schedules belongs to these groups, and LBFGS joins its parameters in this order. A
+    parameter that is not in a saved group stays with the other parameters of its group.
+
+    Args:
+        optimizer: the optimizer that will load the result.
+        state: a state whose groups have names.
+        names: the names of the parameters of a model.
+
+    Raises:
+        ValueError: a group has no parameter of a saved group, or the optimizer is a
+            ``ZeroRedundancyOptimizer``, whose groups cannot change, and they differ.
+    """
+    names = complete_names(optimizer, names)
+    owners = {name: p for p in parameters_of(optimizer) for name in names[id(p)]}
+    matched = NamedState({**state})
+    groups: list[list[tuple[Any, Tensor]]] = []
+    home: dict[int, int] = {}
+    for at, group in enumerate(state["param_groups"]):
+        groups.append([])
+        for key, name in zip(group["params"], group[NAMES], strict=True):
+            owner = owners.get(name)
+            if owner is None or id(owner) in home:
+                matched.unused.append(name)
+                continue
+            home[id(owner)] = at
+            groups[at].append((key, owner))
+    for group in optimizer.param_groups:
+        homes = Counter(home[id(p)] for p in group["params"] if id(p) in home)
+        for parameter in [p for p in group["params"] if id(p) not in home]:
+            name = names[id(parameter)][0]
+            if not homes:
+                raise ValueError(
+                    f"no parameter of the group of {name!r} is in a group of the saved state; put "
+                    "it into the group of another parameter"
+                )
+            matched.stateless.append(name)
+            groups[homes.most_common(1)[0][0]].append((None, parameter))
+    before = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+    matched.regrouped = before != [{id(p) for _, p in group} for group in groups]
+    if _is_zero_redundancy(optimizer):
+        if matched.regrouped:
+            raise ValueError("ZeroRedundancyOptimizer needs the parameter groups of the state")
+        # It has divided its parameters among the ranks already.
+        for current, group in zip(optimizer.param_groups, groups, strict=True):
+            position = {id(p): at for at, p in enumerate(current["params"])}
+            group.sort(key=lambda pair: position[id(pair[1])])
+    else:
+        _arrange(optimizer, [[p for _, p in group] for group in groups])
+    _renumber(matched.content, groups, optimizer)
+    return matched
+
+
+def _arrange(optimizer: Optimizer, groups: Sequence[list[Tensor]]) -> None:
+    """Move the parameters of ``optimizer`` to ``groups``, with the names that it has for them."""
+    current = optimizer.param_groups
+    titles = {
+        id(p): name
+        for group in current
+        for p, name in zip(group["params"], group.get(NAMES, ()), strict=False)
+    }
+    template = {**current[0], "params": []}
+    arranged = [*current, *({**template, "params": []} for _ in groups)][: len(groups)]
+    for group, params in zip(arranged, groups, strict=True):
+        # In place, because LBFGS keeps a reference to the list.
+        group["params"][:] = params
+        if titles:
+            group[NAMES] = [titles[id(p)] for p in params]
+    current[:] = arranged
+
+
+def _renumber(
+    content: dict[str, Any], groups: Sequence[list[tuple[Any, Tensor]]], optimizer: Optimizer
+) -> None:
+    """Make the parameters of a saved state consecutive numbers, in the order of ``groups``."""
+    saved = content["state"]
+    numbers = iter(range(sum(map(len, groups))))
+    states, numbered = {}, []
+    triples = zip(content["param_groups"], groups, optimizer.param_groups, strict=True)
+    for former, group, current in triples:
+        settings = {key: value for key, value in former.items() if key != NAMES}
+        settings["params"] = [next(numbers) for _ in group]
+        if NAMES in current:
+            settings[NAMES] = list(current[NAMES])
+        numbered.append(settings)
+        pairs = zip(settings["params"], group, strict=True)
+        states.update({number: saved[key] for number, (key, _) in pairs if key in saved})
+    # Some optimizers have entries that belong to no parameter.
+    keys = {key for group in content["param_groups"] for key in group["params"]}
+    shared = {key: value for key, value in saved.items() if key not in keys}
+    content["state"], content["param_groups"] = {**states, **shared}, numbered
+
+
+def _check_shapes(states: Mapping[Any, Any], owners: Mapping[Any, Tensor]) -> None:
+    """Raise ValueError if a state has another shape than the parameter at its position."""
+    for key, owner in owners.items():
+        entries: Any = states.get(key)
+        for name in _SHAPED if isinstance(entries, Mapping) else ():
+            shape = tuple(getattr(entries.get(name), "shape", ()))
+            if shape and shape not in (layout_of(owner).shape, layout_of(owner).sizes):
+                raise ValueError(
+                    f"{name} of parameter {key} has shape {shape}, but the parameter at this "
+                    f"position has shape {layout_of(owner).shape}: give the optimizer its "
+                    "parameters in the saved order, or named_parameters() when saving "
+                    "and loading, to pair them by name"
+                )
 
 
 def _is_zero_redundancy(optimizer: Optimizer) -> bool:

@@ -59,6 +59,14 @@ def named_parameters(model: nn.Module) -> list[NamedParameter]:
     return list(_walk(model, "", ()))
 
 
+def parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """Return the names of each parameter of ``model`` by its id; several if modules share it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter, _ in named_parameters(model):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
 def _is_pattern(text: str) -> bool:
     return any(sign in text for sign in "*?[")
 

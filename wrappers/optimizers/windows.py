@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +21,41 @@ from ..sharding.layout import local_part, parameters_of
 from .gates import Gate
 from .loss_weight import LossWeight
 
+logger = logging.getLogger(__name__)
+
 _ADVICE = (
     "with loss_weight each micro-batch needs a weight before its backward: call "
     "optim_wrapper.weigh(batch) with the preprocessed batch in your train_step, then "
     "optim_wrapper.update_params(loss), or backward(scale_loss(loss))"
 )
+
+
+@dataclass(frozen=True)
+class WindowChange:
+    """A change of the length of windows during the training.
+
+    Attributes:
+        counts: micro-batches per window.
+        since: the micro-batch that begins the first window of this length.
+    """
+
+    counts: int
+    since: int
+
+    def continues_at(self, init_counts: int, count: int) -> bool:
+        """Return whether a training that begins at ``init_counts`` continues the one at ``count``.
+
+        It does if it begins at ``count``, or at the beginning of the window of ``count``. Otherwise
+        a warning is logged, unless it is a new training.
+        """
+        continues = init_counts in (count, count - (count - self.since) % self.counts)
+        if init_counts and not continues:
+            logger.warning(
+                "accumulate(%d) is not continued: the training had %d micro-batches and continues "
+                "at %d, for example because the number of ranks has changed",
+                *(self.counts, count, init_counts),
+            )
+        return continues
 
 
 class CountWindow(Gate):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...registry import MODELS
-from ..features import optim_features
+from ..features import explain_optim_wrapper, optim_features
 from .preprocess import DataPreprocessor, as_call, device_of
 from .step import OptimizerWrapper, parse_losses
 from .weight_init import BaseModule, InitSettings
@@ -56,7 +56,12 @@ class BaseModel(BaseModule):
 
     def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
         """Train on one batch without a wrapper; return the detached values to log."""
-        with optim_wrapper.optim_context(self):
+        try:
+            context = optim_wrapper.optim_context(self)
+        except AttributeError as error:
+            explain_optim_wrapper(error, optim_wrapper, data)
+            raise
+        with context:
             data = self.data_preprocessor(data, training=True)
             optim_features(optim_wrapper).weigh(data, self)
             losses = self._run_forward(data, "loss")

@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from ...collectives import explain_transport
 from ...registry import MODEL_WRAPPERS
-from ..features import ModelFeatures
+from ..features import ModelFeatures, explain_optim_wrapper
 from ..sharding.layout import refusal
 from ..sharding.mesh import broadcast_from_first_rank
 from ..torch_functions import check_options
@@ -162,6 +162,7 @@ class Steps(ModelFeatures):
             else:
                 optim_wrapper.update_params(total)
         except BaseException as error:
+            explain_optim_wrapper(error, optim_wrapper, data)
             self._raise_explained(error, stage, data)
             raise
         if parse is parse_losses:
@@ -408,7 +409,11 @@ def with_train_step(wrapper: type[_W], function: StepFunction) -> type[_W]:
     name = _name_of(function)
 
     def train_step(self: Any, data: Any, optim_wrapper: Any) -> dict[str, Any]:
-        logs = function(self, data, optim_wrapper)
+        try:
+            logs = function(self, data, optim_wrapper)
+        except (AttributeError, TypeError) as error:
+            explain_optim_wrapper(error, optim_wrapper, data)
+            raise
         if not isinstance(logs, Mapping):
             kind = type(logs).__name__
             raise TypeError(
