@@ -176,6 +176,12 @@ class Checkpoint:
         wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
             problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
+            tied = {} if problems else weights.tied_differently(target, saved)
+        problems += [
+            f"{name}: is the same weight as {first} in the model, and has other values than it in "
+            "the checkpoint"
+            for name, first in tied.items()
+        ]
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])

@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...loops import CheckpointError
-from ...loops.checkpoints.weights import plain_name, saved_parameters, state_of, user_model
+from ...loops.checkpoints.weights import (
+    plain_name,
+    saved_parameters,
+    state_of,
+    tied_differently,
+    user_model,
+)
 from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
 
@@ -29,6 +35,8 @@ class Fit:
         missing: names in the model for which the file has no weight.
         unexpected: names in the file for which the model has no weight.
         reshaped: names in the model of weights with another shape in the file.
+        untied: names in the model of weights that it shares with another name, and that have other
+            values in the file than that name.
         ignored: names, in the model or in the file, that ``load_from.ignore`` leaves out.
         shapes: by name, the shapes in the model and in the file.
     """
@@ -37,12 +45,13 @@ class Fit:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def misfits(self) -> list[str]:
-        return [*self.reshaped, *self.missing, *self.unexpected]
+        return [*self.reshaped, *self.untied, *self.missing, *self.unexpected]
 
     def table(self) -> str:
         """Return a table, at most 80 columns wide, of the weights that are not loaded, or ""."""
@@ -54,7 +63,7 @@ class Fit:
         table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for title in ("not loaded", "name", "in the model", "in the file"):
             table.add_column(title, overflow="fold")
-        for kind in ("reshaped", "missing", "unexpected", "ignored"):
+        for kind in ("reshaped", "untied", "missing", "unexpected", "ignored"):
             names = getattr(self, kind)
             for name in names[:_SHOWN]:
                 table.add_row(kind, name, *self.shapes[name])
@@ -93,6 +102,10 @@ def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSe
             fit.reshaped.append(name)
         else:
             fit.loaded[name] = value
+    for name, first in tied_differently(target, fit.loaded).items():
+        fit.untied.append(name)
+        fit.shapes[name] = f"same as {first}", "other values"
+        del fit.loaded[name]
     shared = _shared_with(target, fit.loaded)
     fit.missing = [name for name in fit.missing if name not in shared]
     return fit
@@ -105,6 +118,8 @@ def remedies(fit: Fit, saved: Mapping[str, Any], settings: LoadFromSection) -> I
     modules = [*dict.fromkeys(one.rpartition(".")[0] or one for one in fit.misfits)]
     if fit.loaded and len(modules) <= _SHOWN:
         yield f"load_from.ignore: [{', '.join(modules)}] leaves these out"
+    if fit.untied:
+        yield "or build the model without shared weights, since the file has separate ones"
     if fit.loaded:
         yield "load_from.strict: false loads what fits; the rest keeps its initial values"
 

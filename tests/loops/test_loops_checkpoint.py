@@ -219,6 +219,47 @@ def test_weights_have_the_users_names(tmp_path: Path) -> None:
             assert all((p.grad == index).all() for p in target.parameters())
 
 
+class Buffers(nn.Linear):
+    """A layer with slices of a large table, one of them expanded."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__(2, 2)
+        table = torch.arange(start, start + 100_000)
+        views = {"first": table[:4], "second": table[2:6], "rows": table[7].expand(3, 4)}
+        for name, view in views.items():
+            self.register_buffer(name, view)
+
+
+def test_buffers_that_are_slices_or_expanded(tmp_path: Path) -> None:
+    net = Buffers()
+    path = save_checkpoint(tmp_path, state_of(net))
+    # The slices are stored, not the table.
+    assert (path / "model.pt").stat().st_size < 10_000
+    other = Buffers(start=5.0)
+    load_checkpoint(path).restore(state_of(other))
+    assert_identical(other.state_dict(), net.state_dict())
+
+
+class Pair(nn.Module):
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        if is_tied:
+            self.second.weight = self.first.weight
+
+
+def test_one_weight_cannot_get_two_values(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, state_of(Pair(is_tied=False)))
+    tied = Pair(is_tied=True)
+    before = tied.first.weight.clone()
+    with pytest.raises(CheckpointError, match="second.weight: is the same weight as first.weight"):
+        load_checkpoint(path).load_model(tied)
+    assert torch.equal(tied.first.weight, before)
+    # The values of one tied weight are equal.
+    path = save_checkpoint(tmp_path, state_of(tied))
+    load_checkpoint(path).load_model(Pair(is_tied=True))
+
+
 def test_folders_that_are_not_checkpoints_or_too_new(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_checkpoint(tmp_path)
