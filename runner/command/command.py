@@ -249,7 +249,7 @@ MAX_RESTARTS = click.Option(
     help="restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
 )
 RESUME = _path(
-    "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
+    "--resume", help="continue the run in the run folder, or from the checkpoint PATH: name or path"
 )
 FRESH = flag("fresh", "delete the existing checkpoints and records in the run folder")
 LIMIT_BATCHES = click.Option(
@@ -276,5 +276,5 @@ CHECKPOINT = _path(
     "--checkpoint",
     "--resume",
     "checkpoint",
-    help="a checkpoint's folder or name, best or latest; default: best if it exists, or latest",
+    help="a checkpoint's name or path, best or latest; default: best if it exists, or latest",
 )

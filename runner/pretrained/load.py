@@ -123,7 +123,9 @@ def add_configured(
     return adapter
 
 
-def load_run_model(folder: Path, which: str = "") -> tuple[nn.Module, Adapter | None]:
+def load_run_model(
+    folder: Path, which: str | os.PathLike[str] = ""
+) -> tuple[nn.Module, Adapter | None]:
     """Build the model of a run, and load its evaluated weights; every rank must call this.
 
     Args:
@@ -180,8 +182,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     saved = read_weights(path)
     if ADAPTER not in saved:
         return saved
-    where = (path, "") if (path / "checkpoints").is_dir() else (path.parent.parent, str(path))
-    model, adapter = load_run_model(*where)
+    checkpoint = resolve_checkpoint(None, path)
+    model, adapter = load_run_model(checkpoint.absolute().parent.parent, checkpoint)
     return weights_of(model if adapter is None else adapter.merge())
 
 
