@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 
 from ..loops.checkpoints.weights import is_compact
 from ..loops.evaluate import evaluation_mode
+from ..registry.local_paths import require_local
 from ..wrappers.steps.plain_models import accept_mode, without_targets
 from ..wrappers.steps.preprocess import as_call
 
@@ -212,6 +213,7 @@ def check_export(path: Path, kind: str = "") -> None:
     Raises:
         FileExistsError, ImportError, ValueError: as for ``export_model``.
     """
+    require_local(path, "the exported file")
     files = [one for one in FORMATS if one != "peft"]
     if not kind and (kind := path.suffix.removeprefix(".")) not in files:
         known = ", ".join(f".{one}" for one in files)

@@ -18,6 +18,7 @@ from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, Hook, LoopState, find_checkpoint
 from ..loops.loggers.logger import flat_settings
 from ..registry import Config, did_you_mean, dump_config, source_folders
+from ..registry.local_paths import require_local
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +212,9 @@ def resolve_checkpoint(
 
     Raises:
         CheckpointError: the checkpoint does not exist.
+        ValueError: ``which`` is a URL.
     """
+    require_local(which, "a checkpoint")
     path = Path(which)
     if run_dir is None or not isinstance(which, str) or path.name != which:
         return _at_path(path, of_other_run)

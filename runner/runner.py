@@ -37,6 +37,7 @@ from ..registry import (
     config_from_dict,
     load_config,
 )
+from ..registry.local_paths import require_local
 from ..wrappers import LossWeight, wrap_model
 from .parts import build_parts, default_hooks
 from .pretrained.load import load_run_model
@@ -96,6 +97,7 @@ class Runner:
 
     Raises:
         RuntimeError: WORLD_SIZE is above 1 without a process group.
+        ValueError: ``run_dir`` is a URL, such as ``s3://bucket/run``.
 
     Attributes:
         state: the state that the loops share.
@@ -352,6 +354,7 @@ def load_model(
             was built from objects; the message shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.
     """
+    require_local(run_dir, "run_dir")
     model, adapter = load_run_model(Path(run_dir), which)
     if adapter is not None:
         model = adapter.merge()

@@ -22,6 +22,7 @@ from ...collectives import (
     get_world_size,
     run_together,
 )
+from ...registry.local_paths import require_local
 
 T = TypeVar("T")
 _DRAFT = ".draft-"
@@ -73,6 +74,7 @@ def world_size() -> int:
 
 def make_draft(parent: Path) -> Path:
     """Create and return a hidden folder in ``parent``; remove drafts left by killed runs."""
+    require_local(parent, "the folder for checkpoints")
     parent.mkdir(parents=True, exist_ok=True)
     for stale in parent.glob(f"{_DRAFT}*"):
         shutil.rmtree(stale, ignore_errors=True)

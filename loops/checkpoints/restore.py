@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...collectives import get_rank
+from ...registry.local_paths import require_local
 from ...wrappers.features import model_features
 from ...wrappers.sharding.layout import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
@@ -308,6 +309,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     Raises:
         CheckpointError: the checkpoint's description cannot be read.
     """
+    require_local(path, "a checkpoint")
     folder = Path(path)
     meta = run_on_all_ranks(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
     return Checkpoint(folder, meta)
@@ -333,6 +335,7 @@ def find_checkpoint(
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
+    require_local(run_dir, "run_dir")
     root = Path(run_dir) if own_rank() == 0 else None
     return run_on_all_ranks(f"searching {run_dir}", lambda: root and _search(root, which, before))[
         0

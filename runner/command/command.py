@@ -20,6 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ...registry import ConfigError, Examination, Problem, examine_names, load_config, nearest
+from ...registry.local_paths import url_problem
 from ...registry.text.files import shipped_configs
 
 # The usage line of a command that runs a config.
@@ -113,6 +114,9 @@ class Command(click.Command):
             problem = f"{self._usage.split()[len(words)]} is missing"
         elif self._most is not None and len(words) > self._most:
             problem = f"unexpected argument {words[self._most]!r}"
+        for word in words:
+            if remote := url_problem(word):
+                raise mistake(f"stepwrap {self.name}: {self._usage.split()[0]} {remote}")
         if problem:
             usage = f"stepwrap {self.name} {self._usage}"
             raise mistake(f"stepwrap {self.name}: {problem}; usage: {usage}".rstrip())
@@ -159,6 +163,8 @@ def _split_optional_values(options: Options) -> None:
         value = vars(options).get(name)
         if not isinstance(value, str) or not value:
             continue
+        if remote := url_problem(value):
+            raise mistake(f"stepwrap {options.command}: --{name} {remote}")
         if "=" in value and not os.path.isdir(value):
             options.words.append(value)
             setattr(options, name, True)
@@ -168,9 +174,11 @@ def _split_optional_values(options: Options) -> None:
 
 
 def path_name(text: str) -> str:
-    """Return an option's value; raise if it starts with a dash, because it is the next option."""
+    """Return an option's value; raise if it is the next option, or a URL."""
     if text.startswith("-"):
         raise click.BadParameter(f"requires a path, got the option {text}")
+    if problem := url_problem(text):
+        raise click.BadParameter(problem)
     return text
 
 

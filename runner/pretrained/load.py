@@ -25,6 +25,7 @@ from ...registry import (
     load_config,
     model_problems,
 )
+from ...registry.local_paths import require_local
 from ..failure import BuildError, as_mistakes_in, building
 from ..run_folder import resolve_checkpoint
 from .adapter import Adapter, add_adapter
@@ -199,6 +200,7 @@ def _naming_the_key(remark: str) -> Iterator[None]:
 
 
 def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
+    require_local(settings.path, "the weights' path")
     path = Path(settings.path)
     saved = _read(path)
     fit = fit_weights(saved, model, settings)
