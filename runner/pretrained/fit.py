@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -111,17 +111,30 @@ def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSe
     return fit
 
 
-def remedies(fit: Fit, saved: Mapping[str, Any], settings: LoadFromSection) -> Iterator[str]:
-    """Yield settings that would make the file fit."""
-    if proposal := _proposed_map(fit, saved, settings.map):
+def remedies(
+    fit: Fit, saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection
+) -> Iterator[str]:
+    """Yield settings that would make the file fit; each of them has been tried."""
+    if proposal := _proposed_map(fit, saved, model, settings):
         yield proposal
-    modules = [*dict.fromkeys(one.rpartition(".")[0] or one for one in fit.misfits)]
+    modules = [*dict.fromkeys(name.rpartition(".")[0] or name for name in fit.misfits)]
     if fit.loaded and len(modules) <= _SHOWN:
-        yield f"load_from.ignore: [{', '.join(modules)}] leaves these out"
+        ignore = [*settings.ignore, *modules]
+        trial = _tried(saved, model, replace(settings, ignore=ignore))
+        if trial is not None and trial.loaded and not trial.misfits:
+            yield f"load_from.ignore: [{', '.join(ignore)}] leaves these out"
     if fit.untied:
         yield "or build the model without shared weights, since the file has separate ones"
     if fit.loaded:
         yield "load_from.strict: false loads what fits; the rest keeps its initial values"
+
+
+def _tried(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection) -> Fit | None:
+    """Return the fit with other settings; None if they are refused."""
+    try:
+        return fit_weights(saved, model, settings)
+    except CheckpointError:
+        return None
 
 
 def _shape(value: Any) -> str:
@@ -189,29 +202,42 @@ def _shared_with(model: nn.Module, loaded: Collection[str]) -> set[str]:
     return {name for name, one in named if one in there}
 
 
-def _proposed_map(fit: Fit, saved: Mapping[str, Any], renames: Mapping[str, str]) -> str:
-    """Return the entry of ``map`` that would load most of the missing weights, or ""."""
-    if renames:
+def _proposed_map(
+    fit: Fit, saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection
+) -> str:
+    """Return the entry of ``map`` that makes most of the missing weights fit, or ""."""
+    if settings.map:
         return ""
+    for old, new in _proposed_entries(fit, saved):
+        trial = _tried(saved, model, replace(settings, map={old: new}))
+        if trial is None or len(trial.misfits) >= len(fit.misfits):
+            continue
+        count = len(trial.loaded.keys() & {*fit.missing})
+        return f'load_from.map: {{"{old}": "{new}"}} makes {count} of the missing weights fit'
+    return ""
+
+
+def _proposed_entries(fit: Fit, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return entries of ``map`` by the number of weights that they seem to fit, the most first."""
     ends: dict[tuple[str, str], str] = {}
     for name in fit.missing:
         for start in _beginnings(name):
             ends.setdefault((name.removeprefix(start), fit.shapes[name][0]), start)
+    # An entry must be the beginning of a name as it is in the file.
+    names = {plain_name(name): name for name in saved}
     votes: Counter[tuple[str, str]] = Counter()
     for name in fit.unexpected:
+        full, shape = names[name], fit.shapes[name][1]
         pairs = (
-            (old, ends.get((name.removeprefix(old), fit.shapes[name][1])))
-            for old in _beginnings(name)
+            (old, ends.get((plain_name(full.removeprefix(old)), shape)))
+            for old in _beginnings(full)
         )
         votes.update([(old, new) for old, new in pairs if new is not None][:1])
-    if not votes:
-        return ""
-    (old, new), count = votes.most_common(1)[0]
-    entry = f'{{"{old}": "{new}"}}'
-    return f"load_from.map: {entry} makes {count} of the missing weights fit"
+    return [entry for entry, _ in votes.most_common(_SHOWN)]
 
 
 def _beginnings(name: str) -> list[str]:
     """Return "", "a.", "a.b." and so on for "a.b.c"."""
     parts = name.split(".")
-    return ["".join(f"{one}." for one in parts[:end]) for end in range(min(_LEADING, len(parts)))]
+    count = _LEADING + len(parts) - len(plain_name(name).split("."))
+    return ["".join(f"{part}." for part in parts[:end]) for end in range(min(count, len(parts)))]

@@ -211,7 +211,7 @@ def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
             "",
             *fit.table().splitlines(),
             "",
-            *remedies(fit, saved, settings),
+            *remedies(fit, saved, model, settings),
         ]
         raise CheckpointError("\n  ".join(lines).replace("\n  \n", "\n\n"))
     together(path, lambda: load_into(user_model(model), fit.loaded, strict=False))
