@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
+from ..loops.checkpoints.files import open_for_torch
 from ..loops.checkpoints.weights import is_compact
 from ..loops.evaluate import evaluation_mode
 from ..registry.local_paths import require_local
@@ -334,7 +335,9 @@ def _use_own_memory(model: nn.Module) -> None:
 
 
 def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Callable[..., Any]:
-    torch.export.save(program, path)
+    # With a path, a full disk would end the process in torch's C++ code.
+    with open_for_torch(path) as file:
+        torch.export.save(program, file)
     loaded: Callable[..., Any] = torch.export.load(path).module()
     return loaded
 

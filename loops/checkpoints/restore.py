@@ -20,7 +20,7 @@ from ...wrappers.sharding.layout import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader, mean_logs
 from . import weights
-from .checkpoint import list_checkpoints, rank_file, read_meta
+from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, damage_of, own_rank, reading, run_on_all_ranks, world_size
 from .shards import SHARDED, TABLE, Reader, with_whole_tensors
 
@@ -346,6 +346,14 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     unreadable: dict[Path, str] = {}
     checkpoints = list_checkpoints(folder, unreadable)
+    for link in links_in(folder):
+        logger.warning(
+            "%s is a link to %s and does not count as a checkpoint; to use it, give its name",
+            *(link, link.resolve().name),
+        )
+    for path, meta in checkpoints:
+        if _step_in_name(path) not in (0, meta["step"]):
+            logger.warning("%s is a checkpoint of step %d, whatever its name", path, meta["step"])
     problems = [
         text for path, text in unreadable.items() if before is None or _step_in_name(path) < before
     ]

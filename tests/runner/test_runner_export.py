@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from functools import partialmethod
 from pathlib import Path
@@ -241,3 +242,14 @@ def test_buffers_that_share_memory(kind: str, tmp_path: Path) -> None:
             saved = load_file(path)
             for name, tensor in model.state_dict().items():
                 assert torch.equal(saved[name], tensor)
+
+
+def test_a_program_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*model\.pt2"):
+            export_model(_net(), tmp_path / "model.pt2", _batch())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
