@@ -39,7 +39,7 @@ def separate_adapted_layers(model: nn.Module) -> dict[nn.Parameter, nn.Parameter
             owners[id(member)].add(id(module))
     copies: dict[nn.Parameter, nn.Parameter] = {}
     for layer in [one for one in model.modules() if isinstance(one, BaseTunerLayer)]:
-        base: nn.Module = layer.base_layer
+        base: Any = layer.base_layer
         # Layers of peft can be nested; only the innermost one has the user's layer.
         if isinstance(base, BaseTunerLayer):
             continue
