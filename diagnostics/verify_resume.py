@@ -221,10 +221,10 @@ def _print_causes(runs: _Runs, found: Difference, start: Path | None = None) -> 
     except RuntimeError:
         print("  the steps up to there could not be run again to search for the cause")
         return
-    # What did change comes before what may have changed.
+    # Changes come before iterators, which may have advanced.
     causes = sorted(dict.fromkeys(_causes(lines, found)), key=lambda cause: ITERATOR in cause[1])
-    for place, what in causes[:_MAX_CAUSES]:
-        print(f"  {place.removeprefix(f'{Path.cwd()}/')} {what}")
+    for site, cause in causes[:_MAX_CAUSES]:
+        print(f"  {site.removeprefix(f'{Path.cwd()}/')} {cause}")
     if not causes:
         print("  no line of your files draws random numbers or changes an attribute")
 

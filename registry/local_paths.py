@@ -15,11 +15,11 @@ def url_problem(path: str | os.PathLike[str]) -> str:
     match = _URL.match(text)
     if match is None:
         return ""
-    start, rest = match[0], text[match.end() :].lstrip("/")
-    url = text if text.startswith(f"{start}/") else f"{start}/{rest}"
+    start, location = match[0], text[match.end() :].lstrip("/")
+    url = text if text.startswith(f"{start}/") else f"{start}/{location}"
     remedy = "copy the files to or from there with another program, or mount the remote folder"
     if match[1].lower() == "file":
-        remedy = f"write /{rest}"
+        remedy = f"write /{location}"
     return f"must be a path on this machine, got the URL {url}: {remedy}"
 
 

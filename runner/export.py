@@ -329,9 +329,9 @@ def _use_own_memory(model: nn.Module) -> None:
                 module._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
         for name, parameter in module._parameters.items():
             if parameter is not None and not is_compact(parameter):
-                copy = parameter.detach().clone(memory_format=torch.contiguous_format)
-                new = nn.Parameter(copy, parameter.requires_grad)
-                module._parameters[name] = copies.setdefault(id(parameter), new)
+                values = parameter.detach().clone(memory_format=torch.contiguous_format)
+                copy = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = copies.setdefault(id(parameter), copy)
 
 
 def _as_pt2(program: ExportedProgram, outputs: _TensorForward, path: Path) -> Callable[..., Any]:
@@ -379,8 +379,8 @@ def _as_onnx(program: ExportedProgram, outputs: _TensorForward, path: Path) -> C
 
 def _merged_tolerance(model: nn.Module) -> float:
     """Return the difference that a merge may make, relative to the largest output; 0 for fp32."""
-    floats = [one.dtype for one in model.parameters() if one.is_floating_point()]
-    return _MERGED_TOLERANCE if any(dtype.itemsize < 4 for dtype in floats) else 0.0
+    dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
+    return _MERGED_TOLERANCE if any(dtype.itemsize < 4 for dtype in dtypes) else 0.0
 
 
 def _compare(

@@ -207,8 +207,8 @@ def resolve_checkpoint(
     Args:
         run_dir: the run's folder; None if there is none, so that every text is a path.
         which: the checkpoint. Default: the best one if there is one, otherwise the latest.
-        of_other_run: "best", "latest" or "", as for ``which``: the checkpoint to take if ``which``
-            is the folder of another run.
+        of_other_run: the checkpoint to take if ``which`` is the folder of another run: "best",
+            "latest" or "".
 
     Raises:
         CheckpointError: the checkpoint does not exist.
@@ -217,7 +217,7 @@ def resolve_checkpoint(
     require_local(which, "a checkpoint")
     path = Path(which)
     if run_dir is None or not isinstance(which, str) or path.name != which:
-        return _at_path(path, of_other_run)
+        return _checkpoint_at(path, of_other_run)
     if which in ("", "best", "latest"):
         return _searched(run_dir, which)
     if (checkpoint := run_dir / "checkpoints" / which).exists():
@@ -231,22 +231,22 @@ def resolve_checkpoint(
 
 
 def _searched(run_dir: Path, which: str) -> Path:
-    found = None if which == "latest" else find_checkpoint(run_dir, "best")
-    if found is None and which != "best":
-        found = find_checkpoint(run_dir, "latest")
-    if found is None:
+    checkpoint = None if which == "latest" else find_checkpoint(run_dir, "best")
+    if checkpoint is None and which != "best":
+        checkpoint = find_checkpoint(run_dir, "latest")
+    if checkpoint is None:
         kind = f"{which} checkpoint" if which else "checkpoint"
         raise CheckpointError(f"{run_dir} has no {kind}: train first, or give a checkpoint's path")
-    return found
+    return checkpoint
 
 
-def _at_path(path: Path, of_run: str) -> Path:
+def _checkpoint_at(path: Path, of_run: str) -> Path:
     if (path / "checkpoints").is_dir():
         return _searched(path, of_run)
     if path.exists():
         return path
-    there = [str(path.with_name(name)) for name in _names_in(path.parent)]
-    raise CheckpointError(f"checkpoint {path} does not exist{did_you_mean(str(path), there)}")
+    neighbours = [str(path.with_name(name)) for name in _names_in(path.parent)]
+    raise CheckpointError(f"checkpoint {path} does not exist{did_you_mean(str(path), neighbours)}")
 
 
 def _names_in(checkpoints: Path) -> list[str]:

@@ -86,8 +86,8 @@ def _remote_paths(run: RunSections) -> Iterator[Problem]:
     if isinstance(run.load_from, LoadFromSection):
         paths["load_from.path"] = run.load_from.path
     for key, path in paths.items():
-        if isinstance(path, str) and (what := url_problem(path)):
-            yield Problem(key, what)
+        if isinstance(path, str) and (problem := url_problem(path)):
+            yield Problem(key, problem)
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:

@@ -179,9 +179,9 @@ class Checkpoint:
             problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
             tied = {} if problems else weights.tied_differently(target, saved)
         problems += [
-            f"{name}: is the same weight as {first} in the model, and has other values than it in "
+            f"{name}: is the same weight as {other} in the model, and has other values than it in "
             "the checkpoint"
-            for name, first in tied.items()
+            for name, other in tied.items()
         ]
         if problems:
             more = len(problems) - _SHOWN

@@ -81,7 +81,7 @@ def plain_name(name: str) -> str:
 
 
 def is_compact(tensor: Tensor) -> bool:
-    """Return whether a tensor fills its memory, so that it is no slice and not expanded."""
+    """Return whether a tensor fills its memory; slices and expanded tensors do not."""
     if tensor.layout is not torch.strided or is_dtensor(tensor):
         return True
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -169,7 +169,7 @@ def tied_differently(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, 
         By name, the first name of the same memory.
     """
     differences: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
+    names: dict[tuple[Any, ...], str] = {}
     for full_name, tensor in state_of(model).items():
         name = plain_name(full_name)
         if not isinstance(tensor, Tensor) or getattr(weights.get(name), "shape", None) is None:
@@ -177,8 +177,8 @@ def tied_differently(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, 
         memory = local_part(tensor)
         if memory.layout is not torch.strided or memory.is_meta or not memory.numel():
             continue
-        place = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
-        other = first.setdefault(place, name)
+        region = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        other = names.setdefault(region, name)
         if other != name and not _equal_parts(weights[name], weights[other], like=tensor):
             differences[name] = other
     return differences

@@ -102,9 +102,9 @@ def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSe
             fit.reshaped.append(name)
         else:
             fit.loaded[name] = value
-    for name, first in tied_differently(target, fit.loaded).items():
+    for name, other in tied_differently(target, fit.loaded).items():
         fit.untied.append(name)
-        fit.shapes[name] = f"same as {first}", "other values"
+        fit.shapes[name] = f"same as {other}", "other values"
         del fit.loaded[name]
     shared = _shared_with(target, fit.loaded)
     fit.missing = [name for name in fit.missing if name not in shared]
@@ -208,12 +208,13 @@ def _proposed_map(
     """Return the entry of ``map`` that makes most of the missing weights fit, or ""."""
     if settings.map:
         return ""
-    for old, new in _proposed_entries(fit, saved):
-        trial = _tried(saved, model, replace(settings, map={old: new}))
+    for start, replacement in _proposed_entries(fit, saved):
+        trial = _tried(saved, model, replace(settings, map={start: replacement}))
         if trial is None or len(trial.misfits) >= len(fit.misfits):
             continue
         count = len(trial.loaded.keys() & {*fit.missing})
-        return f'load_from.map: {{"{old}": "{new}"}} makes {count} of the missing weights fit'
+        entry = f'{{"{start}": "{replacement}"}}'
+        return f"load_from.map: {entry} makes {count} of the missing weights fit"
     return ""
 
 

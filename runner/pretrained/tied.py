@@ -6,7 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,15 +38,14 @@ def separate_adapted_layers(model: nn.Module) -> dict[nn.Parameter, nn.Parameter
         for member in (*module._modules.values(), *module._parameters.values()):
             owners[id(member)].add(id(module))
     copies: dict[nn.Parameter, nn.Parameter] = {}
-    for layer in [one for one in model.modules() if isinstance(one, BaseTunerLayer)]:
-        base: Any = layer.base_layer
+    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+        base = cast(nn.Module, layer.base_layer)
         # Layers of peft can be nested; only the innermost one has the user's layer.
         if isinstance(base, BaseTunerLayer):
             continue
-        if any(len(owners[id(one)]) > 1 for one in (base, *base.parameters())):
-            layer.base_layer = deepcopy(base)
-            new = layer.base_layer.parameters()
-            copies.update(zip(base.parameters(), new, strict=True))
+        if any(len(owners[id(member)]) > 1 for member in (base, *base.parameters())):
+            layer.base_layer = copy = deepcopy(base)
+            copies.update(zip(base.parameters(), copy.parameters(), strict=True))
     return copies
 
 
@@ -58,8 +57,8 @@ def report_separated(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
         groups: the names of each parameter that was shared before.
     """
     for names in groups:
-        first, *others = map(model.get_parameter, names)
-        if not all(torch.equal(first, other) for other in others):
+        weight, *copies = map(model.get_parameter, names)
+        if not all(torch.equal(weight, copy) for copy in copies):
             logger.warning(
                 "%s are one weight in the model, and the adapter does not change their layers "
                 "alike: the merged model has separate weights. A program that ties them again when "
