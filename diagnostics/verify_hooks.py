@@ -9,6 +9,7 @@ import pickle
 import random
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from io import IOBase
@@ -26,6 +27,8 @@ from ..registry import is_users_file
 
 # The start of the description of a process-wide generator; the name of its library follows.
 GLOBAL = "the global generator of "
+# The middle of the description of an iterator, whose position cannot be compared.
+ITERATOR = ", an iterator ("
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _VALUES = (bool, int, float, complex, str, bytes, *_GENERATORS)
 # Changes inside larger arrays are not detected.
@@ -83,8 +86,8 @@ class TraceHook(Hook):
 
     Before and after each line, also in data-loading workers, the hook compares the generators of
     Python, NumPy and torch, the attributes of ``self``, the global names of the module, and local
-    generators. Iterators are recorded if a function uses them. Each change is written once, as a
-    JSON list of four entries:
+    generators. Iterators are recorded if a line that runs uses them. Each change is written once,
+    as a JSON list of four entries:
 
     - "data" if it happened while a batch was read, otherwise "step";
     - whether it happened in a worker;
@@ -137,13 +140,13 @@ class TraceHook(Hook):
         if caller is not None and _is_users(caller.f_code.co_filename):
             self._compare(caller, caller.f_lineno)
         self._compare(frame, None)
-        for what, used_at in _iterators_used(frame):
-            self._write(what, f"{code.co_filename}:{used_at}")
         line = frame.f_lineno
 
         def follow(frame: FrameType, event: str, arg: Any) -> Callable[..., Any]:
             nonlocal line
             self._compare(frame, line)
+            for used in _iterators_used(frame, line):
+                self._write(used, f"{code.co_filename}:{line}")
             line = frame.f_lineno
             return follow
 
@@ -187,8 +190,8 @@ def _namespaces(frame: FrameType) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield f"{type(owner).__name__} {id(owner)}", getattr(owner, "__dict__", {})
 
 
-def _iterators_used(frame: FrameType) -> Iterator[tuple[str, int]]:
-    """Yield the iterators of the module and of ``self`` that a function uses, each with a line.
+def _iterators_used(frame: FrameType, line: int) -> Iterator[str]:
+    """Yield the iterators of the module and of ``self`` that a line uses.
 
     The position of an iterator cannot be compared without advancing it.
     """
@@ -197,24 +200,24 @@ def _iterators_used(frame: FrameType) -> Iterator[tuple[str, int]]:
         "LOAD_GLOBAL": (frame.f_globals, frame.f_globals["__name__"]),
         "LOAD_ATTR": (getattr(owner, "__dict__", {}), type(owner).__name__),
     }
-    for name, operation, line in _names_read(frame.f_code):
+    for name, operation in _names_read(frame.f_code).get(line, ()):
         values, where = places[operation]
         value = values.get(name)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             kind = type(value)
-            yield f"{name} of {where}, an iterator ({kind.__module__}.{kind.__qualname__})", line
+            yield f"{name} of {where}{ITERATOR}{kind.__module__}.{kind.__qualname__})"
 
 
 @cache
-def _names_read(code: CodeType) -> list[tuple[str, str, int]]:
-    """Return name, operation and line of each global or attribute that ``code`` reads."""
-    line, found = code.co_firstlineno, []
+def _names_read(code: CodeType) -> dict[int, list[tuple[str, str]]]:
+    """Return by line the name and operation of each global or attribute that ``code`` reads."""
+    line, names = code.co_firstlineno, defaultdict[int, list[tuple[str, str]]](list)
     starts = dict(dis.findlinestarts(code))
     for step in dis.get_instructions(code):
         line = starts.get(step.offset) or line
         if step.opname in ("LOAD_GLOBAL", "LOAD_ATTR"):
-            found.append((str(step.argval), step.opname, line))
-    return found
+            names[line].append((str(step.argval), step.opname))
+    return names
 
 
 def _mark(value: Any) -> Any:

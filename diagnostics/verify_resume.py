@@ -26,7 +26,7 @@ from ..runner.launcher import started_outside
 from ..runner.sections import read_sections
 from . import verify_hooks
 from .ledger import Difference, first_difference, read_ledger
-from .verify_hooks import GLOBAL
+from .verify_hooks import GLOBAL, ITERATOR
 
 _NAME = "stepwrap verify-resume"
 DIFFERENT = 1
@@ -221,9 +221,10 @@ def _print_causes(runs: _Runs, found: Difference, start: Path | None = None) -> 
     except RuntimeError:
         print("  the steps up to there could not be run again to search for the cause")
         return
-    causes = dict.fromkeys(_causes(lines, found))
-    for place, what in list(causes)[:_MAX_CAUSES]:
-        print(f"  {place.removeprefix(f'{Path.cwd()}/')} {what}")
+    # Changes come before iterators, which may have advanced.
+    causes = sorted(dict.fromkeys(_causes(lines, found)), key=lambda cause: ITERATOR in cause[1])
+    for site, cause in causes[:_MAX_CAUSES]:
+        print(f"  {site.removeprefix(f'{Path.cwd()}/')} {cause}")
     if not causes:
         print("  no line of your files draws random numbers or changes an attribute")
 
@@ -237,7 +238,9 @@ def _causes(lines: Path, found: Difference) -> Iterator[tuple[str, str]]:
             if what == f"{GLOBAL}{found.name}" and not in_worker:
                 yield place, f"draws from {what}"
         elif (stage == "data") == (found.stage == "data"):
-            if not what.startswith(GLOBAL):
+            if ITERATOR in what:
+                yield place, f"may advance {what}{where}: is its position in a state_dict()?"
+            elif not what.startswith(GLOBAL):
                 yield place, f"changes {what}{where}: is it in a state_dict()?"
             elif in_worker:
                 yield place, f"draws from {what}{where} without a worker seed"

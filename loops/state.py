@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import mean_scalars
+from ..registry.local_paths import require_local
 
 if TYPE_CHECKING:
     from ..wrappers import LossWeight
@@ -368,6 +369,9 @@ class LoopState:
         settings: the resolved config, or other settings, for loggers.
         media_loggers: functions ``(state, kind, name, item)`` of loggers; kinds are "image",
             "figure" and "text".
+
+    Raises:
+        ValueError: ``run_dir`` is a URL.
     """
 
     model: nn.Module
@@ -405,6 +409,10 @@ class LoopState:
     restored_from: tuple[Path, int] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     media_loggers: list[Callable[[LoopState, str, str, Any], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.run_dir is not None:
+            require_local(self.run_dir, "run_dir")
 
     def __repr__(self) -> str:
         # A notebook prints what `train` returns.

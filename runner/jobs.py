@@ -63,7 +63,7 @@ class Job:
     command: str
     config: Config
     run: RunSections
-    resume: bool | str = False
+    resume: bool | str | Path = False
     checkpoint: str | None = None
     dry_run: bool = False
     fresh: bool = False
@@ -230,17 +230,20 @@ def _without_loaded(job: Job) -> RunSections:
 
 
 def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
+    source: bool | Path = bool(job.resume)
+    if job.resume and not isinstance(job.resume, bool):
+        source = resolve_checkpoint(folder, job.resume, of_other_run="latest")
     if get_rank() == 0:
         if job.fresh:
             clear_results(folder)
-        if job.resume:
-            _log_changes(job, folder)
+        if source:
+            _log_changes(job, folder if source is True else source.absolute().parent.parent)
         folder.mkdir(parents=True, exist_ok=True)
         if store := agent_store():
             store.set(_begun(folder), "")
     # No rank may look for checkpoints before rank 0 has removed the old ones.
     synchronize()
-    state = runner.train(resume=job.resume)
+    state = runner.train(resume=source)
     metrics = {"val": dict(state.metrics)} if state.evaluated_at >= 0 else {}
     savers = [one for one in state.stateful.values() if isinstance(one, CheckpointHook)]
     best_by = next((one.best_by(state) for one in savers if metrics), "")
@@ -255,10 +258,7 @@ def _train(runner: Runner, job: Job, folder: Path) -> Outcome:
 
 
 def _log_changes(job: Job, folder: Path) -> None:
-    """Log the settings that differ from the resumed run's config."""
-    if isinstance(job.resume, str) and job.resume not in ("best", "latest"):
-        path = Path(job.resume)
-        folder = path if (path / "checkpoints").is_dir() else path.parent.parent
+    """Log the settings that differ from the config of the run in ``folder``, which is resumed."""
     try:
         before = _flat(load_config(folder / "config.yaml").to_dict())
     except (ConfigError, OSError):

@@ -18,6 +18,7 @@ from ..collectives import broadcast, get_rank
 from ..loops import CheckpointError, Hook, LoopState, find_checkpoint
 from ..loops.loggers.logger import flat_settings
 from ..registry import Config, did_you_mean, dump_config, source_folders
+from ..registry.local_paths import require_local
 
 logger = logging.getLogger(__name__)
 
@@ -191,37 +192,65 @@ def saved_checkpoints(run_dir: Path) -> list[Path]:
     return list(checkpoint_times(run_dir))
 
 
-def resolve_checkpoint(run_dir: Path, which: str = "") -> Path:
+def resolve_checkpoint(
+    run_dir: Path | None, which: str | os.PathLike[str] = "", *, of_other_run: str = ""
+) -> Path:
     """Return the path of the checkpoint that ``which`` names; every rank must call this.
 
+    Every command, setting and method that takes a checkpoint follows this rule:
+
+    - "best" and "latest" are checkpoints in the run's folder.
+    - Another text without a slash is the name of a checkpoint in the run's folder or, if there is
+      none, the folder of another run. It never names a checkpoint in the current folder.
+    - Any other text, and any ``Path``, is the path of a checkpoint or of another run's folder.
+
     Args:
-        run_dir: the run's folder.
-        which: "best" or "latest" in this folder, the name of a checkpoint in it, or the path of a
-            checkpoint or of another run's folder. Default: the best one if there is one, otherwise
-            the latest.
+        run_dir: the run's folder; None if there is none, so that every text is a path.
+        which: the checkpoint. Default: the best one if there is one, otherwise the latest.
+        of_other_run: the checkpoint to take if ``which`` is the folder of another run: "best",
+            "latest" or "".
 
     Raises:
         CheckpointError: the checkpoint does not exist.
+        ValueError: ``which`` is a URL.
     """
+    require_local(which, "a checkpoint")
     path = Path(which)
+    if run_dir is None or not isinstance(which, str) or path.name != which:
+        return _checkpoint_at(path, of_other_run)
     if which in ("", "best", "latest"):
-        found = None if which == "latest" else find_checkpoint(run_dir, "best")
-        if found is None and which != "best":
-            found = find_checkpoint(run_dir, "latest")
-        if found is not None:
-            return found
+        return _searched(run_dir, which)
+    if (checkpoint := run_dir / "checkpoints" / which).exists():
+        return checkpoint
+    if (path / "checkpoints").is_dir():
+        return _searched(path, of_other_run)
+    hint = did_you_mean(which, ["best", "latest", *_names_in(run_dir / "checkpoints")])
+    if path.exists():
+        hint = f"; for {path.absolute()}, which another run may have saved, write ./{which}"
+    raise CheckpointError(f"checkpoint {which} does not exist in {run_dir}{hint}")
+
+
+def _searched(run_dir: Path, which: str) -> Path:
+    checkpoint = None if which == "latest" else find_checkpoint(run_dir, "best")
+    if checkpoint is None and which != "best":
+        checkpoint = find_checkpoint(run_dir, "latest")
+    if checkpoint is None:
         kind = f"{which} checkpoint" if which else "checkpoint"
         raise CheckpointError(f"{run_dir} has no {kind}: train first, or give a checkpoint's path")
+    return checkpoint
+
+
+def _checkpoint_at(path: Path, of_run: str) -> Path:
     if (path / "checkpoints").is_dir():
-        return resolve_checkpoint(path, "latest")
-    for checkpoint in (path, run_dir / "checkpoints" / path):
-        if checkpoint.exists():
-            return checkpoint
-    is_name = path.name == which
-    folder = run_dir / "checkpoints" if is_name or not path.parent.is_dir() else path.parent
-    there = [one.name if is_name else str(one) for one in sorted(folder.glob("step_*"))]
-    near = did_you_mean(which, ["best", "latest", *there])
-    raise CheckpointError(f"checkpoint {which} does not exist{near}")
+        return _searched(path, of_run)
+    if path.exists():
+        return path
+    neighbours = [str(path.with_name(name)) for name in _names_in(path.parent)]
+    raise CheckpointError(f"checkpoint {path} does not exist{did_you_mean(str(path), neighbours)}")
+
+
+def _names_in(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.glob("step_*"))
 
 
 def clear_results(run_dir: Path) -> None:

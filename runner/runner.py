@@ -38,6 +38,7 @@ from ..registry import (
     config_from_dict,
     load_config,
 )
+from ..registry.local_paths import require_local
 from ..wrappers import LossWeight, wrap_model
 from ..wrappers.features import require_optim_wrapper
 from .parts import build_parts, default_hooks
@@ -102,6 +103,7 @@ class Runner:
     Raises:
         RuntimeError: WORLD_SIZE is above 1 without a process group.
         TypeError: ``optim_wrapper`` is not an optimizer wrapper, for example an optimizer.
+        ValueError: ``run_dir`` is a URL, such as ``s3://bucket/run``.
 
     Attributes:
         state: the state that the loops share.
@@ -179,8 +181,9 @@ class Runner:
 
         Args:
             resume: True continues from the latest checkpoint in the run folder, or starts from the
-                beginning if there is none. "best" or "latest" continues from that checkpoint. A
-                path names a checkpoint, or another run folder whose latest checkpoint is used.
+                beginning if there is none. "best", "latest" or the name of a checkpoint in the run
+                folder continues from that checkpoint. A path, which is a text with a slash or a
+                ``Path``, names another checkpoint, or a run folder whose latest one is used.
 
         Raises:
             ValueError: the runner has no training loop or no optimizer wrapper.
@@ -194,7 +197,7 @@ class Runner:
         with traced(self._is_traced), self.hold_run_dir():
             path: Path | None = None
             if resume:
-                path = self._latest() if resume is True else self._resolve(str(resume))
+                path = self._latest() if resume is True else self._resolve(resume, "latest")
             else:
                 self._refuse_overwriting()
             for listener in self._hooks.on_run_start:
@@ -238,8 +241,10 @@ class Runner:
         """Evaluate on the test data and return the metrics; every rank must call this.
 
         Args:
-            checkpoint: the checkpoint to restore first: a path, or "best" or "latest" in the run
-                folder. None evaluates the model as it is.
+            checkpoint: the checkpoint to restore first: "best", "latest" or the name of a
+                checkpoint in the run folder, or a path; see ``train``. Of a run folder the best
+                checkpoint is used, or the latest if no best one is kept. None evaluates the model
+                as it is.
 
         Raises:
             ValueError: the runner has no test loop.
@@ -316,9 +321,9 @@ class Runner:
                 "continue that run with train(resume=True), or choose another run_dir"
             )
 
-    def _resolve(self, which: str | os.PathLike[str]) -> Path:
-        folder = self._folder() if which in ("best", "latest") else Path()
-        return resolve_checkpoint(folder, str(which))
+    def _resolve(self, which: str | os.PathLike[str], of_other_run: str = "") -> Path:
+        folder = self._folder() if which in ("best", "latest") else self.state.run_dir
+        return resolve_checkpoint(folder, which, of_other_run=of_other_run)
 
     def _latest(self) -> Path | None:
         folder = self._folder()
@@ -349,8 +354,8 @@ def load_model(
 
     Args:
         run_dir: the run's folder.
-        which: "best", "latest" or the path of a checkpoint. Default: the best one if there is one,
-            otherwise the latest.
+        which: "best", "latest" or the name of a checkpoint in this folder, or a path. Default: the
+            best one if there is one, otherwise the latest.
         device: the device of the returned model.
 
     Raises:
@@ -359,7 +364,8 @@ def load_model(
             was built from objects; the message shows how to load the model.
         ConfigError: the model cannot be built. Other parts of the run are not needed.
     """
-    model, adapter = load_run_model(Path(run_dir), str(which))
+    require_local(run_dir, "run_dir")
+    model, adapter = load_run_model(Path(run_dir), which)
     if adapter is not None:
         model = adapter.merge()
     return model.eval().to(device)

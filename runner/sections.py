@@ -15,12 +15,14 @@ from ..registry import (
     Config,
     ConfigError,
     Examination,
+    LoadFromSection,
     Problem,
     RunSections,
     examine_config,
     load_config,
     optim_wrapper_sections,
 )
+from ..registry.local_paths import url_problem
 from ..registry.registry import find_component
 from ..wrappers import LossWeight
 from .parallelism import layout_problems, preparation_problems, tables_with, works_over_ranks
@@ -65,6 +67,7 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
     """
     if run.device == "cuda" and not torch.cuda.is_available():
         yield Problem("device", "is cuda, but torch finds no CUDA device on this machine")
+    yield from _remote_paths(run)
     if not faulty & _LAYOUT:
         yield from layout_problems(run, ranks)
     yield from preparation_problems(run)
@@ -76,6 +79,16 @@ def _misfits(run: RunSections, ranks: int, faulty: frozenset[str]) -> Iterator[P
         yield from _uneven_problems(run)
     if not faulty & {"optimizer", "optim_wrapper"}:
         yield from _weight_problems(run)
+
+
+def _remote_paths(run: RunSections) -> Iterator[Problem]:
+    """Yield settings that must be paths on this machine and are URLs."""
+    paths = {"run_dir": run.run_dir, "load_from": run.load_from, "resume": run.resume}
+    if isinstance(run.load_from, LoadFromSection):
+        paths["load_from.path"] = run.load_from.path
+    for key, path in paths.items():
+        if isinstance(path, str) and (problem := url_problem(path)):
+            yield Problem(key, problem)
 
 
 def _uneven_problems(run: RunSections) -> Iterator[Problem]:

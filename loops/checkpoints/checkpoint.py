@@ -159,9 +159,19 @@ def list_checkpoints(
     """Return the checkpoints in ``folder`` with their descriptions, the latest first.
 
     Checkpoints without a readable description are skipped with a warning, and the error is added to
-    ``problems``. Does not communicate.
+    ``problems``. Links to other checkpoints in ``folder`` are left out. Does not communicate.
     """
-    return _with_meta(folder.glob("step_*"), problems)
+    links = set(links_in(folder))
+    return _with_meta((path for path in folder.glob("step_*") if path not in links), problems)
+
+
+def links_in(folder: Path) -> list[Path]:
+    """Return the symbolic links in ``folder`` to checkpoints in the same folder."""
+    return [
+        path
+        for path in folder.glob("step_*")
+        if path.is_symlink() and path.exists() and path.resolve().parent == folder.resolve()
+    ]
 
 
 def _with_meta(
@@ -301,11 +311,17 @@ def _save(
         parts = Parts(_contents(state) if has_contents else {})
         return parts.places
 
-    def write() -> dict[str, dict[str, Any]]:
+    def contents() -> Iterator[tuple[str, Any]]:
         table = make_table(places)
         own_files = _own_files(state, parts, table, at_current_batch)
-        contents = chain(parts.files_of(rank, table), own_files)
-        return {name: disk.write_file(draft / name, content) for name, content in contents}
+        return chain(parts.files_of(rank, table), own_files)
+
+    def needed_bytes() -> int:
+        return sum(disk.content_bytes(content) for _, content in contents())
+
+    def write() -> dict[str, dict[str, Any]]:
+        with disk.explaining_full_disks(draft, needed_bytes):
+            return {name: disk.write_file(draft / name, content) for name, content in contents()}
 
     draft = run_on_all_ranks(
         what, lambda: disk.make_draft(folder) if rank == 0 else folder, gather
@@ -318,7 +334,8 @@ def _save(
             meta["format"] = SHARDED_FORMAT
 
         def finish() -> Path:
-            return _finish(draft, meta, state, incomplete) if rank == 0 else draft
+            with disk.explaining_full_disks(draft, needed_bytes):
+                return _finish(draft, meta, state, incomplete) if rank == 0 else draft
 
         return run_on_all_ranks(what, finish, gather)[0]
     except CheckpointError:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
+import resource
 import shutil
 import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
 from ...collectives import (
+    CollectiveError,
     all_gather_object,
     distributed_available,
     get_rank,
     get_world_size,
     run_together,
 )
+from ...registry.local_paths import require_local
 
 T = TypeVar("T")
 _DRAFT = ".draft-"
@@ -37,7 +42,15 @@ def run_on_all_ranks(
     what: str, action: Callable[[], T], gather: Callable[[Any], list[Any]] = all_gather_object
 ) -> list[T]:
     """Run ``action`` on every rank and return all results; raise a failure on every rank."""
-    results, failures, cause = run_together(action, gather)
+    try:
+        results, failures, cause = run_together(action, gather)
+    except CollectiveError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise CollectiveError(
+            f"{what}: {error}; a rank that has not arrived may still be reading, writing or "
+            "syncing files. If that can take longer than launch.timeout_s, increase this setting"
+        ) from error
     texts = []
     for failure in filter(None, failures):
         text = failure.text if issubclass(failure.kind, CheckpointError) else failure.full_text
@@ -73,6 +86,7 @@ def world_size() -> int:
 
 def make_draft(parent: Path) -> Path:
     """Create and return a hidden folder in ``parent``; remove drafts left by killed runs."""
+    require_local(parent, "the folder for checkpoints")
     parent.mkdir(parents=True, exist_ok=True)
     for stale in parent.glob(f"{_DRAFT}*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -82,15 +96,101 @@ def make_draft(parent: Path) -> Path:
 
 
 def write_file(path: Path, content: Any) -> dict[str, Any]:
-    """Write a string as text, other content with ``torch.save``; return size and SHA-256."""
-    with path.open("wb") as file:
+    """Write a string as text, other content with ``torch.save``; return size and SHA-256.
+
+    Raises:
+        OSError: writing failed; it names the file.
+    """
+    with open_for_torch(path) as file:
         if isinstance(content, str):
             file.write(content.encode())
         else:
             torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
     return fingerprint(path)
+
+
+class _KeepingErrors(io.BufferedWriter):
+    """A file that keeps the error of a failed write instead of raising it.
+
+    If a write raises, torch raises an error about its position in the file, or ends the process.
+    """
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self._try(partial(super().write, data))
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        self._try(super().flush)
+
+    def _try(self, action: Callable[[], Any]) -> None:
+        try:
+            if self.error is None:
+                action()
+        except OSError as error:
+            self.error = error
+
+
+@contextmanager
+def open_for_torch(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file to which torch can write; at the end it is synced to disk.
+
+    Raises:
+        OSError: writing failed; it names the file.
+    """
+    try:
+        with _KeepingErrors(io.FileIO(path, "w")) as file:
+            yield file
+            file.flush()
+            if file.error is not None:
+                raise file.error
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def explaining_full_disks(draft: Path, needed_bytes: Callable[[], int]) -> Iterator[None]:
+    """Convert an OSError about missing space to a CheckpointError that says how much is missing.
+
+    Args:
+        draft: the folder of the unfinished checkpoint.
+        needed_bytes: returns the size of the files that this process writes into it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        root = next(path for path in (draft, *draft.absolute().parents) if os.path.ismount(path))
+        needed = f"the files of the checkpoint need {needed_bytes() / 1e6:.3g} MB"
+        remedy = "make room there, or keep fewer checkpoints (hooks.checkpoint.keep_last)"
+        if error.errno == errno.EFBIG:
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            text = f"{error.filename} would be larger than the {limit / 1e6:.3g} MB that a file of "
+            text += f"this process may have: {needed}"
+            remedy = "raise the limit (ulimit -f)"
+        elif error.errno == errno.EDQUOT:
+            text = f"the disk quota on the file system at {root} is used up: {needed}"
+        else:
+            written = sum(path.stat().st_size for path in draft.iterdir())
+            free = (shutil.disk_usage(draft).free + written) / 1e6
+            text = (
+                f"no space is left on the file system at {root}: {needed}, {free:.3g} MB are free"
+            )
+        raise CheckpointError(f"{text}; {remedy}") from error
+
+
+def content_bytes(content: Any) -> int:
+    """Return the size of the tensors and texts in nested containers."""
+    if isinstance(content, torch.Tensor):
+        return content.numel() * content.element_size()
+    if isinstance(content, Mapping):
+        return sum(map(content_bytes, content.values()))
+    if isinstance(content, (list, tuple, set)):
+        return sum(map(content_bytes, content))
+    return len(content) if isinstance(content, (str, bytes)) else 0
 
 
 def publish(draft: Path, final: Path) -> None:
@@ -104,7 +204,11 @@ def remove_folders(folders: Iterable[Path]) -> None:
     for folder in folders:
         removed = _draft_name(folder.parent)
         folder.rename(removed)
-        shutil.rmtree(removed)
+        if removed.is_symlink():
+            # The checkpoint at another place is kept.
+            removed.unlink()
+        else:
+            shutil.rmtree(removed)
 
 
 def read_text(path: Path) -> str:

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from ...collectives import get_rank
+from ...registry.local_paths import require_local
 from ...wrappers.features import model_features
 from ...wrappers.sharding.layout import is_sharded, reshard
 from ..rng import mix_seed, restore_rng, seed_rng
 from ..state import LoopState, PartReader, mean_logs
 from . import weights
-from .checkpoint import list_checkpoints, rank_file, read_meta
+from .checkpoint import links_in, list_checkpoints, rank_file, read_meta
 from .files import CheckpointError, damage_of, own_rank, reading, run_on_all_ranks, world_size
 from .optimizers import NameOrders, matched
 from .shards import SHARDED, TABLE, Reader, with_whole_tensors
@@ -177,6 +178,12 @@ class Checkpoint:
         wanted = {weights.plain_name(n): value for n, value in weights.state_of(target).items()}
         with reading(self.path, "model.pt", "the table of weights"):
             problems = _adapter_problems(saved, wanted) or _mismatches(saved, wanted)
+            tied = {} if problems else weights.tied_differently(target, saved)
+        problems += [
+            f"{name}: is the same weight as {other} in the model, and has other values than it in "
+            "the checkpoint"
+            for name, other in tied.items()
+        ]
         if problems:
             more = len(problems) - _SHOWN
             lines = problems[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -305,6 +312,7 @@ def load_checkpoint(path: Path | str) -> Checkpoint:
     Raises:
         CheckpointError: the checkpoint's description cannot be read.
     """
+    require_local(path, "a checkpoint")
     folder = Path(path)
     meta = run_on_all_ranks(f"loading {folder}", lambda: read_meta(folder))[own_rank()]
     return Checkpoint(folder, meta)
@@ -330,6 +338,7 @@ def find_checkpoint(
     """
     if which not in ("latest", "best"):
         raise ValueError(f'which must be "latest" or "best", got {which!r}')
+    require_local(run_dir, "run_dir")
     root = Path(run_dir) if own_rank() == 0 else None
     return run_on_all_ranks(f"searching {run_dir}", lambda: root and _search(root, which, before))[
         0
@@ -340,6 +349,14 @@ def _search(root: Path, which: str, before: int | None) -> Path | None:
     folder = root / "checkpoints" if (root / "checkpoints").is_dir() else root
     unreadable: dict[Path, str] = {}
     checkpoints = list_checkpoints(folder, unreadable)
+    for link in links_in(folder):
+        logger.warning(
+            "%s is a link to %s and does not count as a checkpoint; to use it, give its name",
+            *(link, link.resolve().name),
+        )
+    for path, meta in checkpoints:
+        if _step_in_name(path) not in (0, meta["step"]):
+            logger.warning("%s is a checkpoint of step %d, whatever its name", path, meta["step"])
     problems = [
         text for path, text in unreadable.items() if before is None or _step_in_name(path) < before
     ]

@@ -40,8 +40,11 @@ _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.
 
 def to_plain(value: Any, where: str) -> Any:
     """Convert to types that ``torch.load(weights_only=True)`` accepts, or raise TypeError."""
-    if type(value) in _PLAIN or isinstance(value, Tensor):
+    if type(value) in _PLAIN:
         return value
+    if isinstance(value, Tensor):
+        # torch.save would write all of the memory of which the tensor is a slice.
+        return value if is_compact(value) else value.detach().clone()
     if isinstance(value, Mapping):
         items = {to_plain(k, f"{where} key"): to_plain(v, f"{where}.{k}") for k, v in value.items()}
         kind = next((one for one in (OrderedDict, Counter) if isinstance(value, one)), dict)
@@ -75,6 +78,13 @@ def user_model(wrapper: nn.Module) -> nn.Module:
 def plain_name(name: str) -> str:
     """Return the name of a weight or module without the parts added by ``torch.compile``."""
     return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def is_compact(tensor: Tensor) -> bool:
+    """Return whether a tensor fills its memory; slices and expanded tensors do not."""
+    if tensor.layout is not torch.strided or is_dtensor(tensor):
+        return True
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -121,6 +131,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool =
         weights: tensors or ``SavedTensor`` objects by the user's names.
         strict: whether every weight must be given.
     """
+    _give_own_memory(model)
     present = model.state_dict()
     for name, tensor in _local_parts(model):
         if not is_dtensor(present[name]):
@@ -135,6 +146,48 @@ def load_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool =
     names = [(name, plain_name(name)) for name, _ in model.named_modules()]
     vars(state)["_metadata"] = OrderedDict((n, versions[p]) for n, p in names if p in versions)
     model.load_state_dict(state, strict=strict)
+
+
+def _give_own_memory(model: nn.Module) -> None:
+    """Copy tensors of which several elements share memory, since torch cannot write into them."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        if tensor.layout is not torch.strided or is_dtensor(tensor) or tensor.is_meta:
+            continue
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        if 1 + sum((size - 1) * stride for size, stride in strides) < tensor.numel():
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+def tied_differently(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, str]:
+    """Return names with other values in ``weights`` than a name that shares their memory.
+
+    Args:
+        model: the model in which the tensors share memory.
+        weights: tensors or ``SavedTensor`` objects of the same shapes by the user's names.
+
+    Returns:
+        By name, the first name of the same memory.
+    """
+    differences: dict[str, str] = {}
+    names: dict[tuple[Any, ...], str] = {}
+    for full_name, tensor in state_of(model).items():
+        name = plain_name(full_name)
+        if not isinstance(tensor, Tensor) or getattr(weights.get(name), "shape", None) is None:
+            continue
+        memory = local_part(tensor)
+        if memory.layout is not torch.strided or memory.is_meta or not memory.numel():
+            continue
+        region = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        other = names.setdefault(region, name)
+        if other != name and not _equal_parts(weights[name], weights[other], like=tensor):
+            differences[name] = other
+    return differences
+
+
+def _equal_parts(value: Any, other: Any, *, like: Tensor) -> bool:
+    """Return whether this rank's parts of two saved tensors are equal; NaN equals NaN."""
+    a, b = (local_part(take_part(saved, like)) for saved in (value, other))
+    return torch.equal(a, b) or bool(a.isclose(b, rtol=0, atol=0, equal_nan=True).all())
 
 
 def num_data_ranks(model: nn.Module) -> int:

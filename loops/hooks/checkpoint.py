@@ -123,7 +123,8 @@ class CheckpointHook(Hook):
 
     def best_by(self, state: LoopState) -> str:
         """Describe the best checkpoint, such as "lowest loss"; empty if there is none yet."""
-        if self.best is None:
+        # A resumed run may have the best value of an earlier metric and watch none itself.
+        if self.best is None or not self.watched.name:
             return ""
         return f"{self.watched.extreme(state)} {self.watched.name}"
 

@@ -1,5 +1,5 @@
 """Predictions in files: the hook that writes them, rows of outputs, and formats.
 
-Imports ``loops.data``, ``loops.error_notes``, ``loops.hook`` and ``loops.state``. Start reading in
-hook.py; files.py imports pyarrow lazily.
+Imports ``loops.data``, ``loops.error_notes``, ``loops.hook``, ``loops.state`` and registry. Start
+reading in hook.py; files.py imports pyarrow lazily.
 """

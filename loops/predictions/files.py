@@ -19,6 +19,7 @@ from typing import Any, TextIO, TypeAlias
 
 import numpy as np
 
+from ...registry.local_paths import require_local
 from .rows import Row
 
 INDEX = "index"
@@ -35,6 +36,7 @@ def check_path(path: Path) -> None:
         FileExistsError: the file exists.
         ImportError: the package for the format is not installed.
     """
+    require_local(path, "the file for predictions")
     if path.suffix not in FORMATS:
         known = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
         raise ValueError(f"predictions are written to files that end in {known}, got {path.name!r}")

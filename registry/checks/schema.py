@@ -285,7 +285,7 @@ class RunSections:
         data: the loaders of the three loops.
         train: the training loop; None for evaluation only.
         launch: the number of processes, and how they connect.
-        resume: true continues the latest checkpoint; or "best", or the path of a checkpoint.
+        resume: true continues the latest checkpoint; or "best", or a checkpoint's name or path.
         hooks: the settings of each hook by its name; they include the default hooks, but not
             disabled ones.
         optimizer: one optimizer with a ``type``, or several by name; then ``optim_wrapper`` may be

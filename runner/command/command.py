@@ -29,6 +29,7 @@ from ...registry import (
     nearest,
 )
 from ...registry.json_schema import setting_paths
+from ...registry.local_paths import url_problem
 from ...registry.text.files import shipped_configs
 from ..failure import OversubscribedError, require_cores
 
@@ -131,6 +132,9 @@ class Command(click.Command):
             problem = f"{self._usage.split()[len(words)]} is missing"
         elif self._most is not None and len(words) > self._most:
             problem = f"unexpected argument {words[self._most]!r}"
+        for word in words:
+            if remote := url_problem(word):
+                raise mistake(f"stepwrap {self.name}: {self._usage.split()[0]} {remote}")
         if problem:
             usage = f"stepwrap {self.name} {self._usage}"
             raise mistake(f"stepwrap {self.name}: {problem}; usage: {usage}".rstrip())
@@ -191,6 +195,8 @@ def _split_optional_values(options: Options) -> None:
         value = vars(options).get(name)
         if not isinstance(value, str) or not value:
             continue
+        if remote := url_problem(value):
+            raise mistake(f"stepwrap {options.command}: --{name} {remote}")
         if "=" in value and not os.path.isdir(value):
             options.words.append(value)
             setattr(options, name, True)
@@ -200,9 +206,11 @@ def _split_optional_values(options: Options) -> None:
 
 
 def path_name(text: str) -> str:
-    """Return an option's value; raise if it starts with a dash, because it is the next option."""
+    """Return an option's value; raise if it is the next option, or a URL."""
     if text.startswith("-"):
         raise click.BadParameter(f"requires a path, got the option {text}")
+    if problem := url_problem(text):
+        raise click.BadParameter(problem)
     return text
 
 
@@ -290,7 +298,7 @@ MAX_RESTARTS = click.Option(
     help="restart all ranks from the last checkpoint when one dies (launch.max_restarts)",
 )
 RESUME = _path(
-    "--resume", help="continue the run in the run folder, or from the checkpoint at PATH"
+    "--resume", help="continue the run in the run folder, or from the checkpoint PATH: name or path"
 )
 FRESH = flag("fresh", "delete the existing checkpoints and records in the run folder")
 LIMIT_BATCHES = click.Option(
@@ -317,5 +325,5 @@ CHECKPOINT = _path(
     "--checkpoint",
     "--resume",
     "checkpoint",
-    help="a checkpoint's folder or name, best or latest; default: best if it exists, or latest",
+    help="a checkpoint's name or path, best or latest; default: best if it exists, or latest",
 )

@@ -9,7 +9,6 @@ from ..export import FORMATS, Export, ExportError, check_export, export_adapter,
 from ..failure import as_mistakes_in
 from ..parts import example_batch
 from ..pretrained.load import build_base, load_run_model
-from ..runner import load_model
 from ..sections import read_sections
 from .command import Options, mistake
 
@@ -44,15 +43,16 @@ def run_export(options: Options) -> int:
 def _export(options: Options, run: RunSections, path: Path) -> Export:
     config = options.examined.config
     which = options.checkpoint if isinstance(options.checkpoint, str) else ""
-    if options.to != "peft":
-        model = load_model(run.run_dir, which)
-        with as_mistakes_in(config):
-            batch = example_batch(run)
-        return export_model(model, path, batch)
-    _, adapter = load_run_model(Path(run.run_dir), which)
-    assert adapter is not None
+    model, adapter = load_run_model(Path(run.run_dir), which)
     with as_mistakes_in(config):
-        batch, base = example_batch(run), build_base(config.to_dict())
+        batch = example_batch(run)
+        base = build_base(config.to_dict()) if options.to == "peft" else None
+    if adapter is None:
+        return export_model(model, path, batch)
+    if base is None:
+        # Compare with the model as it was trained: a merge may have other outputs.
+        live, _ = load_run_model(Path(run.run_dir), which)
+        return export_model(adapter.merge(), path, batch, live=live)
     export = export_adapter(adapter, base, path, batch)
     print(f"load it with: peft.PeftModel.from_pretrained({adapter.net or 'model'}, {str(path)!r})")
     return export

@@ -33,7 +33,7 @@ from .restarts import run_with_restarts
 def run_train(options: Options) -> int:
     """Train, then evaluate the best checkpoint if the config has test data."""
     config, run = _read_run(options)
-    resume = options.resume if options.resume is not None else run.resume
+    resume: bool | str | Path = options.resume if options.resume is not None else run.resume
     if options.fresh and resume:
         raise ConfigError([Problem("", "--fresh and --resume exclude each other")])
     if options.dry_run and resume:
@@ -53,7 +53,7 @@ def run_train(options: Options) -> int:
         return _run(job)
 
 
-def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | str:
+def _checkpoint_before(step: int, run_dir: Path, resume: bool | str | Path) -> bool | Path:
     """Return the value of ``resume`` for a run that skips ``step``.
 
     This is the checkpoint that the user named, or the latest one before ``step``; True if there are
@@ -65,15 +65,15 @@ def _checkpoint_before(step: int, run_dir: Path, resume: bool | str) -> bool | s
     if resume is True:
         path = find_checkpoint(run_dir, before=step)
         if path is not None or not saved_checkpoints(run_dir):
-            return path is None or str(path)
+            return path or True
         what = f"{run_dir} has no earlier checkpoint; --fresh trains from the beginning"
         raise ConfigError([Problem("", f"--without-step {step}: {what}")])
-    found = resolve_checkpoint(run_dir, str(resume))
-    done = load_checkpoint(found).meta["step"]
+    source = resolve_checkpoint(run_dir, str(resume), of_other_run="latest")
+    done = load_checkpoint(source).meta["step"]
     if done >= step:
-        what = f"{found} includes this step already; --resume alone finds an earlier checkpoint"
+        what = f"{source} includes this step already; --resume alone finds an earlier checkpoint"
         raise ConfigError([Problem("", f"--without-step {step}: {what}")])
-    return resume
+    return source
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -20,6 +21,7 @@ from ...loops.checkpoints.weights import ADAPTER, plain_name
 from ...registry import did_you_mean
 from ...registry.errors import under_key
 from ...wrappers import SupervisedModel
+from .tied import report_separated, separate_adapted_layers, tied_names
 
 _NAME = "default"
 # Settings of peft that list modules.
@@ -59,6 +61,7 @@ class Adapter:
         self._prefix = "net." if is_net else ""
         _find_modules(config, self._root, self._prefix)
         before = _saved_tensors(model)
+        self._tied = tied_names(model)
         self._trained = [one for one in model.parameters() if one.requires_grad]
         with _stand_ins(model):
             self._tuner = kind(self._root, config, adapter_name=_NAME)
@@ -103,14 +106,23 @@ class Adapter:
     def merge(self) -> nn.Module:
         """Add the adapter's weights to the weights of the model, remove it, and return the model.
 
+        If the adapter changes a weight for only some of the layers that share it, these layers get
+        separate weights, and a warning names them.
+
         Raises:
             ValueError: the merged weights are not finite.
         """
         for handle in self._hooks:
             handle.remove()
-        self._tuner.merge_and_unload(safe_merge=True)
+        copies = separate_adapted_layers(self.model)
+        with warnings.catch_warnings():
+            # The warning below names the weights.
+            warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+            self._tuner.merge_and_unload(safe_merge=True)
         for parameter in self._trained:
             parameter.requires_grad_(True)
+            copies.get(parameter, parameter).requires_grad_(True)
+        report_separated(self.model, self._tied)
         return self.model
 
     def save(self, folder: Path) -> None:

@@ -36,9 +36,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     """
     # Rank 0 decides for all ranks, because reading a checkpoint of stepwrap is collective.
     if broadcast(_is_own(path)):
-        run = path if (path / "checkpoints").is_dir() else None
-        checkpoint = path if run is None else resolve_checkpoint(run)
-        return load_checkpoint(checkpoint).read_model(evaluated=True)
+        return load_checkpoint(resolve_checkpoint(None, path)).read_model(evaluated=True)
     weights: dict[str, Any] = together(path, lambda: _read(path))
     return weights
 
@@ -76,6 +74,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _near(path: Path) -> str:
     folder = path.parent
+    if re.fullmatch(r"best|latest|step_\d+(-\d+)?", str(path)):
+        return (
+            "; load_from takes a path, such as runs/my_run or runs/my_run/checkpoints/step_00000012"
+        )
     if not folder.is_dir():
         hub = ""
         if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from ...loops import CheckpointError
 from ...loops.checkpoints.optimizers import text_table
-from ...loops.checkpoints.weights import plain_name, saved_parameters, state_of, user_model
+from ...loops.checkpoints.weights import (
+    plain_name,
+    saved_parameters,
+    state_of,
+    tied_differently,
+    user_model,
+)
 from ...registry import LoadFromSection, did_you_mean
 from ...registry.errors import under_key
 
@@ -30,6 +36,8 @@ class Fit:
         missing: names in the model for which the file has no weight.
         unexpected: names in the file for which the model has no weight.
         reshaped: names in the model of weights with another shape in the file.
+        untied: names in the model of weights that it shares with another name, and that have other
+            values in the file than that name.
         ignored: names, in the model or in the file, that ``load_from.ignore`` leaves out.
         shapes: by name, the shapes in the model and in the file.
     """
@@ -38,16 +46,17 @@ class Fit:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def misfits(self) -> list[str]:
-        return [*self.reshaped, *self.missing, *self.unexpected]
+        return [*self.reshaped, *self.untied, *self.missing, *self.unexpected]
 
     def table(self) -> str:
         """Return a table, at most 80 columns wide, of the weights that are not loaded, or ""."""
-        kinds = ("reshaped", "missing", "unexpected", "ignored")
+        kinds = ("reshaped", "untied", "missing", "unexpected", "ignored")
         rows = [(kind, name, *self.shapes[name]) for kind in kinds for name in getattr(self, kind)]
         titles = ("not loaded", "name", "in the model", "in the file")
         return text_table(titles, rows) if rows else ""
@@ -78,20 +87,39 @@ def fit_weights(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSe
             fit.reshaped.append(name)
         else:
             fit.loaded[name] = value
+    for name, other in tied_differently(target, fit.loaded).items():
+        fit.untied.append(name)
+        fit.shapes[name] = f"same as {other}", "other values"
+        del fit.loaded[name]
     shared = _shared_with(target, fit.loaded)
     fit.missing = [name for name in fit.missing if name not in shared]
     return fit
 
 
-def remedies(fit: Fit, saved: Mapping[str, Any], settings: LoadFromSection) -> Iterator[str]:
-    """Yield settings that would make the file fit."""
-    if proposal := _proposed_map(fit, saved, settings.map):
+def remedies(
+    fit: Fit, saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection
+) -> Iterator[str]:
+    """Yield settings that would make the file fit; each of them has been tried."""
+    if proposal := _proposed_map(fit, saved, model, settings):
         yield proposal
-    modules = [*dict.fromkeys(one.rpartition(".")[0] or one for one in fit.misfits)]
+    modules = [*dict.fromkeys(name.rpartition(".")[0] or name for name in fit.misfits)]
     if fit.loaded and len(modules) <= _SHOWN:
-        yield f"load_from.ignore: [{', '.join(modules)}] leaves these out"
+        ignore = [*settings.ignore, *modules]
+        trial = _tried(saved, model, replace(settings, ignore=ignore))
+        if trial is not None and trial.loaded and not trial.misfits:
+            yield f"load_from.ignore: [{', '.join(ignore)}] leaves these out"
+    if fit.untied:
+        yield "or build the model without shared weights, since the file has separate ones"
     if fit.loaded:
         yield "load_from.strict: false loads what fits; the rest keeps its initial values"
+
+
+def _tried(saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection) -> Fit | None:
+    """Return the fit with other settings; None if they are refused."""
+    try:
+        return fit_weights(saved, model, settings)
+    except CheckpointError:
+        return None
 
 
 def _shape(value: Any) -> str:
@@ -159,29 +187,43 @@ def _shared_with(model: nn.Module, loaded: Collection[str]) -> set[str]:
     return {name for name, one in named if one in there}
 
 
-def _proposed_map(fit: Fit, saved: Mapping[str, Any], renames: Mapping[str, str]) -> str:
-    """Return the entry of ``map`` that would load most of the missing weights, or ""."""
-    if renames:
+def _proposed_map(
+    fit: Fit, saved: Mapping[str, Any], model: nn.Module, settings: LoadFromSection
+) -> str:
+    """Return the entry of ``map`` that makes most of the missing weights fit, or ""."""
+    if settings.map:
         return ""
+    for start, replacement in _proposed_entries(fit, saved):
+        trial = _tried(saved, model, replace(settings, map={start: replacement}))
+        if trial is None or len(trial.misfits) >= len(fit.misfits):
+            continue
+        count = len(trial.loaded.keys() & {*fit.missing})
+        entry = f'{{"{start}": "{replacement}"}}'
+        return f"load_from.map: {entry} makes {count} of the missing weights fit"
+    return ""
+
+
+def _proposed_entries(fit: Fit, saved: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return entries of ``map`` by the number of weights that they seem to fit, the most first."""
     ends: dict[tuple[str, str], str] = {}
     for name in fit.missing:
         for start in _beginnings(name):
             ends.setdefault((name.removeprefix(start), fit.shapes[name][0]), start)
+    # An entry must be the beginning of a name as it is in the file.
+    names = {plain_name(name): name for name in saved}
     votes: Counter[tuple[str, str]] = Counter()
     for name in fit.unexpected:
+        full, shape = names[name], fit.shapes[name][1]
         pairs = (
-            (old, ends.get((name.removeprefix(old), fit.shapes[name][1])))
-            for old in _beginnings(name)
+            (old, ends.get((plain_name(full.removeprefix(old)), shape)))
+            for old in _beginnings(full)
         )
         votes.update([(old, new) for old, new in pairs if new is not None][:1])
-    if not votes:
-        return ""
-    (old, new), count = votes.most_common(1)[0]
-    entry = f'{{"{old}": "{new}"}}'
-    return f"load_from.map: {entry} makes {count} of the missing weights fit"
+    return [entry for entry, _ in votes.most_common(_SHOWN)]
 
 
 def _beginnings(name: str) -> list[str]:
     """Return "", "a.", "a.b." and so on for "a.b.c"."""
     parts = name.split(".")
-    return ["".join(f"{one}." for one in parts[:end]) for end in range(min(_LEADING, len(parts)))]
+    count = _LEADING + len(parts) - len(plain_name(name).split("."))
+    return ["".join(f"{part}." for part in parts[:end]) for end in range(min(count, len(parts)))]

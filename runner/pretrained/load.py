@@ -25,6 +25,7 @@ from ...registry import (
     load_config,
     model_problems,
 )
+from ...registry.local_paths import require_local
 from ..failure import BuildError, as_mistakes_in, building
 from ..run_folder import resolve_checkpoint
 from .adapter import Adapter, add_adapter
@@ -123,7 +124,9 @@ def add_configured(
     return adapter
 
 
-def load_run_model(folder: Path, which: str = "") -> tuple[nn.Module, Adapter | None]:
+def load_run_model(
+    folder: Path, which: str | os.PathLike[str] = ""
+) -> tuple[nn.Module, Adapter | None]:
     """Build the model of a run, and load its evaluated weights; every rank must call this.
 
     Args:
@@ -180,8 +183,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     saved = read_weights(path)
     if ADAPTER not in saved:
         return saved
-    where = (path, "") if (path / "checkpoints").is_dir() else (path.parent.parent, str(path))
-    model, adapter = load_run_model(*where)
+    checkpoint = resolve_checkpoint(None, path)
+    model, adapter = load_run_model(checkpoint.absolute().parent.parent, checkpoint)
     return weights_of(model if adapter is None else adapter.merge())
 
 
@@ -197,6 +200,7 @@ def _naming_the_key(remark: str) -> Iterator[None]:
 
 
 def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
+    require_local(settings.path, "the weights' path")
     path = Path(settings.path)
     saved = _read(path)
     fit = fit_weights(saved, model, settings)
@@ -207,7 +211,7 @@ def _load(model: nn.Module, settings: LoadFromSection) -> Fit:
             "",
             *fit.table().splitlines(),
             "",
-            *remedies(fit, saved, settings),
+            *remedies(fit, saved, model, settings),
         ]
         raise CheckpointError("\n  ".join(lines).replace("\n  \n", "\n\n"))
     together(path, lambda: load_into(user_model(model), fit.loaded, strict=False))

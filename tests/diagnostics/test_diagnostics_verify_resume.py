@@ -112,6 +112,31 @@ def test_lines_that_draw_or_change_attributes_are_seen(
         ]
 
 
+@pytest.mark.slow
+def test_what_did_change_is_named_first(config: Path, capsys: Capture) -> None:
+    assert main(["verify-resume", str(config), f"{DATA}.WithSpare"]) == 1
+    text = capsys.readouterr().out
+    (count,) = (at for at in unsaved_parts.lines_with("self.count += 1") if f"{at} " in text)
+    (spare,) = unsaved_parts.lines_with("if self.spare is None")
+    causes = [line.strip() for line in text.splitlines() if line.startswith("  ")]
+    assert causes[0] == f"{count} changes count of WithSpare: is it in a state_dict()?"
+    assert causes[-1].startswith(f"{spare} may advance spare of WithSpare, an iterator")
+    assert "SHIFTS" not in text
+
+
+def test_only_lines_that_run_are_recorded(config: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    trace = f"hooks.trace={{type: {TraceHook.__module__}.TraceHook, folder: {lines}, rank: 0}}"
+    words = [str(config), f"{DATA}.WithSpare", trace, "train.max_epochs=1", "hooks.log=false"]
+    assert main(["train", *words, "--run-dir", "run"]) == 0
+    (file,) = lines.iterdir()
+    places = [json.loads(row)[3] for row in file.read_text().splitlines()]
+    text = Path(unsaved_parts.__file__).read_text().splitlines()
+    shown = [text[int(place.rpartition(":")[2]) - 1].strip() for place in places]
+    assert shown == ["if self.spare is None:", "self.count += 1"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -83,6 +83,23 @@ class WithCycle(Points):
         return next(SHIFTS)
 
 
+class WithSpare(Points):
+    """Count the calls, next to iterators that do not advance, one in a branch that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.spare = itertools.cycle([0.0])
+
+    def noise(self) -> float:
+        if self.count < 0:
+            return next(SHIFTS)
+        if self.spare is None:
+            return 0.0
+        self.count += 1
+        return self.count / 100
+
+
 class WithCache(Points):
     """Draw a factor when a sample is first read."""
 

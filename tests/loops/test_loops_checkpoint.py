@@ -6,6 +6,12 @@ import json
 import logging
 import os
 import random
+import re
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +23,7 @@ from ranks import run_ranks
 from torch import nn
 from work import calls_of
 
+from stepwrap.collectives import CollectiveError, get_rank
 from stepwrap.loops import (
     CheckpointError,
     EpochTrainLoop,
@@ -219,6 +226,47 @@ def test_weights_have_the_users_names(tmp_path: Path) -> None:
             assert all((p.grad == index).all() for p in target.parameters())
 
 
+class Buffers(nn.Linear):
+    """A layer with slices of a large table, one of them expanded."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__(2, 2)
+        table = torch.arange(start, start + 100_000)
+        views = {"first": table[:4], "second": table[2:6], "rows": table[7].expand(3, 4)}
+        for name, view in views.items():
+            self.register_buffer(name, view)
+
+
+def test_buffers_that_are_slices_or_expanded(tmp_path: Path) -> None:
+    net = Buffers()
+    path = save_checkpoint(tmp_path, state_of(net))
+    # The slices are stored, not the table.
+    assert (path / "model.pt").stat().st_size < 10_000
+    other = Buffers(start=5.0)
+    load_checkpoint(path).restore(state_of(other))
+    assert_identical(other.state_dict(), net.state_dict())
+
+
+class Pair(nn.Module):
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        if is_tied:
+            self.second.weight = self.first.weight
+
+
+def test_one_weight_cannot_get_two_values(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, state_of(Pair(is_tied=False)))
+    tied = Pair(is_tied=True)
+    before = tied.first.weight.clone()
+    with pytest.raises(CheckpointError, match="second.weight: is the same weight as first.weight"):
+        load_checkpoint(path).load_model(tied)
+    assert torch.equal(tied.first.weight, before)
+    # The values of one tied weight are equal.
+    path = save_checkpoint(tmp_path, state_of(tied))
+    load_checkpoint(path).load_model(Pair(is_tied=True))
+
+
 def test_folders_that_are_not_checkpoints_or_too_new(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_checkpoint(tmp_path)
@@ -378,3 +426,108 @@ def test_checkpoints_move_between_wrappers_and_world_sizes(
     assert draws[:2] == [each.item() for each in expected]
     assert draws[2] not in draws[:2]
     assert run_ranks(_restore_on_ranks, 3, path)[2][1] == draws[2]
+
+
+def test_links_to_other_checkpoints_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, state, paths = tmp_path / "checkpoints", make_state(), []
+    for state.step in (3, 6):
+        paths.append(save_checkpoint(folder, state))
+    link = folder / "step_00000009"
+    link.symlink_to(paths[0].name)
+    assert find_checkpoint(tmp_path) == paths[1]
+    assert f"{link} is a link to step_00000003" in caplog.text
+    # A checkpoint that was moved away counts with the step of its description.
+    away = paths[1].rename(tmp_path / "away")
+    moved = folder / "step_00000007"
+    moved.symlink_to(away)
+    assert find_checkpoint(tmp_path) == moved
+    assert f"{moved} is a checkpoint of step 6" in caplog.text
+    # Pruning counts no checkpoint twice, and removes links only.
+    state.step = 9
+    last = save_checkpoint(folder, state)
+    assert prune_checkpoints(folder, 2) == [paths[0]]
+    assert prune_checkpoints(folder, 1) == [moved]
+    assert load_checkpoint(away).meta["step"] == 6
+    assert find_checkpoint(tmp_path) == last
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Limit the size of the files that this process may write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_file_above_the_limit_is_named(tmp_path: Path) -> None:
+    state = state_of(nn.Linear(200, 200))
+    with largest_file(50_000), pytest.raises(CheckpointError) as error:
+        save_checkpoint(tmp_path, state)
+    text = str(error.value)
+    assert "model.pt would be larger than the 0.05 MB" in text
+    assert "the files of the checkpoint need 0.17" in text
+    assert "ulimit -f" in text
+    assert not list(tmp_path.iterdir())
+    save_checkpoint(tmp_path, state)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 200 kB; root may do that."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    if os.getuid() or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_reported_with_the_space_that_is_needed(small_disk: Path) -> None:
+    state = state_of(nn.Linear(150, 150))
+    path = save_checkpoint(small_disk / "checkpoints", state)
+    state.step = 1
+    with pytest.raises(CheckpointError) as error:
+        save_checkpoint(small_disk / "checkpoints", state)
+    text = str(error.value)
+    assert f"no space is left on the file system at {small_disk}" in text
+    needed, free = map(float, re.findall(r"([\d.]+) MB", text))
+    assert 0.09 < needed < 0.11
+    assert free < needed
+    assert "keep_last" in text
+    assert find_checkpoint(small_disk) == path
+    assert len(list((small_disk / "checkpoints").iterdir())) == 1
+
+
+def _saved_slowly(folder: Path) -> str:
+    state, sync = trained(), os.fsync
+    done = folder.with_name("done")
+
+    def wait_for_the_other_rank(file: int) -> None:
+        while not done.exists():
+            time.sleep(0.05)
+        sync(file)
+
+    if get_rank() == 0:
+        os.fsync = wait_for_the_other_rank
+    try:
+        save_checkpoint(folder, state)
+    except (CollectiveError, CheckpointError) as error:
+        return str(error)
+    finally:
+        os.fsync = sync
+        done.touch()
+    return ""
+
+
+def test_a_sync_that_takes_longer_than_the_timeout_names_the_setting(tmp_path: Path) -> None:
+    texts = run_ranks(_saved_slowly, 2, tmp_path / "checkpoints", group_timeout_s=2.0)
+    assert "saving the checkpoint of step" in texts[1]
+    assert "may still be reading, writing or syncing files" in texts[1]
+    assert "increase this setting" in texts[1]
+    assert "launch.timeout_s" in texts[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -430,3 +431,106 @@ def test_another_adapter_or_base_is_refused() -> None:
     Path("base.pt").unlink()
     with pytest.raises(ConfigError, match="load_from: base.pt does not exist"):
         load_model("runs/tuned")
+
+
+class Tied(nn.Module):
+    """A net whose embedding and last layer share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 12, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.relu(self.hidden(self.embed(words)))).transpose(1, 2)
+
+
+TIED: dict[str, dict[str, Any]] = {
+    "LoRA, head": {"target_modules": ["head"]},
+    "LoRA, embedding": {"target_modules": ["embed"]},
+    "LoRA, both": {"target_modules": ["embed", "head"]},
+    "DoRA": {"target_modules": ["head"], "use_dora": True},
+    "LoHa": {"type": "LoHaConfig", "r": 2, "target_modules": ["head"]},
+    "IA3": {"type": "IA3Config", "target_modules": ["head"], "feedforward_modules": []},
+    "tokens": {"target_modules": ["hidden"], "trainable_token_indices": {"embed": [1, 2]}},
+}
+
+
+def tied_config(section: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    config = settings(adapter=section, run_dir="runs/tied", **sections)
+    config["model"]["net"] = {"type": Tied}
+    config["optimizer"] = {"type": "AdamW", "lr": 0.1}
+    config["data"]["val"] = config["data"]["train"]
+    config["metrics"] = {"loss": {"type": "MeanLoss"}}
+    config["hooks"] = {**config["hooks"], "checkpoint": True}
+    return config
+
+
+@pytest.mark.parametrize(
+    "adapter", ["LoRA, head", *slow(*[one for one in TIED if one != "LoRA, head"])]
+)
+def test_an_adapter_on_one_of_two_tied_weights(adapter: str, capsys: Capture) -> None:
+    config = tied_config(TIED[adapter])
+    loss = Runner.from_config(config).train().metrics["loss"]
+    live = Runner.from_config(config)
+    live.validate("latest")
+    expected = outputs(live.state.model.module.net)
+    merged = load_model("runs/tied")
+    torch.testing.assert_close(outputs(merged.net), expected, rtol=0, atol=1e-4)
+    # The check compares with the model that has the adapter.
+    assert main(["export", "runs/tied", "--to", "safetensors"]) == 0
+    weights = load_file("runs/tied/model.safetensors")
+    if adapter != "tokens":
+        assert not torch.equal(weights["net.head.weight"], weights["net.embed.weight"])
+        # A model with one weight cannot have both values.
+        with pytest.raises(BuildError) as error:
+            Runner.from_config({**config, "adapter": None, "load_from": "runs/tied"})
+        text = str(error.value)
+        assert "net.head.weight" in text
+        assert "same as net.embed.weight" in text
+        assert "without shared weights" in text
+    assert "largest difference from the model: " in capsys.readouterr().out
+    assert loss == pytest.approx(live.validate()["loss"])
+
+
+def test_a_merge_warns_about_separate_weights(caplog: pytest.LogCaptureFixture) -> None:
+    from peft import LoraConfig
+
+    net = Tied()
+    adapter = add_adapter(net, LoraConfig(target_modules=["hidden"]))
+    assert adapter.merge().head.weight is net.embed.weight
+    assert not caplog.records
+    adapter = add_adapter(net, LoraConfig(target_modules=["head"], init_lora_weights=False))
+    expected = outputs(net)
+    torch.testing.assert_close(outputs(adapter.merge()), expected, rtol=0, atol=1e-5)
+    assert net.head.weight is not net.embed.weight
+    assert "embed.weight and head.weight are one weight in the model" in caplog.text
+
+
+def test_a_layer_under_two_names_with_an_adapter_under_one() -> None:
+    from peft import LoraConfig
+
+    layer = nn.Linear(6, 6)
+    net = nn.Sequential(OrderedDict(a=layer, b=nn.Sequential(nn.ReLU(), layer)))
+    adapter = add_adapter(net, LoraConfig(target_modules=["a"], init_lora_weights=False))
+    words = torch.randn(4, 6)
+    expected = net(words)
+    torch.testing.assert_close(adapter.merge()(words), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_merged_model_of_transformers_is_saved_with_separate_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from peft import LoraConfig
+
+    settings = transformers.GPT2Config(vocab_size=12, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(settings)
+    adapter = add_adapter(model, LoraConfig(target_modules=["wte"], init_lora_weights=False))
+    words = {"input_ids": torch.arange(6)[None]}
+    with torch.no_grad():
+        expected = model.eval()(**words).logits
+        adapter.merge().save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path)
+        torch.testing.assert_close(loaded.eval()(**words).logits, expected, rtol=0, atol=1e-5)

@@ -217,7 +217,7 @@ def test_test_and_validate_take_the_best_checkpoint(run: Path, capsys: Capture) 
         assert main(["validate", "points.yaml", "--checkpoint", name]) == 0
         assert f"checkpoint: runs/points/checkpoints/{last.name}" in capsys.readouterr().out
     assert main(["validate", "points.yaml", "--checkpoint", "stop_00000045"]) == 1
-    assert "does not exist; did you mean step_00000045" in capsys.readouterr().err
+    assert "does not exist in runs/points; did you mean step_00000045" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_by_a_loss_is_the_lowest(run: Path, capsys: Capture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import warnings
 from functools import partialmethod
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from marks import slow
 from programs import run as run_program
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.onnx import ONNXProgram
 
@@ -194,3 +196,60 @@ def test_mistakes(words: list[str], message: str, run: Path, capsys: Capture) ->
     (run / "old.pt2").touch()
     assert main(["export", "points.yaml", *words]) in (1, 2)
     assert message in capsys.readouterr().err
+
+
+def test_an_export_is_compared_with_the_live_model(tmp_path: Path) -> None:
+    model, live = _net(), _net()
+    with pytest.raises(ExportError, match=r"differs from the model by \d"):
+        export_model(model, tmp_path / "model.safetensors", _batch(), live=live)
+    assert not list(tmp_path.iterdir())
+    live.load_state_dict(model.state_dict())
+    assert export_model(model, tmp_path / "model.safetensors", _batch(), live=live).difference == 0
+
+
+class Table(nn.Module):
+    """A layer with buffers that share memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        table = torch.arange(12.0).reshape(2, 6)
+        views = {
+            "slices": (table[0, :3], table[0, 3:]),
+            "overlapping": (table[0, :3], table[0, 1:4]),
+            "expanded": (torch.tensor(2.0).expand(3), table[1:, :3].expand(4, 3)[1]),
+            "unfolded": (table[0, :5].unfold(0, 3, 1)[0], table[0].unfold(0, 3, 1)),
+            "transposed": (table[:, :3][0], table.t()),
+            "one": (table[0, :3],) * 2,
+        }
+        self.layer = nn.Linear(2, 3)
+        for name, view in zip("ab", views[kind], strict=True):
+            self.register_buffer(name, view)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.a + self.b.sum()
+
+
+KINDS = ("slices", "overlapping", "expanded", "unfolded", "transposed", "one")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", *slow("pt2", "onnx")])
+def test_buffers_that_share_memory(kind: str, tmp_path: Path) -> None:
+    for views in KINDS:
+        model = SupervisedModel(Table(views), nn.CrossEntropyLoss())
+        path = tmp_path / f"{views}.{kind}"
+        assert export_model(model, path, _batch()).difference < 1e-5
+        if kind == "safetensors":
+            saved = load_file(path)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(saved[name], tensor)
+
+
+def test_a_program_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*model\.pt2"):
+            export_model(_net(), tmp_path / "model.pt2", _batch())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())

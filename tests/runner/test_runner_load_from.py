@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from marks import slow
 from parallel_runs import PLAN, Transformer, settings
 from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from weights import whole_weights
+from weights import apart, whole_weights
 
 from stepwrap.loops import CheckpointError
 from stepwrap.runner import Runner, load_model, load_weights
@@ -130,7 +132,7 @@ def test_weights_that_are_not_loaded_keep_their_initial_values() -> None:
     with pytest.raises(BuildError) as error:
         loaded(settings(load_from=section))
     assert "unexpected   extra" in str(error.value)
-    assert "load_from.ignore: [extra] leaves these out" in str(error.value)
+    assert "load_from.ignore: [net.norm, old.head.*, extra] leaves these out" in str(error.value)
     section["ignore"].append("extra")
     again = loaded(settings(load_from=section))
     assert torch.equal(again["net.head.bias"], initial["net.head.bias"])
@@ -286,3 +288,39 @@ def test_the_line_of_the_config(run: Path, capsys: Capture) -> None:
     assert "load_from.strct: there is no such setting; did you mean strict" in (
         capsys.readouterr().err
     )
+
+
+def _proposals(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of `load_from` that the error proposes."""
+    with pytest.raises(BuildError) as error:
+        Runner.from_config(config)
+    lines = re.findall(
+        r"load_from\.(map|ignore): ([{\[].*?[}\]]) (?:makes|leaves)", str(error.value)
+    )
+    return [{key: yaml.safe_load(value)} for key, value in lines]
+
+
+PREFIXES = ("module.", "_orig_mod.module.", "module._orig_mod.", "a._orig_mod.b.", "a.b.c.")
+
+
+def test_every_proposal_can_be_followed() -> None:
+    for prefix in PREFIXES:
+        torch.save(state(prefix), "old.pt")
+        (proposal,) = _proposals(settings(load_from="old.pt"))
+        assert list(proposal) == ["map"]
+        section = {"path": "old.pt", **proposal}
+        found = whole_weights(Runner.from_config(settings(load_from=section)).state.model.module)
+        assert apart(found, state()) == 0
+
+
+def test_what_would_be_refused_is_not_proposed() -> None:
+    # With old. renamed to net. two names of the file would become one.
+    torch.save({**state("old."), "net.norm.weight": torch.ones(8)}, "old.pt")
+    assert _proposals(settings(load_from="old.pt")) == []
+    weights = state()
+    del weights["net.norm.weight"], weights["net.head.bias"]
+    torch.save(weights, "part.pt")
+    section = {"path": "part.pt", "ignore": ["net.head"]}
+    (only,) = _proposals(settings(load_from=section))
+    assert only == {"ignore": ["net.head", "net.norm"]}
+    Runner.from_config(settings(load_from={**section, **only}))

@@ -105,7 +105,7 @@ def test_a_rank_that_fails_leaves_nothing_behind(
         (["--out", "p.npz", "--data", "nowhere"], "the config file nowhere does not exist"),
         (
             ["--out", "p.npz", "--checkpoint", "bset"],
-            "checkpoint bset does not exist; did you mean b",
+            "checkpoint bset does not exist in runs/points; did you mean best",
         ),
     ],
 )

@@ -208,6 +208,20 @@ def test_targets_are_aligned_like_the_loss() -> None:
         assert outputs["num_samples"] == 4
 
 
+def test_fields_of_predictions_have_the_documented_names() -> None:
+    """The names in files and in metrics, as docs/predictions.md explains them."""
+    for model, kind, names in (
+        (bert(), "bert", {"logits", "target"}),
+        (gpt2(), "gpt2", {"logits", "preds", "target"}),
+    ):
+        batch = tokens(0, kind)
+        outputs = SingleDevice(model).eval().val_step(batch)
+        (row, *_) = rows_of(outputs, batch, 4)
+        assert row.keys() == names
+        preds = outputs["preds"][0]
+        assert torch.equal(preds, torch.from_numpy(row["logits"])[: len(preds)])
+
+
 @pytest.mark.slow
 def test_an_export_has_no_labels_and_predictions_no_repeated_logits(tmp_path: Path) -> None:
     batch = tokens(0, "bert")
