@@ -73,6 +73,12 @@ def test_sequence_plan() -> None:
 
 
 @pytest.mark.slow
+def test_sequence_plan_compiled() -> None:
+    sections = {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}, **COMPILED}
+    assert worst(2, with_("AdamW", 1, **sections)) <= 1e-12
+
+
+@pytest.mark.slow
 def test_sequence_plan_sharded() -> None:
     sections = {"mesh": {"data": 2, "tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}}
     config = with_("AdamW", 2, wrapper={"type": "fsdp", "shard": ["Block"]}, **sections)
