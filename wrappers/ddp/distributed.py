@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.step import Steps, reject_model_train_step
-from ..steps.step_checks import AveragingWatch, ThawWatch
+from ..steps.step_checks import AveragingWatch, ThawWatch, averaging_wrappers
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .buckets import FixedBuckets
 from .comm_hooks import read_comm_hook, unannotated
@@ -210,6 +210,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self._install_hook()
 
     def _install_hook(self) -> None:
+        averaging_wrappers[self] = None
         if self._hook is not None:
             state, function = self._hook.bind(self.process_group)
             self.register_comm_hook(state, unannotated(function))
