@@ -29,7 +29,7 @@ _ACTIVITIES = {
     Phase.TEST: "test",
     Phase.PREDICT: "prediction",
 }
-# The dicts in which a module keeps tensors; they are no part of a name.
+# The dicts in which a module keeps tensors, which are left out of names.
 _STORES = ("_parameters", "_buffers")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -105,7 +105,7 @@ def _inference_tensors(model: nn.Module) -> Iterator[str]:
         prefix = f"{plain_name(path)}." if path else ""
         for name, tensor in _tensors_in(vars(module), set()):
             if tensor.is_inference():
-                names = [part for part in name.split(".") if part not in _STORES]
+                names = [step for step in name.split(".") if step not in _STORES]
                 yield prefix + ".".join(names)
 
 

@@ -91,21 +91,21 @@ def val_loop(inference_mode: bool | None = None) -> ValLoop:
     return ValLoop(build_loader(make_data(4), batch_size=2), **options)
 
 
-def train_loop(val: Any = None) -> EpochTrainLoop:
+def train_loop(validation: Any = None) -> EpochTrainLoop:
     loader = build_loader(make_data(4), batch_size=2, train=True)
-    return EpochTrainLoop(loader, max_epochs=1, val_loop=val, val_begin=0, sanity_val=False)
+    return EpochTrainLoop(loader, max_epochs=1, val_loop=validation, val_begin=0, sanity_val=False)
 
 
 @pytest.mark.parametrize("layer", KEPT)
 def test_training_uses_what_an_evaluation_made(layer: Any) -> None:
-    plain, validated, first = (make_run(layer) for _ in range(3))
+    plain, validated, evaluated = (make_run(layer) for _ in range(3))
     train_loop().run(plain, HookList())
     train_loop(val_loop()).run(validated, HookList())
     assert_identical(weights_of(validated), weights_of(plain))
     # With the data sets of an evaluation by themselves, before training.
-    EvalSets({"a": val_loop(), "b": val_loop()}).run(first, HookList())
-    train_loop().run(first, HookList())
-    assert_identical(weights_of(first), weights_of(plain))
+    EvalSets({"a": val_loop(), "b": val_loop()}).run(evaluated, HookList())
+    train_loop().run(evaluated, HookList())
+    assert_identical(weights_of(evaluated), weights_of(plain))
 
 
 @pytest.mark.parametrize("layer", KEPT)

@@ -200,7 +200,7 @@ class Unaveraged(Manual):
             optimizer.zero_grad()
 
 
-def _error_of(cls: type[Automatic]) -> str:
+def _error_text(cls: type[Automatic]) -> str:
     join_lightning()
     try:
         make_trainer(StepStrategy("ddp"), limit_val_batches=0).fit(cls(), loader())
@@ -210,6 +210,6 @@ def _error_of(cls: type[Automatic]) -> str:
 
 
 def test_gradients_that_are_not_averaged_are_noticed() -> None:
-    for text in run_ranks(_error_of, 2, Unaveraged):
+    for text in run_ranks(_error_text, 2, Unaveraged):
         assert "different gradients" in text
-    assert run_ranks(_error_of, 2, Manual) == ["", ""]
+    assert run_ranks(_error_text, 2, Manual) == ["", ""]

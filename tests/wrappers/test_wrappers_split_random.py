@@ -52,8 +52,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, 2))
         query, key, value = heads.permute(3, 0, 2, 1, 4)
-        seen = torch.eye(value.shape[2]).expand(*value.shape[:2], -1, -1)
-        arguments = (query, key, seen, None, 0.5)
+        identity = torch.eye(value.shape[2]).expand(*value.shape[:2], -1, -1)
+        arguments = (query, key, identity, None, 0.5)
         self.masks["heads"] = functional.scaled_dot_product_attention(*arguments) > 0
         mixed = functional.scaled_dot_product_attention(query, key, value)
         mixed = self.out(mixed.transpose(1, 2).flatten(2))
@@ -88,10 +88,10 @@ def test_parts_have_their_own_masks(plan: Any, ranks: int, split: tuple[str, ...
     sequence = plan is SEQUENCE
     block(inputs.chunk(ranks, 1)[dist.get_rank()] if sequence else inputs)
     masks = {name: _local(mask) for name, mask in block.masks.items()}
-    first, *others = gathered(masks)
-    for other in others:
-        apart = {name for name in first if not torch.equal(first[name], other[name])}
-        assert apart == set(split)
+    by_rank = gathered(masks)
+    for masks in by_rank[1:]:
+        differing = {name for name in masks if not torch.equal(masks[name], by_rank[0][name])}
+        assert differing == set(split)
     states = gathered(torch.get_rng_state())
     assert all(torch.equal(states[0], state) for state in states)
 
@@ -206,7 +206,7 @@ def test_groups_with_other_batches(wrapper: Any, options: dict[str, Any]) -> Non
     inputs = torch.randn(8, 6, 16)
     wrapped(inputs, inputs, mode="loss")["loss"].backward()
     masks = gathered({name: _local(mask) for name, mask in model.net.masks.items()})
-    pairs = [(left, right) for left in range(4) for right in range(left)]
+    pairs = [(i, j) for i in range(4) for j in range(i)]
     for name in masks[0]:
         same = [(i, j) for i, j in pairs if torch.equal(masks[i][name], masks[j][name])]
         assert same == ([] if name in PARTS else [(1, 0), (3, 2)])

@@ -136,7 +136,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError for an option that this class does not accept."""
         super().check_options(options)
-        shared = [one.name for one in SeparateDistributedDataParallel.passed_on]
+        shared = [parameter.name for parameter in SeparateDistributedDataParallel.passed_on]
         StepDistributedDataParallel.check_options(
             {name: value for name, value in options.items() if name in shared}
         )

@@ -92,7 +92,7 @@ def compare_gradients(optimizer: Optimizer, custom: Any = None) -> bool:
         differs, is_finite = _differing(averaged, wrapper.data_group, 1e-3, 1e-6)
         all_finite = all_finite and is_finite
         for index in differs.nonzero()[:1]:
-            names = {id(one): name for name, one in wrapper.module.named_parameters()}
+            names = {id(value): name for name, value in wrapper.module.named_parameters()}
             name = names.get(id(averaged[int(index)]), "a parameter")
             step = f" in {type(custom).__name__}.train_step" if custom else ""
             raise RuntimeError(
@@ -109,9 +109,12 @@ def _averaged(parameters: Sequence[Tensor], custom: Any) -> Iterable[tuple[Any, 
     if custom is not None:
         yield custom, parameters
         return
-    for wrapper in list(averaging_wrappers):
-        inside = {id(parameter) for parameter in wrapper.parameters()}
-        averaged = [parameter for parameter in parameters if id(parameter) in inside]
+    left = {id(parameter): parameter for parameter in parameters}
+    # The last wrapper first: earlier ones around the same model may exist on some ranks only, where
+    # they have not been collected yet.
+    for wrapper in reversed([*averaging_wrappers]):
+        inside = map(id, wrapper.parameters())
+        averaged = [left.pop(key) for key in inside if key in left]
         group = model_features(wrapper).data_group
         if averaged and distributed.get_world_size(group) > 1:
             yield wrapper, averaged

@@ -2,7 +2,7 @@
 
 The ranks of a tensor group have the same random state, so that dropout on whole activations draws
 the same mask on each of them. On split activations the masks must be independent. There, each rank
-draws from a stream of its own, whose seed comes from the common state. So nothing in addition to
+draws from a separate stream, whose seed comes from the common state. So nothing in addition to
 this state has to be saved, and checkpointed blocks draw the same numbers again.
 """
 
@@ -122,7 +122,7 @@ def _run_backward(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 def _draws_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a random function draws numbers that must differ between the ranks."""
     if func in _NOISE:
-        # A mask with one number for each sample, as in stochastic depth, is common to all ranks.
+        # All ranks draw the same mask if it has one number for each sample (stochastic depth).
         shape = args[0].shape if args and isinstance(args[0], Tensor) else ()
         return not (len(shape) > 1 and shape.numel() == shape[0])
     rate = kwargs.get("p")
@@ -166,15 +166,15 @@ class DTensorStream:
     @contextmanager
     def _distribute_region(self, spec: Any, generator: Any = None) -> Iterator[None]:
         mesh = spec.mesh
-        place, size = 0, 1
+        index, size = 0, 1
         for at, placement in enumerate(spec.placements):
             if isinstance(placement, Shard):
-                place = place * mesh.size(at) + mesh.get_local_rank(at)
+                index = index * mesh.size(at) + mesh.get_local_rank(at)
                 size *= mesh.size(at)
         if size == 1 or generator is not None:
             yield
             return
-        with rank_stream(place, size, torch.device(mesh.device_type)):
+        with rank_stream(index, size, torch.device(mesh.device_type)):
             yield
 
 
@@ -212,7 +212,7 @@ def dropout_layers(model: nn.Module) -> Iterator[str]:
 
 
 def pass_whole_inputs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call``, a compiled function, with ordinary tensors in place of split activations.
+    """Return a function that replaces split activations by ordinary tensors, and runs ``call``.
 
     An output with the shape of the split input is split as well.
     """
