@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ...collectives import comm_device
 from ..features import model_features
 from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
-from ..steps.step_checks import averaging_wrappers, has_custom_step
+from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
 from .gates import Gate
 
 _ADVICE = (
@@ -95,9 +95,10 @@ def compare_gradients(optimizer: Optimizer, custom: Any = None) -> bool:
             names = {id(value): name for name, value in wrapper.module.named_parameters()}
             name = names.get(id(averaged[int(index)]), "a parameter")
             step = f" in {type(custom).__name__}.train_step" if custom else ""
-            raise RuntimeError(
+            raise DifferentGradientsError(
                 f"the ranks have different gradients of {name!r} at the first update{step}, but "
-                f"they must be the same. {_ADVICE}"
+                f"they must be the same. {_ADVICE}",
+                wrapper,
             )
     return all_finite
 

@@ -31,6 +31,18 @@ def has_custom_step(model: Any) -> bool:
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")
 
 
+class DifferentGradientsError(RuntimeError):
+    """Raised at the first update if ranks that average their gradients have different ones.
+
+    Attributes:
+        wrapper: the wrapper of the model or, under separate, of the child.
+    """
+
+    def __init__(self, text: str, wrapper: nn.Module) -> None:
+        super().__init__(text)
+        self.wrapper = wrapper
+
+
 class AveragingWatch:
     """Raise if a backward of a ``DistributedDataParallel`` does not average the gradients.
 
