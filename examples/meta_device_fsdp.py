@@ -62,7 +62,7 @@ def main(epochs: int = 4) -> tuple[float, float]:
 
     model.eval()
     accuracy = MulticlassAccuracy(num_classes=10, average="micro")
-    with torch.inference_mode():
+    with torch.no_grad():
         for batch in test:
             outputs = model.test_step(batch)
             accuracy.update(outputs["preds"], outputs["target"])

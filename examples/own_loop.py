@@ -31,7 +31,7 @@ def main(epochs: int = 8) -> float:
             print(f"epoch {epoch + 1}: loss {logs['loss']:.4f}")
 
     model.eval()
-    with torch.inference_mode():
+    with torch.no_grad():
         for batch in test:
             outputs = model.test_step(batch)
             accuracy.update(outputs["preds"], outputs["target"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _ACTIVITIES = {
     Phase.TEST: "test",
     Phase.PREDICT: "prediction",
 }
+# The dicts in which a module keeps tensors, which are left out of names.
+_STORES = ("_parameters", "_buffers")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -56,6 +58,8 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step_name:
 
     All facts come from the traceback, so steps that succeed need not record anything.
     """
+    if "inference tensor" in str(error).lower() and state.phase is Phase.TRAIN:
+        _note_inference_tensors(error, state)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     passes = (frame for frame in reversed(frames) if frame.f_code.co_name == "_pass")
     loop_frame = next(passes, None)
@@ -70,6 +74,57 @@ def note_failure(error: BaseException, state: LoopState, loader: Any, step_name:
     for text in notes:
         add_note(error, text)
         vars(error)[_NOTED] = True
+
+
+def record_inference_tensors(state: LoopState) -> None:
+    """Record that the evaluation that has ended created tensors which the model keeps."""
+    text = f"the {_ACTIVITIES[state.phase]} after step {state.step}"
+    for path in _inference_tensors(user_model(state.model)):
+        state.inference_tensors.setdefault(path, text)
+
+
+def _note_inference_tensors(error: BaseException, state: LoopState) -> None:
+    """Name the model's tensors that training cannot use, and the evaluations that made them."""
+    paths = _inference_tensors(user_model(state.model))
+    sources = {path: state.inference_tensors.get(path, "your own code") for path in paths}
+    for path, source in [*sources.items()][:_SHOWN]:
+        add_note(error, f"{path!r} of the model was created by {source}, under inference mode")
+    if not sources:
+        add_note(error, "no attribute of the model holds such a tensor, but a cache may hold it")
+    add_note(
+        error,
+        "tensors created under inference mode cannot be used in training: evaluate under "
+        "torch.no_grad(), which is the default (inference_mode: false in the sections val and "
+        "test, or ValLoop(..., inference_mode=False)), or create the tensors again in training",
+    )
+
+
+def _inference_tensors(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the attributes of ``model`` that hold tensors of inference mode."""
+    for path, module in model.named_modules():
+        prefix = f"{plain_name(path)}." if path else ""
+        for name, tensor in _tensors_in(vars(module), set()):
+            if tensor.is_inference():
+                names = [step for step in name.split(".") if step not in _STORES]
+                yield prefix + ".".join(names)
+
+
+def _tensors_in(value: Any, visited: set[int], depth: int = 4) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in containers and objects, except in modules, by name."""
+    visited.add(id(value))
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        entries = enumerate(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, ModuleType)):
+        entries = list(vars(value).items())
+    for name, inner in entries if depth else ():
+        if isinstance(inner, Tensor):
+            yield str(name), inner
+        elif id(inner) not in visited:
+            for path, tensor in _tensors_in(inner, visited, depth - 1):
+                yield f"{name}.{path}", tensor
 
 
 def describe(data: Any, *, ranges: bool = True, depth: int = 3) -> str:

@@ -22,7 +22,7 @@ from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
 from .checkpoints.weights import device_of, user_model
 from .data.loaders import batches_from, length_of, peek_first_batch, size_before_padding
-from .error_notes import naming_missing_ranks, note_failure
+from .error_notes import naming_missing_ranks, note_failure, record_inference_tensors
 from .hook import HookList
 from .metrics import evaluation
 from .metrics.inputs import MetricInputs
@@ -145,7 +145,7 @@ def adapt_loop(loop: Any, phase: Phase) -> Any:
 
 
 class _EvalLoop(Evaluation):
-    """One pass over the data under inference mode, in which each sample counts once.
+    """One pass over the data without gradients, in which each sample counts once.
 
     The model's training flags and the random streams are restored afterwards, so evaluations do not
     affect training. If the state has an ``AmpOptimWrapper``, steps run in its precision, as in
@@ -160,6 +160,9 @@ class _EvalLoop(Evaluation):
             or ``add`` gets the value of that name. Any other result is passed as
             ``update(outputs, batch)`` or ``add(outputs, batch)``. ``MetricInputs`` selects other
             values.
+        inference_mode: run under ``torch.inference_mode()`` instead of ``torch.no_grad()``. Tensors
+            that the model creates in an evaluation and keeps, such as tables that grow, cannot be
+            used in training then.
     """
 
     phase: Phase
@@ -169,8 +172,11 @@ class _EvalLoop(Evaluation):
         self,
         dataloader: Iterable[Any],
         metrics: Mapping[str, evaluation.AnyMetric | MetricInputs] | None = None,
+        *,
+        inference_mode: bool = False,
     ) -> None:
         self.dataloader = dataloader
+        self.inference_mode = inference_mode
         self.metrics, self._inputs = evaluation.split_inputs(metrics or {})
         for metric in self.metrics.values():
             if isinstance(metric, evaluation.ProcessMetric):
@@ -198,8 +204,13 @@ class _EvalLoop(Evaluation):
             # Ranks have different running statistics; all evaluate with rank 0's, which are also
             # in checkpoints.
             model_features(state.model).sync_buffers()
-            with evaluation_mode(state.model), torch.inference_mode():
-                results = self._measure(state, hooks, poll)
+            without_gradients = torch.inference_mode if self.inference_mode else torch.no_grad
+            try:
+                with evaluation_mode(state.model), without_gradients():
+                    results = self._measure(state, hooks, poll)
+            finally:
+                if self.inference_mode:
+                    record_inference_tensors(state)
             hooks.emit("on_eval_end", state, results)
         return results
 
@@ -243,8 +254,7 @@ class _EvalLoop(Evaluation):
         trial._polled_batches = 0.0
         failure: Exception | None = None
         try:
-            # `no_grad`, not inference mode: a model may keep tensors from this step, and inference
-            # tensors cannot be used in training.
+            # Never under inference mode: the model may keep tensors of this step.
             with (
                 self._running(state),
                 preserved_rng(device),
@@ -332,6 +342,8 @@ class ValLoop(_EvalLoop):
         dataloader: this rank's batches; the number may differ between ranks.
         metrics: metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
             order on every rank; docs/extending.md describes how they are updated.
+        inference_mode: run under ``torch.inference_mode()`` instead of ``torch.no_grad()``. Tensors
+            that the model creates in the evaluation and keeps cannot be used in training then.
     """
 
     phase = Phase.VAL

@@ -115,7 +115,7 @@ class Hook:
         """An evaluation batch was read."""
 
     def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
-        """An evaluation step is done; runs under inference mode."""
+        """An evaluation step is done; gradients are disabled."""
 
     def on_eval_end(self, state: LoopState, metrics: dict[str, float]) -> None:
         """An evaluation has ended; ``metrics`` are equal on every rank.

@@ -340,6 +340,8 @@ class LoopState:
         higher_is_better: whether higher values of a validation metric are better, by its name;
             None if unknown.
         evaluated_at: the ``step`` at which the last validation ended; -1 for never.
+        inference_tensors: the evaluations that created tensors under inference mode, by the name of
+            the attribute of the model that holds the tensor.
         recorded_at: the ``step`` of the last regular log record, not of a training's final one.
         logs: the logs of this rank's training steps since the record at ``recorded_at``.
         clock_s: seconds of training, including the time before a resume. Updated when the ranks
@@ -393,6 +395,7 @@ class LoopState:
     metrics: dict[str, float] = field(default_factory=dict)
     higher_is_better: dict[str, bool | None] = field(default_factory=dict)
     evaluated_at: int = -1
+    inference_tensors: dict[str, str] = field(default_factory=dict)
     recorded_at: int = 0
     logs: LogBuffer = field(default_factory=LogBuffer)
     clock_s: float = 0.0

@@ -80,7 +80,7 @@ def model_checks(
         "activation_checkpointing": lambda: (
             None if blocks is None else list(find_checkpointed(model, blocks))
         ),
-        "compile": lambda: _check_compiled(model, preparation),
+        "compile": lambda: list(_check_compiled(model, preparation, tensor_size)),
     }
 
 
@@ -97,12 +97,16 @@ def _check_plan(model: nn.Module, plan: Mapping[str, Style] | None, tensor_size:
     )
 
 
-def _check_compiled(model: nn.Module, preparation: Preparation) -> list[str]:
+def _check_compiled(
+    model: nn.Module, preparation: Preparation, tensor_size: int
+) -> dict[str, nn.Module]:
+    """Return the modules to compile; raise ValueError if they cannot be compiled."""
     compiled = find_compiled(model, preparation.compile)
     inside = {id(part) for one in compiled.values() for part in one.modules()}
     if inside and preparation.tensor_parallel:
         from torch.distributed.tensor.parallel import RowwiseParallel
 
+        from .sharding.split_random import dropout_layers
         from .sharding.tensor_parallel import planned_layers
 
         rowwise = planned_layers(model, preparation.tensor_parallel, RowwiseParallel)
@@ -112,7 +116,15 @@ def _check_compiled(model: nn.Module, preparation: Preparation) -> list[str]:
                     f"torch cannot compile the embedding {path!r}, which is split by rows; compile "
                     "only blocks without it, or give it the style colwise_replicate_output"
                 )
-    return list(compiled)
+        for path, block in compiled.items() if tensor_size > 1 else ():
+            for name in dropout_layers(block):
+                raise ValueError(
+                    f"dropout in {'.'.join(filter(None, (path, name))) or 'the model'!r} would "
+                    "draw the same mask on all ranks of a tensor group, because a compiled block "
+                    "has one random stream; set its rate to 0, compile only blocks without "
+                    "dropout, or do not compile"
+                )
+    return compiled
 
 
 def freeze_parameters(model: nn.Module, patterns: str | Iterable[str]) -> list[str]:
@@ -168,5 +180,13 @@ def prepare_model(
         parallelize(model, mesh, plan, localise=localise)
     if preparation.activation_checkpointing is not None:
         checkpoint_activations(model, preparation.activation_checkpointing)
-    _check_compiled(model, preparation)
-    return compile_model(model, preparation.compile)
+    tensor_size = 1 if plan is None or mesh is None else mesh.tensor_size
+    compiled = _check_compiled(model, preparation, tensor_size)
+    compile_model(model, preparation.compile)
+    if compiled and tensor_size > 1:
+        from .sharding.split_random import pass_whole_inputs
+
+        for block in compiled.values():
+            untyped: Any = block
+            untyped._compiled_call_impl = pass_whole_inputs(untyped._compiled_call_impl)
+    return model

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from ...wrappers import (
     wrap_model,
 )
 from ...wrappers.features import model_features
+from ...wrappers.optimizers.first_update import compare_gradients
+from ...wrappers.sharding.layout import parameters_of
 from .module import StepLightningModule
 from .shards import (
     FullStateStrategy,
@@ -74,6 +77,7 @@ class StepStrategy(FullStateStrategy):
         self._keeps_process = choice.own.get("start_method", "popen") == "popen"
         self._wrapped: Any = None
         self._is_sharded = False
+        self._checked: WeakSet[Optimizer] = WeakSet()
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model for training and, if it is sharded, for evaluation."""
@@ -149,6 +153,21 @@ class StepStrategy(FullStateStrategy):
             self.model, closure_loss, lambda loss: plain(loss, optimizer, *args, **kwargs)
         )
 
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step; before an optimizer's first update, compare its gradients between the ranks."""
+
+        def checked() -> Any:
+            loss = closure()
+            # Automatic optimization may skip the step of a rank, whose loss is then None.
+            if loss is not None or not module.automatic_optimization:
+                _check_first_step(self._checked, optimizer)
+            return loss
+
+        module = module_of(self)
+        has_check = isinstance(module, StepLightningModule)
+        step = closure if has_check or optimizer in self._checked else checked
+        return super().optimizer_step(optimizer, step, *args, **kwargs)
+
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Skip averaging of gradients inside this context."""
@@ -206,6 +225,15 @@ def _run_backward(wrapped: Any, loss: Tensor, plain: Callable[[Tensor], T]) -> T
     return results[0]
 
 
+def _check_first_step(checked: WeakSet[Optimizer], optimizer: Optimizer) -> None:
+    """Raise RuntimeError if a forward outside of the wrapper has left gradients different."""
+    if optimizer in checked:
+        return
+    has_gradient = any(parameter.grad is not None for parameter in parameters_of(optimizer))
+    if compare_gradients(optimizer) and has_gradient:
+        checked.add(optimizer)
+
+
 class StepFabricStrategy(FabricDDPStrategy):
     """Fabric's DDP strategy, with stepwrap's ``ddp`` wrapper or another one around modules.
 
@@ -242,6 +270,13 @@ class StepFabricStrategy(FabricDDPStrategy):
         self.wrapper = choice.wrapper
         self.wrapper_options = choice.options
         self._detecting: Any = None
+        self._checked: WeakSet[Optimizer] = WeakSet()
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step; before an optimizer's first update, compare its gradients between the ranks."""
+        if "closure" not in kwargs:
+            _check_first_step(self._checked, optimizer)
+        return super().optimizer_step(optimizer, **kwargs)
 
     def setup_module(self, module: nn.Module) -> Any:
         """Wrap ``module``; every rank must call this."""

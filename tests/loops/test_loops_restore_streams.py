@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from marks import slow
 from ranks import run_ranks
-from sharded_runs import contents, make_run, train
+from sharded_runs import contents, make_run, same, train
 from torch import Tensor, nn
 
 from stepwrap.loops import load_checkpoint, save_checkpoint, seed_rng
@@ -70,3 +70,30 @@ def test_tensor_groups_draw_alike(
     weights = resumed[0][1]
     for _, others in resumed:
         assert all(torch.equal(value, weights[name]) for name, value in others.items())
+
+
+def _train_with_split_dropout(kind: str, folder: Path) -> tuple[dict[str, Tensor], ...]:
+    """Return the state after three steps of one run, and of one that resumes after the first."""
+    results = []
+    for resumes in (False, True):
+        state = make_run(kind)
+        seed_rng(7 + dist.get_rank(state.model.data_group))
+        # Between the layers of the plan, where each rank of a tensor group has its own masks.
+        state.model.module.net[2].register_forward_pre_hook(_drop, prepend=True)
+        train(state, range(1))
+        if resumes:
+            path = save_checkpoint(folder, state)
+            state = make_run(kind, seed=3)
+            state.model.module.net[2].register_forward_pre_hook(_drop, prepend=True)
+            load_checkpoint(path).restore(state)
+        train(state, range(1, 3))
+        results.append(contents(state))
+    return (*results,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("tensor", 2), *slow(("ddp x tensor", 4), ("fsdp x tensor", 4))]
+)
+def test_split_dropout_resumes_exactly(kind: str, ranks: int, tmp_path: Path) -> None:
+    for at_once, resumed in run_ranks(_train_with_split_dropout, ranks, kind, tmp_path):
+        assert same(at_once, resumed)

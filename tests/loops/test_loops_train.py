@@ -300,7 +300,7 @@ def test_the_model_trains_in_training_mode_and_frozen_parts_survive_validation()
 
         def on_eval_batch_end(self, state: LoopState, batch: Any, outputs: Any) -> None:
             assert not any(module.training for module in state.model.modules())
-            assert torch.is_inference_mode_enabled()
+            assert not torch.is_grad_enabled()
 
     loop = IterTrainLoop(make_loader(8), max_steps=4, val_interval=1, val_loop=make_val_loop())
     state = make_state()

@@ -71,3 +71,24 @@ def test_fabric_trains_as_by_its_own_ddp(tmp_path: Path) -> None:
         assert any("spare.weight" in one for one in rank["texts"])
         # Two updates of four batches save two reductions.
         assert rank["counts"][0] - rank["counts"][1] >= 2
+
+
+def _inner_call() -> str:
+    join_lightning()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="stepwrap")
+    fabric.launch()
+    net = small_net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.01))
+    images, labels = next(iter(loader()))
+    try:
+        fabric.backward(nn.functional.cross_entropy(model.module(images), labels))
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_fabric_notices_a_call_of_the_inner_module() -> None:
+    for text in run_ranks(_inner_call, 2, timeout_s=120):
+        assert "different gradients" in text
+        assert "wrapper(...)" in text

@@ -188,3 +188,28 @@ def _fit_with_a_custom_step() -> None:
 
 def test_a_wrappers_own_step_that_would_not_be_called_is_an_error() -> None:
     run_ranks(_fit_with_a_custom_step, 2)
+
+
+class Unaveraged(Manual):
+    """Run backward without Lightning, which prepares the averaging in `manual_backward`."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch).backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _error_text(cls: type[Automatic]) -> str:
+    join_lightning()
+    try:
+        make_trainer(StepStrategy("ddp"), limit_val_batches=0).fit(cls(), loader())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_are_not_averaged_are_noticed() -> None:
+    for text in run_ranks(_error_text, 2, Unaveraged):
+        assert "different gradients" in text
+    assert run_ranks(_error_text, 2, Manual) == ["", ""]

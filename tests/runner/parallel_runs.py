@@ -39,9 +39,10 @@ SEQUENCE_PLAN = {
 class Attention(nn.Module):
     """Attention that splits into heads before it splits into query, key and value."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.head_size = width // heads
+        self.dropout = dropout
         # The gradient of a key's bias is rounding noise, which Adam would amplify.
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width)
@@ -49,22 +50,25 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = heads.permute(3, 0, 2, 1, 4)
-        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        rate = self.dropout if self.training else 0.0
+        mixed = scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """Attention and a small network, each with a norm before it and a residual connection."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = Attention(width, heads)
+        self.attn = Attention(width, heads, dropout)
+        self.dropout = nn.Dropout(dropout)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.down(torch.tanh(self.up(self.norm2(x))))
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        hidden = self.dropout(torch.tanh(self.up(self.norm2(x))))
+        return x + self.down(hidden)
 
 
 class Transformer(nn.Module):
@@ -74,7 +78,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, 8)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(8, 4) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(8, 4, dropout) for _ in range(2))
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, WORDS)
         self.to(getattr(torch, dtype))

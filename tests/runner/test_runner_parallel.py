@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +13,12 @@ from weights import apart
 
 from stepwrap.runner import Runner
 from stepwrap.wrappers import (
+    SeparateDistributedDataParallel,
     SingleDevice,
+    StepDataParallel,
     StepDistributedDataParallel,
     StepFullyShardedDataParallel,
+    SupervisedModel,
 )
 
 # Warnings of the compiler's own imports and of its checks of block inputs.
@@ -69,6 +72,12 @@ def test_split_and_replicated_or_sharded(
 
 def test_sequence_plan() -> None:
     sections = {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}}
+    assert worst(2, with_("AdamW", 1, **sections)) <= 1e-12
+
+
+@pytest.mark.slow
+def test_sequence_plan_compiled() -> None:
+    sections = {"mesh": {"tensor": 2}, "tensor_parallel": {"plan": SEQUENCE_PLAN}, **COMPILED}
     assert worst(2, with_("AdamW", 1, **sections)) <= 1e-12
 
 
@@ -206,3 +215,85 @@ def test_dropout_is_the_same_on_all_ranks_of_a_tensor_group() -> None:
     first, second = run_ranks(trained, 2, config)
     assert apart(first, second) == 0
     assert apart(first, by_hand(settings())) > 1e-3
+
+
+class _Open:
+    """Take an argument, and pass all others on."""
+
+    def __init__(self, *args: Any, gamma: float = 1.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gamma = gamma
+
+
+class _Closed:
+    """Take an argument, and set the options of the base class."""
+
+    options: ClassVar[dict[str, Any]] = {"detect_anomalous_params": False}
+
+    def __init__(self, module: torch.nn.Module, gamma: float = 1.0) -> None:
+        super().__init__(module, **self.options)  # type: ignore[call-arg]
+        self.gamma = gamma
+
+
+class OpenSingle(_Open, SingleDevice):
+    pass
+
+
+class ClosedSingle(_Closed, SingleDevice):
+    pass
+
+
+class OpenData(_Open, StepDataParallel):
+    pass
+
+
+class ClosedData(_Closed, StepDataParallel):
+    pass
+
+
+class OpenDistributed(_Open, StepDistributedDataParallel):
+    pass
+
+
+class ClosedDistributed(_Closed, StepDistributedDataParallel):
+    pass
+
+
+class OpenSeparate(_Open, SeparateDistributedDataParallel):
+    pass
+
+
+class ClosedSeparate(_Closed, SeparateDistributedDataParallel):
+    options: ClassVar[dict[str, Any]] = {"bucket_cap_mb": 3}
+
+
+class OpenSharded(_Open, StepFullyShardedDataParallel):
+    pass
+
+
+class ClosedSharded(_Closed, StepFullyShardedDataParallel):
+    pass
+
+
+IN_ONE_PROCESS = [OpenSingle, ClosedSingle, OpenData, ClosedData]
+AVERAGING = [
+    *(OpenDistributed, ClosedDistributed, OpenSeparate, ClosedSeparate, OpenSharded, ClosedSharded),
+]
+
+
+def _gammas(wrappers: list[Any], config: dict[str, Any]) -> list[float]:
+    values = []
+    for wrapper in wrappers:
+        values.append(wrapper(build_model(), gamma=3.0).gamma)
+        runner = Runner.from_config({**config, "wrapper": {"type": wrapper, "gamma": 2.0}})
+        values.append(runner.state.model.gamma)
+    return values
+
+
+def build_model() -> SupervisedModel:
+    return SupervisedModel(torch.nn.Linear(2, 2), torch.nn.MSELoss())
+
+
+def test_a_subclass_of_any_wrapper_takes_its_own_argument() -> None:
+    assert _gammas(IN_ONE_PROCESS, settings(1)) == [3.0, 2.0] * 4
+    assert run_ranks(_gammas, 2, AVERAGING, settings(2)) == [[3.0, 2.0] * 6] * 2

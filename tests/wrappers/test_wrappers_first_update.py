@@ -1,11 +1,12 @@
 """A custom step whose gradients differ between ranks raises at its first update."""
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import assert_near, gathered, on_ranks, raises_with
+from on_ranks import assert_near, gathered, on_ranks, raises_with, same_on_ranks
 from torch import Tensor, nn
 
 from stepwrap.wrappers import (
@@ -76,7 +77,7 @@ def test_gradients_of_autograd_grad_are_not_averaged() -> None:
     texts = (
         "different gradients of 'net.weight'",
         "StepDistributedDataParallel_with_by_grad.train_step",
-        "self.average(gradient)",
+        "wrapper.average(gradient)",
     )
     with raises_with(RuntimeError, *texts):
         train_by(by_grad)
@@ -235,13 +236,121 @@ def test_gradients_of_every_kind_are_compared(optimised: str) -> None:
 
 
 @on_ranks(RANKS)
-def test_the_usual_step_needs_no_further_collective() -> None:
-    usual: Any = StepDistributedDataParallel(model())
-    same: Any = with_train_step(StepDistributedDataParallel, averaged)(model())
+def test_only_the_first_update_is_compared() -> None:
+    wrapper: Any = StepDistributedDataParallel(model())
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
     sent = []
-    for wrapper in (usual, same):
-        optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    for batch in batches()[:2]:
         with torch.profiler.profile() as profile:
-            wrapper.train_step(own_rows(batches()[0]), optim)
+            wrapper.train_step(own_rows(batch), optim)
         sent.append(any("allgather" in one.key for one in profile.key_averages()))
-    assert sent == [False, True]
+    assert sent == [True, False]
+
+
+def inner_call(wrapper: Any, data: Any) -> Tensor:
+    return nn.functional.mse_loss(wrapper.module.net(data[0]), data[1])
+
+
+def model_call(wrapper: Any, data: Any) -> Tensor:
+    return wrapper.module(*data, mode="loss")["loss"]
+
+
+def method_call(wrapper: Any, data: Any) -> Tensor:
+    inputs, target = data
+    return wrapper.module.loss(wrapper.module.net.forward(inputs), target)
+
+
+def twice(wrapper: Any, data: Any) -> Tensor:
+    loss = wrapper(*data, mode="loss")["loss"]
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def own_loop(loss_of: Any, enters: bool, every: int = 1, **options: Any) -> Tensor:
+    """Train in a loop that calls only the optimizer wrapper, not `train_step`."""
+    wrapper = StepDistributedDataParallel(model(), **options)
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1), accumulative_counts=every)
+    for batch in batches():
+        with optim.optim_context(wrapper if enters else nn.Module()):
+            loss = loss_of(wrapper, own_rows(batch))
+        optim.update_params(loss)
+    return wrapper.module.net.weight.detach()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "enters", "options"),
+    [
+        (inner_call, True, {}),
+        (inner_call, False, {}),
+        (model_call, False, {"every": 3}),
+        (method_call, False, {"comm_hook": "fp16_compress"}),
+        (inner_call, False, {"uneven_inputs": True}),
+        (inner_call, False, {"comm_hook": {"type": "post_localSGD", "start_localSGD_iter": 0}}),
+        (twice, True, {}),
+    ],
+)
+@on_ranks(RANKS)
+def test_an_own_loop_must_call_the_wrapper(
+    loss_of: Any, enters: bool, options: dict[str, Any]
+) -> None:
+    with raises_with(RuntimeError, "the first update", "wrapper(...)", "wrapper.module"):
+        own_loop(loss_of, enters, **options)
+
+
+def averaged_by_hand(wrapper: Any, data: Any) -> Tensor:
+    """Return a loss whose gradients are averaged by a hook of the parameters."""
+    for parameter in wrapper.module.parameters():
+        if not parameter._backward_hooks:
+            parameter.register_hook(wrapper.average)
+    return inner_call(wrapper, data)
+
+
+@on_ranks(RANKS)
+def test_an_own_loop_that_averages_is_accepted() -> None:
+    by_wrapper = own_loop(lambda wrapper, data: wrapper(*data, mode="loss")["loss"], True)
+    assert_near(own_loop(averaged_by_hand, True), by_wrapper, 1e-12)
+
+
+class Judged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(3, 2).double(), nn.Linear(2, 1).double()
+
+
+@on_ranks(RANKS)
+def test_an_own_loop_must_call_the_children_of_separate() -> None:
+    def train(child_of: Any) -> None:
+        torch.manual_seed(0)
+        wrapper: Any = SeparateDistributedDataParallel(Judged())
+        gan = wrapper.module
+        optim = OptimWrapper(torch.optim.SGD(gan.parameters(), lr=0.1))
+        optim.update_params(gan.judge(child_of(gan)(own_rows(batches()[0])[0])).mean())
+
+    train(lambda gan: gan.maker)
+    with raises_with(RuntimeError, "different gradients of 'weight'", "child"):
+        train(lambda gan: gan.maker.module)
+
+
+@on_ranks(RANKS)
+def test_an_own_loop_that_joins_is_not_compared() -> None:
+    """Ranks without batches do not update, so a comparison would wait for them."""
+    wrapper = StepDistributedDataParallel(model())
+    optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    with wrapper.join():
+        for batch in batches()[: dist.get_rank()]:
+            optim.update_params(wrapper(*batch, mode="loss")["loss"])
+    assert same_on_ranks(wrapper.module.net.weight)
+
+
+@on_ranks(RANKS)
+def test_an_older_wrapper_of_the_model_is_ignored() -> None:
+    """It may still exist on one rank only, so a comparison would wait for the others."""
+    bare = model()
+    older = [StepDistributedDataParallel(bare)]
+    if dist.get_rank():
+        older.clear()
+        gc.collect()
+    wrapper = StepDistributedDataParallel(bare)
+    optim = OptimWrapper(torch.optim.SGD(bare.parameters(), lr=0.1))
+    optim.update_params(wrapper(*own_rows(batches()[0]), mode="loss")["loss"])
+    assert same_on_ranks(bare.net.weight)

@@ -53,7 +53,7 @@ def train_until_error(steps: Steps, **options: Any) -> tuple[int, RuntimeError |
 
 @pytest.mark.parametrize(
     ("steps", "static", "at"),
-    [([False] * 3, False, 1), ([True, True, False, True], False, 3)]
+    [([False] * 3, False, 0), ([True, True, False, True], False, 3)]
     + [([True, True, False, True], True, 3)],
 )
 @on_ranks(2)

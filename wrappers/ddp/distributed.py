@@ -16,7 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.step import Steps, reject_model_train_step
-from ..steps.step_checks import AveragingWatch, ThawWatch
+from ..steps.step_checks import (
+    AveragingWatch,
+    DifferentGradientsError,
+    ThawWatch,
+    averaging_wrappers,
+)
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .buckets import FixedBuckets
 from .comm_hooks import read_comm_hook, unannotated
@@ -33,7 +38,7 @@ _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class UnusedParametersError(RuntimeError):
-    """Raised in a forward if parameters got no gradient in the previous backward.
+    """Raised in a forward, or a first update, if the last backward left out parameters.
 
     Attributes:
         names: the names of these parameters; empty if torch does not report them.
@@ -90,7 +95,8 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         ValueError: the process group is missing, or two options cannot be combined.
         RuntimeError: no parameter requires a gradient. A forward raises it if a parameter that
             was frozen at construction requires a gradient now, and ``UnusedParametersError`` if
-            the loss of the previous step did not depend on some parameters.
+            the loss of the previous step did not depend on some parameters. The first update raises
+            it too.
     """
 
     averages_ranks = True
@@ -210,6 +216,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self._install_hook()
 
     def _install_hook(self) -> None:
+        averaging_wrappers[self] = None
         if self._hook is not None:
             state, function = self._hook.bind(self.process_group)
             self.register_comm_hook(state, unannotated(function))
@@ -248,6 +255,13 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
 
     def _explain_update(self, error: BaseException) -> None:
         _explain_unused(error, self._trainable)
+        if isinstance(error, DifferentGradientsError) and error.wrapper is self:
+            weights = (one for one in self.module.parameters() if one.requires_grad)
+            names = zip(self._trainable.values(), weights, strict=False)
+            unused = [name for name, weight in names if weight.grad is None]
+            # Without these gradients, torch does not average the others of the same bucket.
+            if unused and not (self.find_unused_parameters or self.static_graph):
+                raise UnusedParametersError(unused) from error
         # Keeps only the text, because the error would keep the graph in memory.
         self._failure = self._failure or f"{type(error).__name__}: {error}"
 

@@ -71,7 +71,8 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.check_options(ddp_kwargs)
+        # Calls the check of this class, because a subclass may have other arguments.
+        SeparateDistributedDataParallel.check_options(ddp_kwargs)
         check_children(module)
         group = ddp_kwargs.get("process_group")
         module = apply_sync_batchnorm(module, sync_batchnorm, group)
@@ -135,8 +136,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Raise TypeError or ValueError for an option that this class does not accept."""
         super().check_options(options)
+        shared = [parameter.name for parameter in SeparateDistributedDataParallel.passed_on]
         StepDistributedDataParallel.check_options(
-            {k: v for k, v in options.items() if k not in _NOT_FOR_CHILDREN}
+            {name: value for name, value in options.items() if name in shared}
         )
 
 

@@ -148,7 +148,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             **fsdp_kwargs,
         }
         self._roots: list[Root] = []
-        options = _read(type(self), module, given, detect_anomalous_params)
+        options = _read(module, given, detect_anomalous_params)
         meshes = sharding_mesh(options, module)
         self.data_group = meshes.data_group
         self.collective_eval = True
@@ -260,12 +260,13 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             self._leaves.clear()
 
 
-def _read(cls: Any, module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
+def _read(module: nn.Module, given: dict[str, Any], detect: bool) -> FsdpOptions:
     """Read the options; an error on one rank is raised on every rank."""
     read: list[FsdpOptions] = []
 
     def check() -> dict[str, Any]:
-        cls.check_options(given)
+        # Not the check of a subclass, which may have other arguments.
+        StepFullyShardedDataParallel.check_options(given)
         # Read only once, because options may be iterators.
         read.append(read_options(given))
         check_model(module, detect)

@@ -13,15 +13,24 @@ from torch.optim import Optimizer
 from ...collectives import comm_device
 from ..features import model_features
 from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
-from ..steps.step_checks import has_custom_step
+from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
 from .gates import Gate
+
+_ADVICE = (
+    "Only the first backward after a call of the wrapper or, under separate, of a child averages "
+    "gradients: the forward must run through wrapper(...), or self(...) in its train_step. A "
+    "forward of wrapper.module, of its layers or by its methods does not average them, and neither "
+    "does a second backward or torch.autograd.grad. Add up the losses of one call, call again "
+    "before each backward, or use wrapper.average(gradient)"
+)
 
 
 class FirstUpdate(Gate):
     """Check the gradients of the first update, then remove this gate from the optimizer wrapper.
 
-    A custom step with a second backward or ``torch.autograd.grad``, or a layer that is missing in
-    a tensor-parallel plan, can make the gradients differ between ranks. Nothing else reports this.
+    A forward that does not call the wrapper, a custom step with a second backward or
+    ``torch.autograd.grad``, or a layer that is missing in a tensor-parallel plan, can make the
+    gradients differ between ranks. Nothing else reports this.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -53,22 +62,63 @@ class FirstUpdate(Gate):
             if not (_is_reached(parameters, name, has_run) and _compare_tensor_ranks(parameters)):
                 return False
             self._is_reached = True
-        if self._model is None or not _is_averaged(self._model) or any(map(is_dtensor, parameters)):
-            return True
-        differs, is_finite = _differing(parameters, self._model.data_group, 1e-3, 1e-6)
-        for index in differs.nonzero()[:1]:
-            names = {id(one): name for name, one in self._model.module.named_parameters()}
-            name = names.get(id(parameters[int(index)]), "a parameter")
-            raise RuntimeError(
-                f"the ranks have different gradients of {name!r} at the first update in "
-                f"{type(self._model).__name__}.train_step, but they must be the same. Only the "
-                "first backward after a call of self(...) or, under separate, of a child averages "
-                "gradients. A second backward and torch.autograd.grad do not average them. Add up "
-                "the losses of one call, call again before each backward, or use "
-                "self.average(gradient)"
-            )
         # Infinite gradients hide differences, so in that case the next update is checked again.
-        return is_finite
+        return compare_gradients(self._optimizer, self._model)
+
+
+def compare_gradients(optimizer: Optimizer, custom: Any = None) -> bool:
+    """Compare the gradients of ``optimizer``'s parameters between the ranks that average them.
+
+    Every rank must call this. Returns whether all gradients are finite; infinite gradients hide
+    differences.
+
+    Args:
+        optimizer: its parameters are looked up in all wrappers that average gradients.
+        custom: a wrapper with a custom training step, which must average all parameters.
+
+    Raises:
+        RuntimeError: the gradients of a parameter differ, or no forward of the wrapper has run.
+    """
+    parameters = list(parameters_of(optimizer))
+    all_finite = True
+    for wrapper, averaged in _averaged(parameters, custom):
+        if not _is_averaged(wrapper):
+            if not getattr(wrapper, "_lazy_init_ran", True):
+                raise RuntimeError(
+                    f"{type(wrapper).__name__} has not been called before the first update, so the "
+                    f"ranks have not combined their gradients. {_ADVICE}"
+                )
+            continue
+        differs, is_finite = _differing(averaged, wrapper.data_group, 1e-3, 1e-6)
+        all_finite = all_finite and is_finite
+        for index in differs.nonzero()[:1]:
+            names = {id(value): name for name, value in wrapper.module.named_parameters()}
+            name = names.get(id(averaged[int(index)]), "a parameter")
+            step = f" in {type(custom).__name__}.train_step" if custom else ""
+            raise DifferentGradientsError(
+                f"the ranks have different gradients of {name!r} at the first update{step}, but "
+                f"they must be the same. {_ADVICE}",
+                wrapper,
+            )
+    return all_finite
+
+
+def _averaged(parameters: Sequence[Tensor], custom: Any) -> Iterable[tuple[Any, Sequence[Tensor]]]:
+    """Yield the wrappers whose ranks average some of ``parameters``, and these parameters."""
+    if not distributed.is_initialized() or any(map(is_dtensor, parameters)):
+        return
+    if custom is not None:
+        yield custom, parameters
+        return
+    left = {id(parameter): parameter for parameter in parameters}
+    # The last wrapper first: earlier ones around the same model may exist on some ranks only, where
+    # they have not been collected yet.
+    for wrapper in reversed([*averaging_wrappers]):
+        inside = map(id, wrapper.parameters())
+        averaged = [left.pop(key) for key in inside if key in left]
+        group = model_features(wrapper).data_group
+        if averaged and distributed.get_world_size(group) > 1:
+            yield wrapper, averaged
 
 
 def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
@@ -92,13 +142,17 @@ def _is_reached(parameters: Sequence[Tensor], name: str, has_run: bool) -> bool:
 
 def _is_averaged(model: Any) -> bool:
     """Return whether all ranks must have the same gradients in every update."""
-    if not distributed.is_initialized() or model_features(model).uneven_inputs is not None:
+    # In `join`, ranks without further batches do not update.
+    if model_features(model).uneven_inputs is not None or getattr(model, "_is_joined", False):
         return False
-    # Communication hooks, such as local SGD, and ignored parameters may leave gradients different.
-    return not any(
-        getattr(one, "_comm_hooks", None) or getattr(one, "parameters_to_ignore", None)
-        for one in model.modules()
-    )
+    # Ignored parameters, and communication hooks such as local SGD, may leave gradients different.
+    for module in model.modules():
+        hooks = getattr(module, "_comm_hooks", None)
+        if hooks and not getattr(getattr(module, "_hook", None), "averages", False):
+            return False
+        if getattr(module, "parameters_to_ignore", None):
+            return False
+    return True
 
 
 def _compare_tensor_ranks(parameters: Iterable[Tensor]) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from ...registry import did_you_mean
 from ..torch_functions import check_options, refuse_double_backward
 from .layout import is_dtensor_or_localised, layout_of, local_part, split_models
 from .mesh import Mesh
+from .split_random import as_whole, mark_split, prepare_dtensors, split_kind
 
 Style: TypeAlias = str | Mapping[str, Any] | ParallelStyle
 
@@ -55,8 +57,9 @@ def parallelize(
 
     Every rank must call this, with the same weights in the layers that are not in the plan. The
     layers are split with torch's ``parallelize_module``; losses, gradients and updates stay the
-    same. Dropout between split layers draws the same mask on all ranks. Only the ``forward`` of a
-    split layer may use its parameters. docs/wrappers.md has an example of attention.
+    same. Random functions on split activations draw other numbers on each rank; on whole
+    activations, ranks with the same random state draw the same. Only the ``forward`` of a split
+    layer may use its parameters. docs/wrappers.md has an example of attention.
 
     Before the first update of an ``OptimWrapper``, the ranks compare the gradients of parameters
     that are not split, and raise if they differ. This happens, for example, if the plan lacks a
@@ -93,8 +96,12 @@ def _split(
     before = [(one, name, value) for one in model.modules() for name, value in _parameters(one)]
     for path, style in styles.items():
         layer = model.get_submodule(path)
+        # Before the hooks of torch, which would return results of split inputs as split.
+        layer.register_forward_pre_hook(_take_whole)
         parallelize_module(layer, mesh, style)
         layer.register_forward_hook(_finish)
+        if mesh.size() > 1:
+            _separate_draws(layer, mesh, style)
     _keep_attributes(before)
     if localise:
         _localise_parts(model)
@@ -324,6 +331,34 @@ def _finish(layer: nn.Module, inputs: Any, output: Any) -> Any:
         output = _Waited.apply(output)  # type: ignore[no-untyped-call]
     refuse_double_backward(output, _DOUBLE)
     return output
+
+
+def _take_whole(layer: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    return tuple(map(as_whole, inputs))
+
+
+def _separate_draws(layer: nn.Module, mesh: DeviceMesh, style: ParallelStyle) -> None:
+    """Let each rank draw other random numbers for its part of the layer's output."""
+    if not getattr(style, "use_local_output", True):
+        prepare_dtensors(mesh)
+        return
+    layouts: Any = getattr(style, "output_layouts", getattr(style, "sequence_sharding", ()))
+    layouts = layouts if isinstance(layouts, tuple) else (layouts,)
+    if any(isinstance(layout, Shard) for layout in layouts):
+        layer.register_forward_hook(_marker(mesh.get_local_rank(), mesh.size()))
+
+
+# Cached, because torch.compile would compile equal layers with different hooks again.
+@cache
+def _marker(rank: int, size: int) -> Callable[[nn.Module, Any, Any], None]:
+    kind = split_kind(rank, size)
+
+    def mark(layer: nn.Module, inputs: Any, output: Any) -> None:
+        # The compiler cannot pass tensors of this class from one graph to the next.
+        if not torch.compiler.is_compiling():
+            mark_split(output, kind)
+
+    return mark
 
 
 def _store(layer: nn.Module, name: str) -> MutableMapping[str, Any]:

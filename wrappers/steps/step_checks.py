@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -15,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 # The autograd node of re-entrant activation checkpointing, which runs a forward in the backward.
 _REENTRANT: type = CheckpointFunction._backward_cls
+# The wrappers of this process that average the gradients of whole parameters over the ranks. The
+# keys of a dict, because all ranks must go through them in the same order.
+averaging_wrappers: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 # Number of backwards to check. Later steps do the same, and each hook costs 1 us per step.
 _BACKWARDS = 64
 
@@ -25,6 +29,18 @@ def has_custom_step(model: Any) -> bool:
         return True
     owner = next((one for one in type(model).__mro__ if "train_step" in vars(one)), None)
     return owner is None or not owner.__module__.startswith("stepwrap.wrappers.")
+
+
+class DifferentGradientsError(RuntimeError):
+    """Raised at the first update if ranks that average their gradients have different ones.
+
+    Attributes:
+        wrapper: the wrapper of the model or, under separate, of the child.
+    """
+
+    def __init__(self, text: str, wrapper: nn.Module) -> None:
+        super().__init__(text)
+        self.wrapper = wrapper
 
 
 class AveragingWatch:
