@@ -218,6 +218,7 @@ class _EvalLoop(Evaluation):
         trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
+        count: int | None = 0
         try:
             # `no_grad`, not inference mode: a model may keep tensors from this step, and inference
             # tensors cannot be used in training.
@@ -228,7 +229,7 @@ class _EvalLoop(Evaluation):
                 torch.no_grad(),
             ):
                 trial._place_metrics(device)
-                trial._pass(state, HookList(), lambda _: None)
+                count = trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
             # With `collective_eval`, do not communicate here: either `agree` has already raised the
             # error on every rank, or the other ranks are waiting in the collectives of the step.
@@ -236,6 +237,7 @@ class _EvalLoop(Evaluation):
                 raise
             failure = error
         raise_everywhere(failure)
+        self._require_batches(count)
 
     def _place_metrics(self, device: torch.device) -> None:
         for metric in self.metrics.values():
@@ -245,8 +247,10 @@ class _EvalLoop(Evaluation):
 
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         self._place_metrics(device_of(state.model))
-        if not self._pass(state, hooks, poll):
+        count = self._pass(state, hooks, poll)
+        if count is None:
             return {}
+        self._require_batches(count)
         # Ranks that share one model see the same samples, which count once.
         group = model_features(state.model).data_group
         evaluation.merge_metrics(self.metrics, group)
@@ -258,8 +262,16 @@ class _EvalLoop(Evaluation):
             state.higher_is_better = evaluation.directions_of(self.metrics)
         return dict(results)
 
-    def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
-        """Run all batches; return False if a request to stop interrupted them."""
+    def _require_batches(self, count: int | None) -> None:
+        """Raise ValueError if no rank has had a batch; every rank must call this."""
+        is_empty = not count
+        if distributed_available():
+            is_empty = true_on_all_ranks(None, is_empty)[0]
+        if is_empty:
+            raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
+
+    def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> int | None:
+        """Run all batches and return their number; None if a request to stop interrupted them."""
         together = distributed_available() and model_features(state.model).collective_eval
         # A stop that was requested earlier, for example in a stopped training, does not count.
         polled = 0.0 if state.stop_reason else math.inf if together else self._last_polled_batch()
@@ -287,10 +299,8 @@ class _EvalLoop(Evaluation):
             if count <= polled:
                 poll(state)
                 if state.stop_reason:
-                    return False
-        if not count and not distributed_available():
-            raise ValueError(f"the {self.phase.value} loader has no batches")
-        return True
+                    return None
+        return count
 
     def _last_polled_batch(self) -> float:
         """Return the number of batches that are followed by a poll: the first ones of the pass.
@@ -300,8 +310,6 @@ class _EvalLoop(Evaluation):
         """
         if self._polled_batches is None:
             lengths = all_gather_object(length_of(self.dataloader))
-            if not any(length is None or length for length in lengths):
-                raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
             self._polled_batches = math.inf if len(lengths) == 1 else min(n or 0 for n in lengths)
         return self._polled_batches
 
