@@ -65,7 +65,9 @@ from .launcher import single_process_group
 from .parallelism import build_model, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
-_LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
+_LOADER_OPTIONS = (
+    *("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory", "persistent_workers"),
+)
 # A dry run sets these settings of the training loop to 1, and leaves out all others.
 _DRY_RUN_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 

@@ -21,10 +21,18 @@ from torch.utils.data import (
 from ...collectives import get_rank, get_world_size
 from ..error_notes import name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from ..state import Stateful
 from .collate import prepare_dataset
 from .sampler import BatchIndices, ShardedBatchSampler, sampler_of
 from .tensors import TensorLoader, selects_rows
-from .workers import WorkerCollate, WorkerStart, iterate
+from .workers import (
+    EpochStream,
+    WorkerCollate,
+    WorkerEpoch,
+    WorkerStart,
+    find_epoch_listeners,
+    iterate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +43,17 @@ class SeededSamples(Dataset[Any]):
     Augmentations are therefore the same for any number of workers and after a resume.
     ``build_loader`` uses this class only with workers: without them, augmentations use the random
     streams of the training process, which checkpoints contain.
+
+    Args:
+        samples: the data set.
+        epoch: passes the number of each pass on to workers that outlive a pass.
     """
 
-    def __init__(self, samples: Dataset[Any]) -> None:
+    follows_epochs = True
+
+    def __init__(self, samples: Dataset[Any], epoch: WorkerEpoch) -> None:
         self.samples = samples
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return len(self.samples)  # type: ignore[arg-type]
@@ -46,7 +61,11 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.samples[index]
 
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.set(epoch)
+
     def __getitems__(self, indices: list[int]) -> list[Any]:
+        self._epoch.follow()
         if isinstance(indices, BatchIndices):
             seed_rng(mix_seed(*indices.key))
         many = getattr(self.samples, "__getitems__", None)
@@ -86,7 +105,8 @@ def build_loader(
             changes, for example with a ``TensorDataset`` on the CPU.
         **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
             number of ranks; default: the process group's), ``pin_memory`` (default "auto": pinned
-            if CUDA is available) and other arguments of ``torch.utils.data.DataLoader``.
+            if CUDA is available), ``persistent_workers`` (default true: workers continue to run
+            between passes) and other arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
         ValueError: the data set is empty, or an option does not fit it.
@@ -99,12 +119,16 @@ def build_loader(
     _complete(options, mix_seed(seed, rank))
     dataset = prepare_dataset(dataset, (rank, world_size), formatted=collate is None)
     kind = type(dataset).__name__
+    epoch = WorkerEpoch(find_epoch_listeners(dataset, collate))
     if isinstance(dataset, IterableDataset):
         if shuffle or in_memory not in (False, "auto"):
             setting = "shuffle" if shuffle else "in_memory"
             raise ValueError(
                 f"{setting} must be false for {kind}: an iterable data set is read in its own order"
             )
+        # A stream with a state gets the number of the pass from its `StreamLoader`.
+        if num_workers and not isinstance(dataset, Stateful) and epoch.listeners:
+            dataset = EpochStream(dataset, epoch)
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
@@ -114,7 +138,7 @@ def build_loader(
     if selects_rows(dataset, in_memory, num_workers, collate):
         device = None if isinstance(in_memory, bool) or in_memory == "auto" else in_memory
         return TensorLoader(dataset, sampler, device, **options)
-    samples = SeededSamples(dataset) if num_workers else dataset
+    samples = SeededSamples(dataset, epoch) if num_workers else dataset
     return DataLoader(samples, batch_sampler=sampler, **options)
 
 
@@ -123,10 +147,11 @@ def _complete(options: dict[str, Any], seed: int) -> None:
         raise TypeError("build_loader creates its generator from seed: pass seed, not generator")
     # A separate generator, since creating an iterator must not change the global stream.
     options["generator"] = torch.Generator().manual_seed(seed)
+    persistent = options.pop("persistent_workers", True)
     if options.setdefault("pin_memory", "auto") == "auto":
         options["pin_memory"] = torch.cuda.is_available()
     if options["num_workers"]:
-        options.setdefault("persistent_workers", True)
+        options["persistent_workers"] = persistent
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         options["collate_fn"] = WorkerCollate(options["collate_fn"] or default_collate)
 
@@ -165,12 +190,12 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     Earlier batches are skipped by index if the loader is a sequence or the order of its sampler is
     a function of the epoch. Otherwise they are read and discarded, with a warning.
     """
+    repeatable = set_epoch(loader, epoch)
     own = sampler_of(loader)
     if own is not None:
         own.set_position(epoch, batch)
         return iterate(loader)
     sampler = getattr(loader, "batch_sampler", None)
-    repeatable = set_epoch(loader, epoch)
     if not batch:
         return iterate(loader)
     if isinstance(loader, Sequence):
@@ -203,16 +228,19 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> bool:
-    """Call ``set_epoch`` of the loader, its samplers and its stream; return whether one has it."""
+    """Call ``set_epoch`` of the loader, its samplers, its data sets and its collator.
+
+    Returns whether the loader or a sampler has the method, so that it determines the order.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-    # Iterable data sets, such as Hugging Face's, may also have an order by epoch.
-    stream = getattr(loader, "dataset", None) if is_stream(loader) else None
-    candidates = {id(part): part for part in (loader, batch_sampler, *samplers, stream)}.values()
-    parts: list[Any] = [part for part in candidates if hasattr(part, "set_epoch")]
-    for part in parts:
-        part.set_epoch(epoch)
-    return bool(parts)
+    order = (loader, batch_sampler, getattr(loader, "sampler", None))
+    order = (*order, getattr(batch_sampler, "sampler", None))
+    ordered = [part for part in order if hasattr(part, "set_epoch")]
+    read = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    listeners: list[Any] = [*ordered, *find_epoch_listeners(*read)]
+    for listener in {id(one): one for one in listeners}.values():
+        listener.set_epoch(epoch)
+    return bool(ordered)
 
 
 def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:

@@ -18,7 +18,7 @@ from ..state import LoopState, Stateful
 from .loaders import batches_from, is_stream, set_epoch
 from .prefetch import can_read_ahead, prefetch_to_device
 from .sampler import sampler_of
-from .workers import iterate
+from .workers import find_epoch_listeners, iterate, restart_workers
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
 
     Sets ``state.data.reader`` to the object that reports the position, or to None.
     """
+    restart_workers(loader)
     place, state.data.reader_state = state.data.reader_state, None
     if place is None and state.batch and state.data.reader is not None:
         # Training continues in the process that has begun the pass.
@@ -192,6 +193,8 @@ class StreamLoader(DataLoader[Any]):
 class Stream(IterableDataset[Any]):
     """A wrapper of an iterable data set that saves and restores the position of each worker."""
 
+    follows_epochs = True
+
     def __init__(self, samples: Any, batch_size: int) -> None:
         self.samples = samples
         self.batch_size = batch_size
@@ -294,10 +297,16 @@ class _Collate:
     def __init__(self, collate: Any, stream: Stream) -> None:
         self.collate = collate
         self.stream = stream
+        self._listeners = find_epoch_listeners(collate)
+        self._epoch = 0
 
     def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
         first = samples[0] if type(samples) is list and samples else samples
         if first is _SKIPPED:
             return self.stream.worker, None, None
+        if self._listeners and self._epoch != self.stream.epoch:
+            self._epoch = self.stream.epoch
+            for listener in self._listeners:
+                listener.set_epoch(self._epoch)
         batch = self.collate(samples)
         return self.stream.worker, self.stream.place(), batch

@@ -6,16 +6,24 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker, util
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch.utils.data import IterableDataset
+
 from ..error_notes import add_note, describe_samples, name_of
 from . import fork_server
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+# The attributes in which torch's and our wrappers keep a data set or a collator.
+_WRAPPED = ("dataset", "samples", "collate")
+_MAX_DEPTH = 8
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
@@ -102,3 +110,84 @@ class WorkerCollate:
         except Exception as error:
             add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
             raise
+
+
+def find_epoch_listeners(*parts: Any, depth: int = _MAX_DEPTH) -> list[Any]:
+    """Return the data sets and collators with a method ``set_epoch``, also inside wrappers."""
+    listeners: list[Any] = []
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            listeners.append(part)
+        elif part is not None and depth:
+            several = getattr(part, "datasets", ())
+            several = several.values() if isinstance(several, Mapping) else several
+            inner = [getattr(part, name, None) for name in _WRAPPED]
+            inner += several if isinstance(several, Iterable) else ()
+            listeners += find_epoch_listeners(*inner, depth=depth - 1)
+    return listeners
+
+
+class WorkerEpoch:
+    """The number of the running pass, for workers that continue to run in the next pass.
+
+    Each worker has copies of the data set and the collator. ``follow`` calls ``set_epoch`` of these
+    copies when a new pass has begun.
+
+    Args:
+        listeners: the data sets and collators with a method ``set_epoch``.
+    """
+
+    def __init__(self, listeners: list[Any]) -> None:
+        self.listeners = listeners
+        self._shared = torch.zeros((), dtype=torch.int64)
+        if listeners:
+            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._applied = 0
+
+    def set(self, epoch: int) -> None:
+        """Begin a pass; called in the process of the loader."""
+        self._shared.fill_(epoch)
+        self._apply(epoch)
+
+    def follow(self) -> None:
+        """Pass the running epoch on, unless that has been done; called in each worker."""
+        epoch = int(self._shared)
+        if epoch != self._applied:
+            self._apply(epoch)
+
+    def _apply(self, epoch: int) -> None:
+        self._applied = epoch
+        for listener in self.listeners:
+            listener.set_epoch(epoch)
+
+
+class EpochStream(IterableDataset[Any]):
+    """An iterable data set whose copies in workers learn the number of each pass."""
+
+    follows_epochs = True
+
+    def __init__(self, samples: Any, epoch: WorkerEpoch) -> None:
+        self.samples = samples
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.set(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._epoch.follow()
+        return iter(self.samples)
+
+
+def restart_workers(loader: Any) -> None:
+    """End workers of an earlier pass if their copies would not learn the number of the next one.
+
+    The workers of ``build_loader`` learn it, so they continue to run.
+    """
+    if not getattr(loader, "persistent_workers", False):
+        return
+    parts = loader.dataset, getattr(loader, "collate_fn", None)
+    if find_epoch_listeners(*parts) and not getattr(loader.dataset, "follows_epochs", False):
+        loader._iterator = None

@@ -49,6 +49,7 @@ class LoaderSection:
             with the ``type`` and the arguments of such a collator.
         pin_memory: whether batches are in pinned memory; "auto" pins them for CUDA devices.
         prefetch_factor: batches that each worker reads ahead.
+        persistent_workers: whether workers continue to run between passes.
         seed: the seed of the order and of the workers; default: the run's seed.
         in_memory: whether to make batches by indexing the dataset's ``tensors``; "device" indexes
             copies of them on the run's device.
@@ -62,6 +63,7 @@ class LoaderSection:
     collate: Component | str | None = None
     pin_memory: bool | Literal["auto"] = "auto"
     prefetch_factor: int | None = field(default=None, metadata={"minimum": 1})
+    persistent_workers: bool = True
     seed: int | None = field(default=None, metadata={"minimum": 0})
     in_memory: bool | Literal["auto", "device"] = "auto"
 
