@@ -17,12 +17,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives import all_gather_object, distributed_available, failure_of
+from ..collectives import all_gather_object, distributed_available, failure_of, get_rank
 from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
 from .checkpoints.weights import device_of, user_model
-from .data.loaders import batches_from, length_of, peek_first_batch, size_before_padding
-from .error_notes import naming_missing_ranks, note_failure
+from .data.loaders import (
+    batches_from,
+    has_exact_length,
+    length_of,
+    peek_first_batch,
+    size_before_padding,
+)
+from .error_notes import name_of, naming_missing_ranks, note_failure
 from .hook import HookList
 from .metrics import evaluation
 from .metrics.inputs import MetricInputs
@@ -306,11 +312,19 @@ class _EvalLoop(Evaluation):
         """Return the number of batches that are followed by a poll: the first ones of the pass.
 
         This is the smallest number of batches on any rank, because a rank that has finished cannot
-        take part in a poll. It is 0 if a number is unknown, and infinity for a single process.
+        take part in a poll. It is 0 if a number is unknown or an estimate, and infinity for a
+        single process.
         """
         if self._polled_batches is None:
-            lengths = all_gather_object(length_of(self.dataloader))
+            exact = length_of(self.dataloader) if has_exact_length(self.dataloader) else None
+            lengths = all_gather_object(exact)
             self._polled_batches = math.inf if len(lengths) == 1 else min(n or 0 for n in lengths)
+            if None in lengths and len(lengths) > 1 and get_rank() == 0:
+                logger.info(
+                    "the number of batches of %s is not certain, so a stop signal takes effect "
+                    "after the %s, not within it",
+                    *(name_of(self.dataloader), self.phase.value),
+                )
         return self._polled_batches
 
 

@@ -182,10 +182,11 @@ class _TrainLoop:
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
         """Start and end a session: prepare the state, handle signals and errors, roll back."""
         split_into_updates(state, self.dataloader)
-        self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
+        self._inputs = PassInputs(state, self.dataloader, self.budget)
         if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
             self.val_loop.try_batch(state)
-        last = self.budget.plan(state, self._inputs.length)
+        inputs = self._inputs
+        last = self.budget.plan(state, inputs.length, is_exact=inputs.has_exact_length)
         start_counting(state.optim_wrapper, state.model, state.iteration, last)
         state.dataloader = self.dataloader
         state.stop_reason, state.signal, state.in_step = "", 0, False
@@ -234,8 +235,8 @@ class EpochTrainLoop(_TrainLoop):
     Args:
         dataloader: this rank's batches. Every rank must have the same number of them, unless the
             model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
-            number is unknown or an estimate (iterable data sets), the ranks check before each batch
-            that all of them have one. docs/checkpoints.md explains how a resumed run finds its
+            number is unknown or an estimate (iterable data sets, your own loaders), the ranks check
+            before each batch that all of them have one. docs/checkpoints.md explains how a resumed run finds its
             position in a loader.
         max_epochs: passes over the data.
         val_loop: the validation loop, or several as ``EvalSets``; None for no validation.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from ..loops import (
     build_loader,
     seed_rng,
 )
-from ..loops.data.loaders import length_of
+from ..loops.data.loaders import FirstBatches
 from ..registry import (
     DATALOADERS,
     DATASETS,
@@ -248,22 +247,6 @@ def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train
         for batch in loader:
             return batch
     raise ValueError(f"data.{name} has no batches")
-
-
-class FirstBatches:
-    """A loader that yields only the first batches of another loader."""
-
-    def __init__(self, loader: Iterable[Any], count: int) -> None:
-        self._loader = loader
-        length = length_of(loader)
-        self._count = count if length is None else min(count, length)
-        self.dataset = getattr(loader, "dataset", None)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._loader, self._count)
 
 
 def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:

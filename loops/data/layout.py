@@ -17,6 +17,8 @@ from .sampler import ShardedBatchSampler, sampler_of
 logger = logging.getLogger(__name__)
 
 _SHOWN = 16
+# The key, in a layout, of a length that a loader states and that was wrong.
+WRONG_LENGTH = "wrong_length"
 
 
 @dataclass(frozen=True)
@@ -206,4 +208,5 @@ def _skip_same_fraction(state: LoopState) -> None:
         begun = state.batch % (window_of(state.optim_wrapper) or 1)
         state.batch, state.iteration = state.batch - begun, state.iteration - begun
         _restart_update(state)
-    state.data.layout = {"ranks": now}
+    kept = {name: n for name, n in state.data.layout.items() if name == WRONG_LENGTH}
+    state.data.layout = {**kept, "ranks": now}

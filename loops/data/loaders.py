@@ -36,6 +36,9 @@ from .workers import (
 
 logger = logging.getLogger(__name__)
 
+# The libraries whose samplers and loaders have the length that they state.
+_LIBRARIES = {"torch", "torchdata", __name__.partition(".")[0]}
+
 
 class SeededSamples(Dataset[Any]):
     """A map-style data set whose random numbers in a worker depend only on the batch's key.
@@ -167,6 +170,50 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def is_stream(loader: Any) -> bool:
     """Return whether a loader reads an iterable data set, whose length is only an estimate."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def has_exact_length(loader: Any) -> bool:
+    """Return whether ``len(loader)`` is certain: what the user's code states is an estimate.
+
+    It is certain for sequences, and for DataLoaders of map-style data sets whose samplers are
+    torch's or stepwrap's.
+    """
+    if isinstance(loader, FirstBatches):
+        return has_exact_length(loader.loader)
+    if isinstance(loader, Sequence):
+        return True
+    if not isinstance(loader, DataLoader) or is_stream(loader) or length_of(loader) is None:
+        return False
+    batches = loader.batch_sampler
+    parts: list[Any] = [loader, batches, loader.sampler, getattr(batches, "sampler", None)]
+    kinds = {type(part) for part in parts if not isinstance(part, Sequence | None)}
+    methods = [getattr(kind, name, None) for kind in kinds for name in ("__iter__", "__len__")]
+    modules = {getattr(method, "__module__", "").partition(".")[0] for method in methods}
+    return modules <= _LIBRARIES
+
+
+class FirstBatches:
+    """A loader that yields only the first batches of another loader.
+
+    Args:
+        loader: the other loader.
+        count: the number of batches in a pass, at most.
+    """
+
+    def __init__(self, loader: Iterable[Any], count: int) -> None:
+        self.loader = loader
+        length = length_of(loader)
+        self._count = count if length is None else min(count, length)
+        self.dataset = getattr(loader, "dataset", None)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self._count)
+
+    def set_epoch(self, epoch: int) -> None:
+        set_epoch(self.loader, epoch)
 
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:

@@ -116,6 +116,23 @@ class _Renamed:
     load_state_dict: Callable[[Any], Any]
 
 
+class FixedPosition:
+    """Reports the position that a reader had, before it found that there is no further batch.
+
+    A reader may begin its next pass when it finds this.
+    """
+
+    def __init__(self, reader: Stateful) -> None:
+        # Copied, because a reader may change the state that it returned.
+        self._place = deepcopy(reader.state_dict())
+
+    def state_dict(self) -> Any:
+        return self._place
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self._place = state
+
+
 def with_position(loader: Any) -> Any:
     """Return a loader that reports its position if its data set does, otherwise ``loader``."""
     is_stateful = is_stream(loader) and isinstance(loader.dataset, Stateful)

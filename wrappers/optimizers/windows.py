@@ -68,6 +68,28 @@ class CountWindow(Gate):
         return 1.0
 
 
+class ShortWindow(Gate):
+    """Correct the gradients of a window that has fewer micro-batches than its losses assume.
+
+    It acts on one update.
+
+    Args:
+        factor: the length by which the losses were divided, divided by the actual one.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @torch.no_grad()
+    def allows(self, optim_wrapper: Any) -> bool:
+        """Multiply the gradients by the factor."""
+        optim_wrapper.gates.remove(self)
+        for parameter in parameters_of(optim_wrapper.optimizer):
+            if parameter.grad is not None:
+                local_part(parameter.grad).mul_(self.factor)
+        return True
+
+
 class WeightedWindow(CountWindow):
     """A window in which each micro-batch has a weight.
 
