@@ -23,11 +23,11 @@ from ..wrappers.features import model_features, optim_features
 from .checkpoints.weights import device_of, user_model
 from .data.loaders import (
     batches_from,
-    has_exact_length,
     length_of,
     peek_first_batch,
     size_before_padding,
 )
+from .data.shares import Share
 from .error_notes import name_of, naming_missing_ranks, note_failure
 from .hook import HookList
 from .metrics import evaluation
@@ -48,24 +48,28 @@ _PLAIN = (bool, int, float, str, type(None))
 class Rounds:
     """The batches of an evaluation on this rank.
 
-    If ``together`` is false, these are the loader's batches. If it is true, every rank makes the
-    same number of steps: a rank that has run out of batches repeats its last one, and a rank
+    If ``together`` is false, these are the batches that it reads. If it is true, every rank makes
+    the same number of steps: a rank that has run out of batches repeats its last one, and a rank
     without batches gets another rank's; neither is counted. Before each step the ranks agree
     whether to continue. An exception in a loader, a metric or a hook is kept until then, and ends
     the evaluation on all ranks.
     """
 
     def __init__(
-        self, loader: Iterable[Any], together: bool, group: dist.ProcessGroup | None, phase: Phase
+        self,
+        batches: Callable[[], Iterable[Any]],
+        together: bool,
+        group: dist.ProcessGroup | None,
+        phase: Phase,
     ) -> None:
-        self._loader, self._together, self._group, self._phase = loader, together, group, phase
+        self._read, self._together, self._group, self._phase = batches, together, group, phase
         self._has_batch = False
         self._failure: Exception | None = None
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """Return an iterator over (batch, whether it counts), endless if ``together`` is true."""
         if not self._together:
-            return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
+            return zip(self._read(), repeat(True), strict=False)
         return self._endless()
 
     @contextmanager
@@ -92,7 +96,7 @@ class Rounds:
     def _endless(self) -> Iterator[tuple[Any, bool]]:
         iterator: Iterator[Any] = iter(())
         with self.deferred_errors():
-            iterator = iter(batches_from(self._loader, epoch=0))
+            iterator = iter(self._read())
         batch = self._next(iterator)
         self.agree()
         last = first_batch_of(self._group, batch, self._has_batch)
@@ -153,6 +157,8 @@ class _EvalLoop(Evaluation):
             or ``add`` gets the value of that name. Any other result is passed as
             ``update(outputs, batch)`` or ``add(outputs, batch)``. ``MetricInputs`` selects other
             values.
+        per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
+            their first batches, and divide them if they are the same; see docs/data.md.
     """
 
     phase: ClassVar[Phase]
@@ -162,8 +168,11 @@ class _EvalLoop(Evaluation):
         self,
         dataloader: Iterable[Any],
         metrics: Mapping[str, evaluation.AnyMetric | MetricInputs] | None = None,
+        *,
+        per_rank: bool = False,
     ) -> None:
         self.dataloader = dataloader
+        self._share = Share(per_rank)
         self.metrics, self._inputs = evaluation.split_inputs(metrics or {})
         for metric in self.metrics.values():
             if isinstance(metric, evaluation.ProcessMetric):
@@ -215,12 +224,14 @@ class _EvalLoop(Evaluation):
         guaranteed: with lazy parameters, an overridden ``evaluate``, or a loader that is neither a
         sequence nor a plain DataLoader of a map-style data set.
         """
+        self.divide(state)
         batches = peek_first_batch(self.dataloader)
         tensors = chain(state.model.parameters(), state.model.buffers())
         is_overridden = type(self).evaluate is not _EvalLoop.evaluate
         if batches is None or is_overridden or any(map(is_lazy, tensors)):
             return
         trial, device = copy(self), device_of(state.model)
+        trial._share = Share(per_rank=True)
         trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
@@ -253,6 +264,7 @@ class _EvalLoop(Evaluation):
 
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         self._place_metrics(device_of(state.model))
+        self.divide(state)
         count = self._pass(state, hooks, poll)
         if count is None:
             return {}
@@ -276,6 +288,14 @@ class _EvalLoop(Evaluation):
         if is_empty:
             raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
 
+    def divide(self, state: LoopState) -> None:
+        """Keep only this rank's batches, if all ranks would read the same; every rank must call."""
+        group = model_features(state.model).data_group
+        self.dataloader = self._share.divide(self.dataloader, group, repeats=False)
+
+    def _batches(self) -> Iterable[Any]:
+        return self._share.take(batches_from(self.dataloader, epoch=0))
+
     def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> int | None:
         """Run all batches and return their number; None if a request to stop interrupted them."""
         together = distributed_available() and model_features(state.model).collective_eval
@@ -287,7 +307,7 @@ class _EvalLoop(Evaluation):
         loss_weight = optim.loss_weight or state.loss_weight
         weight_of = None if loss_weight is None else loss_weight.of
         group = model_features(state.model).data_group
-        rounds = Rounds(self.dataloader, together, group, self.phase)
+        rounds = Rounds(self._batches, together, group, self.phase)
         count = 0
         for batch, counts in rounds.batches():
             if counts:
@@ -316,7 +336,8 @@ class _EvalLoop(Evaluation):
         single process.
         """
         if self._polled_batches is None:
-            exact = length_of(self.dataloader) if has_exact_length(self.dataloader) else None
+            is_exact = self._share.has_exact_length(self.dataloader)
+            exact = length_of(self.dataloader) if is_exact else None
             lengths = all_gather_object(exact)
             self._polled_batches = math.inf if len(lengths) == 1 else min(n or 0 for n in lengths)
             if None in lengths and len(lengths) > 1 and get_rank() == 0:
@@ -336,6 +357,8 @@ class ValLoop(_EvalLoop):
         dataloader: this rank's batches; the number may differ between ranks.
         metrics: metrics of torchmetrics, or instances of ``BaseMetric``, by name, in the same
             order on every rank; docs/extending.md describes how they are updated.
+        per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
+            their first batches, and divide them if they are the same; see docs/data.md.
     """
 
     phase = Phase.VAL

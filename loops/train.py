@@ -12,6 +12,7 @@ from .checkpoints.restore import load_checkpoint
 from .data.layout import split_into_updates
 from .data.loaders import length_of
 from .data.resume import batches_of_pass, with_position
+from .data.shares import Share
 from .error_notes import naming_missing_ranks, note_failure
 from .eval_sets import EvalSets
 from .evaluate import ValLoop, announce_failure, require_step
@@ -30,7 +31,7 @@ from .signals import StopSignals
 from .skip_steps import Rollback, parse_skip_steps, with_skipped_steps
 from .state import LoopState, merged_means
 from .steps import step_of, with_blocks
-from .uneven_inputs import PassInputs
+from .uneven_inputs import PassInputs, divide_among_ranks
 
 # The buffer of raw log values is reduced after this many updates, to bound its memory.
 _FOLD_STEPS = 256
@@ -70,6 +71,7 @@ class _TrainLoop:
         skip_steps: Iterable[int | str],
         prefetch_to_device: bool,
         steps_per_call: int,
+        per_rank: bool,
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
@@ -81,6 +83,7 @@ class _TrainLoop:
         self.skip_steps = parse_skip_steps(skip_steps)
         self.prefetch_to_device = prefetch_to_device
         self.steps_per_call = positive("steps_per_call", steps_per_call)
+        self._share = Share(per_rank)
         self._by_epoch = isinstance(budget, EpochBudget)
         # The last update of the run; None if epochs are counted.
         self._last_step = None if self._by_epoch else budget.last
@@ -181,8 +184,9 @@ class _TrainLoop:
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
         """Start and end a session: prepare the state, handle signals and errors, roll back."""
+        self.dataloader = divide_among_ranks(self._share, self.dataloader, state)
         split_into_updates(state, self.dataloader)
-        self._inputs = PassInputs(state, self.dataloader, self.budget)
+        self._inputs = PassInputs(state, self.dataloader, self.budget, self._share)
         if self.sanity_val and isinstance(self.val_loop, (ValLoop, EvalSets)):
             self.val_loop.try_batch(state)
         inputs = self._inputs
@@ -236,8 +240,9 @@ class EpochTrainLoop(_TrainLoop):
         dataloader: this rank's batches. Every rank must have the same number of them, unless the
             model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
             number is unknown or an estimate (iterable data sets, your own loaders), the ranks check
-            before each batch that all of them have one. docs/checkpoints.md explains how a resumed run finds its
-            position in a loader.
+            before each batch that all of them have one. If all ranks would read the same batches,
+            they are divided; see ``per_rank``. docs/checkpoints.md explains how a resumed run finds
+            its position in a loader.
         max_epochs: passes over the data.
         val_loop: the validation loop, or several as ``EvalSets``; None for no validation.
         val_begin: the first epoch after which to validate; 0 also validates before training.
@@ -253,6 +258,8 @@ class EpochTrainLoop(_TrainLoop):
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
         steps_per_call: a compiled step checks for changes of the model only once per this many
             steps, unless user-defined hooks act at each step; see docs/performance.md.
+        per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
+            their first batches, and divide them if they are the same; see docs/data.md.
 
     Raises:
         ValueError: the loader is empty, or an argument is not allowed.
@@ -273,6 +280,7 @@ class EpochTrainLoop(_TrainLoop):
         skip_steps: Sequence[int | str] = (),
         prefetch_to_device: bool = False,
         steps_per_call: int = 1,
+        per_rank: bool = False,
     ) -> None:
         super().__init__(
             dataloader,
@@ -283,6 +291,7 @@ class EpochTrainLoop(_TrainLoop):
             skip_steps=skip_steps,
             prefetch_to_device=prefetch_to_device,
             steps_per_call=steps_per_call,
+            per_rank=per_rank,
         )
         self.max_epochs = self.budget.last
 
@@ -335,6 +344,7 @@ class IterTrainLoop(_TrainLoop):
         skip_steps: Sequence[int | str] = (),
         prefetch_to_device: bool = False,
         steps_per_call: int = 1,
+        per_rank: bool = False,
     ) -> None:
         super().__init__(
             dataloader,
@@ -345,6 +355,7 @@ class IterTrainLoop(_TrainLoop):
             skip_steps=skip_steps,
             prefetch_to_device=prefetch_to_device,
             steps_per_call=steps_per_call,
+            per_rank=per_rank,
         )
         self.max_steps = self.budget.last
 

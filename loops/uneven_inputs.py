@@ -19,10 +19,11 @@ from ..collectives import (
     name_ranks,
 )
 from ..wrappers.features import model_features
-from .data.layout import WRONG_LENGTH
-from .data.loaders import has_exact_length, length_of
+from .data.layout import IN_ROUNDS, WRONG_LENGTH
+from .data.loaders import length_of
 from .data.resume import FixedPosition
 from .data.sampler import sampler_of
+from .data.shares import Share
 from .error_notes import name_of
 from .schedule import Budget, EpochBudget, StepBudget, is_weighted, members_of, window_of
 from .state import LoopState
@@ -53,18 +54,21 @@ class PassInputs:
         state: the state.
         loader: this rank's batches.
         budget: the length of the run.
+        share: this rank's share of the batches, if the ranks read the same ones.
 
     Attributes:
         length: the largest number of batches on any rank; None if a rank does not know its number.
         has_exact_length: whether ``length`` is certain.
     """
 
-    def __init__(self, state: LoopState, loader: Iterable[Any], budget: Budget) -> None:
-        self._name, self._budget = name_of(loader), budget
+    def __init__(
+        self, state: LoopState, loader: Iterable[Any], budget: Budget, share: Share
+    ) -> None:
+        self._name, self._budget, self._share = name_of(loader), budget, share
         self._stated = length_of(loader)
         if self._stated == state.data.layout.get(WRONG_LENGTH):
             self._stated = None
-        answers = all_gather_object((self._stated, has_exact_length(loader)))
+        answers = all_gather_object((self._stated, share.has_exact_length(loader)))
         lengths = [length for length, _ in answers]
         known = [one for one in lengths if one is not None]
         self.length = max(known) if len(known) == len(lengths) else None
@@ -97,7 +101,8 @@ class PassInputs:
         is_planned = self.has_exact_length or isinstance(self._budget, StepBudget)
         if is_planned or self._weighted or window_of(optim) == 1:
             return False
-        can_close = hasattr(optim, "close_window")
+        # Wrappers of other libraries and groups of wrappers have no gates.
+        can_close = hasattr(optim, "gates")
         if not can_close and get_rank() == 0:
             logger.warning(
                 "the number of batches of %s is not certain, so the end of the run is unknown: "
@@ -126,7 +131,11 @@ class PassInputs:
         Every rank must iterate over the result to its end.
         """
         if not self.has_exact_length:
-            batches = self._counted(batches, state)
+            batches = self._share.take(self._counted(batches, state))
+            if self._share.in_rounds:
+                # The stated length is not this rank's.
+                self._budget.forget_length(state)
+                state.data.layout[IN_ROUNDS] = 1
         if self._weighted:
             return self._padded(batches, state)
         if self._options is not None:
@@ -137,6 +146,7 @@ class PassInputs:
 
     def _counted(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield ``batches``; do not use the stated length again if a pass has another number."""
+        # An earlier part of the pass was read before this process resumed it.
         begins_later, count = bool(state.batch), 0
         for batch in batches:
             count += 1
@@ -158,6 +168,9 @@ class PassInputs:
 
         Inside a window this reads one batch ahead, but not at its end, where checkpoints are saved.
         """
+        # Imported lazily: heavy.
+        from ..wrappers.optimizers.windows import close_window
+
         optim, window = state.optim_wrapper, window_of(state.optim_wrapper) or 1
         start = state.iteration // window * window
         begun = state.iteration - (start if state.updated_at is None else state.updated_at[2])
@@ -171,7 +184,7 @@ class PassInputs:
                 place = None if reader is None else FixedPosition(reader)
                 following = next(iterator, _END)
                 if following is _END:
-                    optim.close_window(begun)
+                    close_window(optim, begun)
                     state.data.reader = place
             yield batch
             if following is _UNREAD:
@@ -260,6 +273,17 @@ class PassInputs:
             part.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
+
+
+def divide_among_ranks(share: Share, loader: Any, state: LoopState) -> Any:
+    """Return the training loader with this rank's batches; every rank must call this."""
+    features = model_features(state.model)
+    may_differ = features.uneven_inputs is not None or is_weighted(state.optim_wrapper)
+    share.resumes_rounds = IN_ROUNDS in state.data.layout
+    divided = share.divide(loader, features.data_group, repeats=not may_differ)
+    if share.in_rounds is False:
+        state.data.layout.pop(IN_ROUNDS, None)
+    return divided
 
 
 def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:

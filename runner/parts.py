@@ -50,6 +50,7 @@ from ..registry import (
     stepping_class,
     supply_where_taken,
 )
+from ..registry.checks.schema import PER_RANK
 from ..wrappers import OptimWrapperDict, param_groups
 from ..wrappers.optimizers.gates import refuse_without_closure
 from ..wrappers.optimizers.optimizer_fit import build_optimizer
@@ -163,7 +164,7 @@ def _build_training(
     if one_batch:
         ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
         settings = {"type": settings["type"], **ones}
-    supplied = {"dataloader": load("train"), "val_loop": val_loop}
+    supplied = {"dataloader": load("train"), "val_loop": val_loop, **_rank_arguments(run, "train")}
     with building("train"):
         return build_tree(settings, LOOPS, supplied)
 
@@ -175,7 +176,7 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
         build = partial(_build_metrics, run.metrics, one)
         metrics = attempts.make("metrics", build)
         supplied = {"dataloader": attempts.make(f"data.{path}", partial(load, path))}
-        supplied["metrics"] = metrics
+        supplied |= {"metrics": metrics, **_rank_arguments(run, path)}
         make = partial(build_tree, getattr(run, name), LOOPS, supplied)
         loops[one] = attempts.make(name, make) if None not in supplied.values() else None
     attempts.finish()
@@ -199,7 +200,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
-            loader = build_tree(section, DATALOADERS)
+            arguments = {key: value for key, value in section.items() if key != PER_RANK}
+            loader = build_tree(arguments, DATALOADERS)
         else:
             options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
             if section.collate is not None:
@@ -227,6 +229,12 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
             )
     limit = 1 if one_batch else limit
     return loader if limit is None else FirstBatches(loader, limit)
+
+
+def _rank_arguments(run: RunSections, name: str) -> dict[str, bool]:
+    """Return the argument of a loop that says that the loader ``data.<name>`` knows the ranks."""
+    section = run.data.loader(name)
+    return {PER_RANK: True} if isinstance(section, dict) and section.get(PER_RANK) else {}
 
 
 def _build_collate(setting: Any) -> Any:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeGuard
 
@@ -38,6 +39,17 @@ logger = logging.getLogger(__name__)
 
 # The libraries whose samplers and loaders have the length that they state.
 _LIBRARIES = {"torch", "torchdata", __name__.partition(".")[0]}
+# Arguments of torch's DataLoader that build_loader sets itself, and what to pass instead.
+_OWN_ORDER = (
+    "pass {0}, or give the loop a DataLoader(dataset, {1}=...), whose batches are divided among "
+    "the ranks"
+)
+_REPLACED = {
+    "generator": "pass seed, not generator, since it creates its generator from seed",
+    "collate_fn": "pass collate",
+    "sampler": _OWN_ORDER.format("shuffle and seed", "sampler"),
+    "batch_sampler": _OWN_ORDER.format("batch_size, shuffle and seed", "batch_sampler"),
+}
 
 
 class SeededSamples(Dataset[Any]):
@@ -114,12 +126,12 @@ def build_loader(
     Raises:
         ValueError: the data set is empty, or an option does not fit it.
         TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks, or there is
-            an option ``generator``.
+            an option that other arguments replace, such as ``sampler`` or ``generator``.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
-    options.update(num_workers=num_workers, collate_fn=collate)
-    _complete(options, mix_seed(seed, rank))
+    options["num_workers"] = num_workers
+    _complete(options, collate, mix_seed(seed, rank))
     dataset = prepare_dataset(dataset, (rank, world_size), formatted=collate is None)
     kind = type(dataset).__name__
     epoch = WorkerEpoch(find_epoch_listeners(dataset, collate))
@@ -138,6 +150,8 @@ def build_loader(
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
     order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
     sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
+    if train and sampler.num_samples < world_size:
+        warn_of_repetitions(kind, f"{sampler.num_samples} samples", world_size, rank)
     if selects_rows(dataset, in_memory, num_workers, collate):
         device = None if isinstance(in_memory, bool) or in_memory == "auto" else in_memory
         return TensorLoader(dataset, sampler, device, **options)
@@ -145,9 +159,12 @@ def build_loader(
     return DataLoader(samples, batch_sampler=sampler, **options)
 
 
-def _complete(options: dict[str, Any], seed: int) -> None:
-    if "generator" in options:
-        raise TypeError("build_loader creates its generator from seed: pass seed, not generator")
+def _complete(
+    options: dict[str, Any], collate: Callable[[list[Any]], Any] | None, seed: int
+) -> None:
+    for name in _REPLACED.keys() & options.keys():
+        raise TypeError(f"build_loader takes no {name}: {_REPLACED[name]}")
+    options["collate_fn"] = collate
     # A separate generator, since creating an iterator must not change the global stream.
     options["generator"] = torch.Generator().manual_seed(seed)
     persistent = options.pop("persistent_workers", True)
@@ -157,6 +174,16 @@ def _complete(options: dict[str, Any], seed: int) -> None:
         options["persistent_workers"] = persistent
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         options["collate_fn"] = WorkerCollate(options["collate_fn"] or default_collate)
+
+
+def warn_of_repetitions(name: str, amount: str, ranks: int, rank: int) -> None:
+    """Warn, on the first rank, that some ranks train only on repetitions."""
+    if rank == 0:
+        logger.warning(
+            "%s has only %s for %d ranks, so some ranks train on repetitions of what others train "
+            "on: use fewer processes",
+            *(name, amount, ranks),
+        )
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -173,7 +200,7 @@ def is_stream(loader: Any) -> bool:
 
 
 def has_exact_length(loader: Any) -> bool:
-    """Return whether ``len(loader)`` is certain: what the user's code states is an estimate.
+    """Return whether ``len(loader)`` is certain; a length stated by the user's code is an estimate.
 
     It is certain for sequences, and for DataLoaders of map-style data sets whose samplers are
     torch's or stepwrap's.
@@ -185,8 +212,8 @@ def has_exact_length(loader: Any) -> bool:
     if not isinstance(loader, DataLoader) or is_stream(loader) or length_of(loader) is None:
         return False
     batches = loader.batch_sampler
-    parts: list[Any] = [loader, batches, loader.sampler, getattr(batches, "sampler", None)]
-    kinds = {type(part) for part in parts if not isinstance(part, Sequence | None)}
+    sources: list[Any] = [loader, batches, loader.sampler, getattr(batches, "sampler", None)]
+    kinds = {type(source) for source in sources if not isinstance(source, Sequence | None)}
     methods = [getattr(kind, name, None) for kind in kinds for name in ("__iter__", "__len__")]
     modules = {getattr(method, "__module__", "").partition(".")[0] for method in methods}
     return modules <= _LIBRARIES
@@ -203,14 +230,14 @@ class FirstBatches:
     def __init__(self, loader: Iterable[Any], count: int) -> None:
         self.loader = loader
         length = length_of(loader)
-        self._count = count if length is None else min(count, length)
+        self.count = count if length is None else min(count, length)
         self.dataset = getattr(loader, "dataset", None)
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.loader, self._count)
+        return itertools.islice(self.loader, self.count)
 
     def set_epoch(self, epoch: int) -> None:
         set_epoch(self.loader, epoch)
@@ -253,7 +280,7 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
         if isinstance(loader, DataLoader) and sampler is not None and repeatable:
-            return iterate(_like(loader, list(sampler)[batch:], loader.num_workers))
+            return iterate(copy_with_batches(loader, list(sampler)[batch:], is_short=True))
         return _read_past(loader, batch)
 
 
@@ -280,12 +307,12 @@ def set_epoch(loader: Iterable[Any], epoch: int) -> bool:
     Returns whether the loader or a sampler has the method, so that it determines the order.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
-    order = (loader, batch_sampler, getattr(loader, "sampler", None))
-    order = (*order, getattr(batch_sampler, "sampler", None))
-    ordered = [part for part in order if hasattr(part, "set_epoch")]
-    read = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
-    listeners: list[Any] = [*ordered, *find_epoch_listeners(*read)]
-    for listener in {id(one): one for one in listeners}.values():
+    samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
+    order: list[Any] = [loader, batch_sampler, *samplers]
+    ordered = [sampler for sampler in order if hasattr(sampler, "set_epoch")]
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    listeners: list[Any] = [*ordered, *find_epoch_listeners(dataset, collate)]
+    for listener in {id(listener): listener for listener in listeners}.values():
         listener.set_epoch(epoch)
     return bool(ordered)
 
@@ -327,6 +354,19 @@ def _can_read_aside(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 
 def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
     """Yield the first ``most`` batches of a pass, or all, and leave ``loader`` unchanged."""
+    with batch_sampler_copy(loader) as sampler:
+        indices = list(itertools.islice(sampler, most))
+        yield from copy_with_batches(
+            loader, indices, workers=min(len(indices), loader.num_workers), is_short=True
+        )
+
+
+@contextmanager
+def batch_sampler_copy(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Give a copy of the batch sampler, and restore the generators of the loader after the block.
+
+    A sampler of ``build_loader`` begins with pass 0.
+    """
     sampler = copy(loader.batch_sampler)
     order = getattr(sampler, "sampler", None)
     if sampler is not None and order is not None:
@@ -338,14 +378,32 @@ def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
     while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
         datasets.append(dataset)
     with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
-        indices = list(itertools.islice(sampler or (), most))
-        yield from _like(loader, indices, min(len(indices), loader.num_workers))
+        yield sampler or ()
 
 
-def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
-    """Return a copy of ``loader`` that reads the batches with the given indices."""
+def copy_with_batches(
+    loader: DataLoader[Any],
+    batches: Any,
+    *,
+    workers: int | None = None,
+    is_short: bool = False,
+    seed: int | None = None,
+) -> DataLoader[Any]:
+    """Return a copy of ``loader`` that reads the batches with the given indices.
+
+    Args:
+        loader: a loader of a map-style data set.
+        batches: lists of indices, or a batch sampler.
+        workers: the number of workers; default: the loader's.
+        is_short: whether workers end with the pass even if the loader's do not.
+        seed: the seed of the workers; default: from the loader's generator.
+    """
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"]
-    if num_workers:
+    count = loader.num_workers if workers is None else workers
+    if count:
         names += ["prefetch_factor", "multiprocessing_context"]
+        names += [] if is_short else ["persistent_workers"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, batch_sampler=indices, num_workers=num_workers, **options)
+    if seed is not None:
+        options["generator"] = torch.Generator().manual_seed(seed)
+    return DataLoader(loader.dataset, batch_sampler=batches, num_workers=count, **options)

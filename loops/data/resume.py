@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..checkpoints.weights import device_of
+from ..checkpoints.weights import device_of, num_data_ranks
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
+from .layout import IN_ROUNDS
 from .loaders import batches_from, is_stream, set_epoch
 from .prefetch import can_read_ahead, prefetch_to_device
 from .sampler import sampler_of
@@ -41,7 +42,9 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
     if place is None and state.batch and state.data.reader is not None:
         # Training continues in the process that has begun the pass.
         place = state.data.reader.state_dict()
-    batches, state.data.reader = _batches_and_source(loader, state.epoch, state.batch, place)
+    ranks = num_data_ranks(state.model) if state.data.layout.get(IN_ROUNDS) else 1
+    done = state.batch * ranks
+    batches, state.data.reader = _batches_and_source(loader, state.epoch, done, place)
     if not prefetch:
         return batches
     return prefetch_to_device(batches, device_of(state.model), ahead=can_read_ahead(loader))
@@ -117,9 +120,9 @@ class _Renamed:
 
 
 class FixedPosition:
-    """Reports the position that a reader had, before it found that there is no further batch.
+    """The position of a reader before it reached the end of its data.
 
-    A reader may begin its next pass when it finds this.
+    At the end, a reader may begin its next pass.
     """
 
     def __init__(self, reader: Stateful) -> None:

@@ -29,6 +29,8 @@ HOOK_TYPES = {
     "run_info": "RunInfoHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard", "run_info")
+# The setting of a custom loader that stepwrap defines: whether it gives each rank its own data.
+PER_RANK = "per_rank"
 # Settings in a scheduler's section that stepwrap defines; the others are arguments of its class.
 SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 # The same for a metric's section.

@@ -23,7 +23,7 @@ from .gates import ClosureGate, Gate, GuardGate, UpdateGuard, check_closure
 from .loss_weight import LossWeight
 from .optim_state import has_sharded_state, kind_of, load_state, state_of
 from .optimizer_fit import check_optimizer, needs_closure
-from .windows import CountWindow, ShortWindow, WeightedWindow
+from .windows import CountWindow, WeightedWindow
 
 logger = logging.getLogger(__name__)
 
@@ -138,19 +138,6 @@ class Accumulation(OptimFeatures):
         if self.loss_weight is not None:
             self._pass_start = start
             self._pass_end = -1 if length is None else start + length
-
-    def close_window(self, length: int) -> None:
-        """Make the next micro-batch the last one of its window, because the data end with it.
-
-        Its gradients become the mean over the window. Training loops call this before the last
-        batch of a run whose end was not known in advance.
-
-        Args:
-            length: number of micro-batches in the window, including the next one.
-        """
-        self._pass_end = self._inner_count + 1
-        # First, so that other gates get the gradients of the update.
-        self.gates.insert(0, ShortWindow(self.window_length() / length))
 
     def should_update(self) -> bool:
         """Return whether the last micro-batch ended its window."""
