@@ -194,20 +194,20 @@ def _notes_on_reading(
     error: BaseException, frames: Sequence[FrameType], loader: Any, place: str
 ) -> Iterator[str]:
     dataset = getattr(loader, "dataset", None)
-    collate = _unwrapped(getattr(loader, "collate_fn", None), "collate")
+    collate = unwrapped(getattr(loader, "collate_fn", None), "collate")
     readers = [one for one in (loader, dataset) if one is not None]
     code = getattr(collate, "__code__", None)
     collating = [frame for frame in frames if code is not None and frame.f_code is code]
     is_read = any(_first_argument(frame) is one for frame in frames for one in readers)
     if not (collating or is_read or "in DataLoader worker process" in str(error)):
         return
-    dataset = _unwrapped(readers[-1], "samples")
+    dataset = unwrapped(readers[-1], "samples")
     yield f"while reading {place} from {name_of(dataset)}"
     if collating:
         yield f"{name_of(collate)} was given {describe_samples(_first_argument(collating[0]))}"
 
 
-def _unwrapped(part: Any, name: str) -> Any:
+def unwrapped(part: Any, name: str) -> Any:
     """Return the user's object if our loaders have wrapped it in ``part``, otherwise ``part``."""
     is_ours = type(part).__module__.startswith(f"{__package__}.")
     return getattr(part, name, part) if is_ours else part

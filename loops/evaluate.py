@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives import all_gather_object, distributed_available, failure_of
+from ..collectives import all_gather_object, distributed_available, failure_of, get_rank
 from ..registry import LOOPS
 from ..wrappers.features import model_features, optim_features
 from .checkpoints.weights import device_of, user_model
 from .data.loaders import batches_from, length_of, peek_first_batch, size_before_padding
-from .error_notes import naming_missing_ranks, note_failure, record_inference_tensors
+from .data.shares import Share
+from .error_notes import name_of, naming_missing_ranks, note_failure, record_inference_tensors
 from .hook import HookList
 from .metrics import evaluation
 from .metrics.inputs import MetricInputs
@@ -43,24 +44,28 @@ _STEPS = {Phase.VAL: "val_step", Phase.TEST: "test_step", Phase.PREDICT: "test_s
 class Rounds:
     """The batches of an evaluation on this rank.
 
-    If ``together`` is false, these are the loader's batches. If it is true, every rank makes the
-    same number of steps: a rank that has run out of batches repeats its last one, and a rank
+    If ``together`` is false, these are the batches that it reads. If it is true, every rank makes
+    the same number of steps: a rank that has run out of batches repeats its last one, and a rank
     without batches gets another rank's; neither is counted. Before each step the ranks agree
     whether to continue. An exception in a loader, a metric or a hook is kept until then, and ends
     the evaluation on all ranks.
     """
 
     def __init__(
-        self, loader: Iterable[Any], together: bool, group: dist.ProcessGroup | None, phase: Phase
+        self,
+        batches: Callable[[], Iterable[Any]],
+        together: bool,
+        group: dist.ProcessGroup | None,
+        phase: Phase,
     ) -> None:
-        self._loader, self._together, self._group, self._phase = loader, together, group, phase
+        self._read, self._together, self._group, self._phase = batches, together, group, phase
         self._has_batch = False
         self._failure: Exception | None = None
 
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """Return an iterator over (batch, whether it counts), endless if ``together`` is true."""
         if not self._together:
-            return zip(batches_from(self._loader, epoch=0), repeat(True), strict=False)
+            return zip(self._read(), repeat(True), strict=False)
         return self._endless()
 
     @contextmanager
@@ -87,7 +92,7 @@ class Rounds:
     def _endless(self) -> Iterator[tuple[Any, bool]]:
         iterator: Iterator[Any] = iter(())
         with self.deferred_errors():
-            iterator = iter(batches_from(self._loader, epoch=0))
+            iterator = iter(self._read())
         batch = self._next(iterator)
         self.agree()
         last = first_batch_of(self._group, batch, self._has_batch)
@@ -163,6 +168,8 @@ class _EvalLoop(Evaluation):
         inference_mode: run under ``torch.inference_mode()`` instead of ``torch.no_grad()``. Tensors
             that the model creates in an evaluation and keeps, such as tables that grow, cannot be
             used in training then.
+        per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
+            their first batches, and divide them if they are the same; see docs/data.md.
     """
 
     phase: Phase
@@ -174,9 +181,11 @@ class _EvalLoop(Evaluation):
         metrics: Mapping[str, evaluation.AnyMetric | MetricInputs] | None = None,
         *,
         inference_mode: bool = False,
+        per_rank: bool = False,
     ) -> None:
         self.dataloader = dataloader
         self.inference_mode = inference_mode
+        self._share = Share(per_rank)
         self.metrics, self._inputs = evaluation.split_inputs(metrics or {})
         for metric in self.metrics.values():
             if isinstance(metric, evaluation.ProcessMetric):
@@ -244,15 +253,18 @@ class _EvalLoop(Evaluation):
         guaranteed: with lazy parameters, an overridden ``evaluate``, or a loader that is neither a
         sequence nor a plain DataLoader of a map-style data set.
         """
+        self.divide(state)
         batches = peek_first_batch(self.dataloader)
         tensors = chain(state.model.parameters(), state.model.buffers())
         is_overridden = type(self).evaluate is not _EvalLoop.evaluate
         if batches is None or is_overridden or any(map(is_lazy, tensors)):
             return
         trial, device = copy(self), device_of(state.model)
+        trial._share = Share(per_rank=True)
         trial.dataloader, trial.metrics = batches, evaluation.empty_copies(self.metrics)
         trial._polled_batches = 0.0
         failure: Exception | None = None
+        count: int | None = 0
         try:
             # Never under inference mode: the model may keep tensors of this step.
             with (
@@ -262,7 +274,7 @@ class _EvalLoop(Evaluation):
                 torch.no_grad(),
             ):
                 evaluation.start_metrics(trial.metrics, device)
-                trial._pass(state, HookList(), lambda _: None)
+                count = trial._pass(state, HookList(), lambda _: None)
         except Exception as error:
             # With `collective_eval`, do not communicate here: either `agree` has already raised the
             # error on every rank, or the other ranks are waiting in the collectives of the step.
@@ -270,11 +282,15 @@ class _EvalLoop(Evaluation):
                 raise
             failure = error
         raise_everywhere(failure)
+        self._require_batches(count)
 
     def _measure(self, state: LoopState, hooks: HookList, poll: Poll) -> dict[str, float]:
         evaluation.start_metrics(self.metrics, device_of(state.model))
-        if not self._pass(state, hooks, poll):
+        self.divide(state)
+        count = self._pass(state, hooks, poll)
+        if count is None:
             return {}
+        self._require_batches(count)
         # Ranks that share one model see the same samples, which count once.
         group = model_features(state.model).data_group
         evaluation.merge_metrics(self.metrics, group)
@@ -286,8 +302,24 @@ class _EvalLoop(Evaluation):
             state.higher_is_better = evaluation.directions_of(self.metrics)
         return dict(results)
 
-    def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> bool:
-        """Run all batches; return False if a request to stop interrupted them."""
+    def _require_batches(self, count: int | None) -> None:
+        """Raise ValueError if no rank has had a batch; every rank must call this."""
+        is_empty = not count
+        if distributed_available():
+            is_empty = true_on_all_ranks(None, is_empty)[0]
+        if is_empty:
+            raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
+
+    def divide(self, state: LoopState) -> None:
+        """Keep only this rank's batches, if all ranks would read the same; every rank must call."""
+        group = model_features(state.model).data_group
+        self.dataloader = self._share.divide(self.dataloader, group, repeats=False)
+
+    def _batches(self) -> Iterable[Any]:
+        return self._share.take(batches_from(self.dataloader, epoch=0))
+
+    def _pass(self, state: LoopState, hooks: HookList, poll: Poll) -> int | None:
+        """Run all batches and return their number; None if a request to stop interrupted them."""
         together = distributed_available() and model_features(state.model).collective_eval
         # A stop that was requested earlier, for example in a stopped training, does not count.
         polled = 0.0 if state.stop_reason else math.inf if together else self._last_polled_batch()
@@ -297,7 +329,7 @@ class _EvalLoop(Evaluation):
         loss_weight = optim.loss_weight or state.loss_weight
         weight_of = None if loss_weight is None else loss_weight.of
         group = model_features(state.model).data_group
-        rounds = Rounds(self.dataloader, together, group, self.phase)
+        rounds = Rounds(self._batches, together, group, self.phase)
         count = 0
         for batch, counts in rounds.batches():
             if counts:
@@ -315,22 +347,27 @@ class _EvalLoop(Evaluation):
             if count <= polled:
                 poll(state)
                 if state.stop_reason:
-                    return False
-        if not count and not distributed_available():
-            raise ValueError(f"the {self.phase.value} loader has no batches")
-        return True
+                    return None
+        return count
 
     def _last_polled_batch(self) -> float:
         """Return the number of batches that are followed by a poll: the first ones of the pass.
 
         This is the smallest number of batches on any rank, because a rank that has finished cannot
-        take part in a poll. It is 0 if a number is unknown, and infinity for a single process.
+        take part in a poll. It is 0 if a number is unknown or an estimate, and infinity for a
+        single process.
         """
         if self._polled_batches is None:
-            lengths = all_gather_object(length_of(self.dataloader))
-            if not any(length is None or length for length in lengths):
-                raise ValueError(f"the {self.phase.value} loader has no batches on any rank")
+            is_exact = self._share.has_exact_length(self.dataloader)
+            exact = length_of(self.dataloader) if is_exact else None
+            lengths = all_gather_object(exact)
             self._polled_batches = math.inf if len(lengths) == 1 else min(n or 0 for n in lengths)
+            if None in lengths and len(lengths) > 1 and get_rank() == 0:
+                logger.info(
+                    "the number of batches of %s is not certain, so a stop signal takes effect "
+                    "after the %s, not within it",
+                    *(name_of(self.dataloader), self.phase.value),
+                )
         return self._polled_batches
 
 
@@ -344,6 +381,8 @@ class ValLoop(_EvalLoop):
             order on every rank; docs/extending.md describes how they are updated.
         inference_mode: run under ``torch.inference_mode()`` instead of ``torch.no_grad()``. Tensors
             that the model creates in the evaluation and keeps cannot be used in training then.
+        per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
+            their first batches, and divide them if they are the same; see docs/data.md.
     """
 
     phase = Phase.VAL

@@ -102,22 +102,28 @@ class Budget(ABC):
     def done(self, state: LoopState) -> int:
         """Return the number of finished epochs or steps."""
 
-    def plan(self, state: LoopState, length: int | None) -> int:
+    def plan(self, state: LoopState, length: int | None, *, is_exact: bool = True) -> int:
         """Set the run's length in ``state`` in epochs, updates and batches, as far as it is known.
 
-        Returns the value that ``state.iteration`` will have at the end of the run; -1 if unknown.
+        Returns the value that ``state.iteration`` will have at the end of the run; -1 if it is not
+        certain.
 
         Args:
             state: the state; its counters give the position in the run.
             length: batches in a pass; None if unknown.
+            is_exact: whether ``length`` is certain, not an estimate.
         """
-        last = self._plan(state, length)
+        last = self._plan(state, length, is_exact=is_exact)
         state.max_iterations = None if last < 0 else last
         return last
 
     @abstractmethod
-    def _plan(self, state: LoopState, length: int | None) -> int:
+    def _plan(self, state: LoopState, length: int | None, *, is_exact: bool) -> int:
         """Set ``max_epochs`` and ``max_steps``, and return the same as ``plan``."""
+
+    @abstractmethod
+    def forget_length(self, state: LoopState) -> None:
+        """Set the limits in ``state`` that depend on the length of a pass to None."""
 
     def val_due(self, state: LoopState) -> bool:
         """Return whether a validation is due.
@@ -145,15 +151,10 @@ class EpochBudget(Budget):
     def val_due(self, state: LoopState) -> bool:
         return not state.batch and super().val_due(state)
 
-    def _plan(self, state: LoopState, length: int | None) -> int:
-        state.max_epochs = self.last
+    def _plan(self, state: LoopState, length: int | None, *, is_exact: bool) -> int:
+        state.max_epochs, state.max_steps = self.last, None
         window, weighted = window_of(state.optim_wrapper), is_weighted(state.optim_wrapper)
         if length is None:
-            if window != 1 and not weighted:
-                logger.warning(
-                    "the training loader has no length, so the end of the run is unknown: the "
-                    "gradients of an incomplete last accumulation window will be lost"
-                )
             return -1
         epochs = max(0, self.last - state.epoch)
         last = state.iteration + max(0, epochs * length - state.batch)
@@ -163,7 +164,10 @@ class EpochBudget(Budget):
         elif window is not None:
             # The last window may have fewer batches.
             state.max_steps = state.step - (-last // window) - state.iteration // window
-        return last
+        return last if is_exact else -1
+
+    def forget_length(self, state: LoopState) -> None:
+        state.max_steps = None
 
 
 class StepBudget(Budget):
@@ -174,7 +178,7 @@ class StepBudget(Budget):
     def done(self, state: LoopState) -> int:
         return state.step
 
-    def _plan(self, state: LoopState, length: int | None) -> int:
+    def _plan(self, state: LoopState, length: int | None, *, is_exact: bool) -> int:
         state.max_steps = self.last
         window, left = window_of(state.optim_wrapper), self.last - state.step
         if window is None:
@@ -190,7 +194,11 @@ class StepBudget(Budget):
         updates = _updates_done(state.batch, length, window) + left
         passes, begun = divmod(updates, -(-length // window))
         state.max_epochs = state.epoch + passes + (begun > 0)
-        return state.iteration - state.batch + passes * length + begun * window
+        last = state.iteration - state.batch + passes * length + begun * window
+        return last if is_exact else -1
+
+    def forget_length(self, state: LoopState) -> None:
+        state.max_epochs = None
 
 
 def positive(name: str, value: int, *, least: int = 1) -> int:

@@ -13,6 +13,7 @@ from .checkpoints.restore import load_checkpoint
 from .data.layout import split_into_updates
 from .data.loaders import length_of
 from .data.resume import batches_of_pass, with_position
+from .data.shares import Share
 from .error_notes import naming_missing_ranks, note_failure
 from .eval_sets import EvalSets
 from .evaluate import TestLoop, ValLoop, adapt_loop, announce_failure, require_step
@@ -32,7 +33,7 @@ from .signals import StopSignals
 from .skip_steps import Rollback, parse_skip_steps, with_skipped_steps
 from .state import LoopState, Phase, merged_means
 from .steps import step_of, with_blocks
-from .uneven_inputs import PassInputs
+from .uneven_inputs import PassInputs, divide_among_ranks
 
 # The buffer of raw log values is reduced after this many updates, to bound its memory.
 _FOLD_STEPS = 256
@@ -72,6 +73,7 @@ class _TrainLoop:
         skip_steps: Iterable[int | str],
         prefetch_to_device: bool,
         steps_per_call: int,
+        per_rank: bool,
     ) -> None:
         if length_of(dataloader) == 0:
             raise ValueError(_EMPTY)
@@ -83,6 +85,7 @@ class _TrainLoop:
         self.skip_steps = parse_skip_steps(skip_steps)
         self.prefetch_to_device = prefetch_to_device
         self.steps_per_call = positive("steps_per_call", steps_per_call)
+        self._share = Share(per_rank)
         self._by_epoch = isinstance(budget, EpochBudget)
         # The last update of the run; None if epochs are counted.
         self._last_step = None if self._by_epoch else budget.last
@@ -183,11 +186,13 @@ class _TrainLoop:
     @contextmanager
     def _session(self, state: LoopState, hooks: HookList) -> Iterator[None]:
         """Start and end a session: prepare the state, handle signals and errors, roll back."""
+        self.dataloader = divide_among_ranks(self._share, self.dataloader, state)
         split_into_updates(state, self.dataloader)
-        self._inputs = PassInputs(state, self.dataloader, by_epoch=self._by_epoch)
+        self._inputs = PassInputs(state, self.dataloader, self.budget, self._share)
         if self.sanity_val and isinstance(self.val_loop, (ValLoop, TestLoop, EvalSets)):
             self.val_loop.try_batch(state)
-        last = self.budget.plan(state, self._inputs.length)
+        inputs = self._inputs
+        last = self.budget.plan(state, inputs.length, is_exact=inputs.has_exact_length)
         start_counting(
             state.optim_wrapper, state.model, state.iteration, last, by_updates=not self._by_epoch
         )
@@ -239,9 +244,10 @@ class EpochTrainLoop(_TrainLoop):
     Args:
         dataloader: this rank's batches. Every rank must have the same number of them, unless the
             model wrapper has ``uneven_inputs`` or the optimizer wrapper a ``loss_weight``. If the
-            number is unknown or an estimate (iterable data sets), the ranks check before each batch
-            that all of them have one. docs/checkpoints.md explains how a resumed run finds its
-            position in a loader.
+            number is unknown or an estimate (iterable data sets, your own loaders), the ranks check
+            before each batch that all of them have one. If all ranks would read the same batches,
+            they are divided; see ``per_rank``. docs/checkpoints.md explains how a resumed run finds
+            its position in a loader.
         max_epochs: passes over the data.
         val_loop: the validation loop, or several as ``EvalSets``; None for no validation.
         val_begin: the first epoch after which to validate, whatever the interval; 0 validates
@@ -258,6 +264,8 @@ class EpochTrainLoop(_TrainLoop):
             read one batch ahead when that cannot affect a resumed run; see docs/configs.md.
         steps_per_call: a compiled step checks for changes of the model only once per this many
             steps, unless user-defined hooks act at each step; see docs/performance.md.
+        per_rank: whether ``dataloader`` gives each rank its own data. If false, the ranks compare
+            their first batches, and divide them if they are the same; see docs/data.md.
 
     Raises:
         ValueError: the loader is empty, or an argument is not allowed.
@@ -278,6 +286,7 @@ class EpochTrainLoop(_TrainLoop):
         skip_steps: Sequence[int | str] = (),
         prefetch_to_device: bool = False,
         steps_per_call: int = 1,
+        per_rank: bool = False,
     ) -> None:
         super().__init__(
             dataloader,
@@ -288,6 +297,7 @@ class EpochTrainLoop(_TrainLoop):
             skip_steps=skip_steps,
             prefetch_to_device=prefetch_to_device,
             steps_per_call=steps_per_call,
+            per_rank=per_rank,
         )
         self.max_epochs = self.budget.last
 
@@ -341,6 +351,7 @@ class IterTrainLoop(_TrainLoop):
         skip_steps: Sequence[int | str] = (),
         prefetch_to_device: bool = False,
         steps_per_call: int = 1,
+        per_rank: bool = False,
     ) -> None:
         super().__init__(
             dataloader,
@@ -351,6 +362,7 @@ class IterTrainLoop(_TrainLoop):
             skip_steps=skip_steps,
             prefetch_to_device=prefetch_to_device,
             steps_per_call=steps_per_call,
+            per_rank=per_rank,
         )
         self.max_steps = self.budget.last
 

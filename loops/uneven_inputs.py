@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,14 +10,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives import TorchDist, all_gather_object, broadcast, comm_device, name_ranks
+from ..collectives import (
+    TorchDist,
+    all_gather_object,
+    broadcast,
+    comm_device,
+    get_rank,
+    name_ranks,
+)
 from ..wrappers.features import model_features
-from .data.loaders import is_stream, length_of
+from .data.layout import IN_ROUNDS, WRONG_LENGTH
+from .data.loaders import length_of
+from .data.resume import FixedPosition
 from .data.sampler import sampler_of
-from .schedule import is_weighted, members_of, window_of
+from .data.shares import Share
+from .error_notes import name_of
+from .schedule import Budget, EpochBudget, StepBudget, is_weighted, members_of, window_of
 from .state import LoopState
 
+logger = logging.getLogger(__name__)
+
 _END = object()
+_UNREAD = object()
 _PROGRESS = ("batch", "iteration", "step", "updated_at")
 
 
@@ -31,33 +46,47 @@ class PassInputs:
     If the optimizer wrapper has a ``loss_weight``, a rank that has run out repeats its last batch
     with a weight of 0, under every model wrapper.
 
-    ``length`` is the largest number of batches on any rank. It is None if a rank does not know its
-    number or, with a ``loss_weight``, if a number is an estimate (iterable data sets). If a number
-    is unknown or an estimate, the ranks check before each batch that all of them have one.
+    If a rank's number of batches is unknown or an estimate, the ranks check before each batch that
+    all of them have one, and no accumulation window is planned by it. An estimate serves only to
+    show the progress, until a pass has another number of batches.
+
+    Args:
+        state: the state.
+        loader: this rank's batches.
+        budget: the length of the run.
+        share: this rank's share of the batches, if the ranks read the same ones.
+
+    Attributes:
+        length: the largest number of batches on any rank; None if a rank does not know its number.
+        has_exact_length: whether ``length`` is certain.
     """
 
-    def __init__(self, state: LoopState, loader: Iterable[Any], *, by_epoch: bool) -> None:
-        answers = all_gather_object((length_of(loader), is_stream(loader)))
+    def __init__(
+        self, state: LoopState, loader: Iterable[Any], budget: Budget, share: Share
+    ) -> None:
+        self._name, self._budget, self._share = name_of(loader), budget, share
+        self._stated = length_of(loader)
+        if self._stated == state.data.layout.get(WRONG_LENGTH):
+            self._stated = None
+        answers = all_gather_object((self._stated, share.has_exact_length(loader)))
         lengths = [length for length, _ in answers]
         known = [one for one in lengths if one is not None]
         self.length = max(known) if len(known) == len(lengths) else None
-        is_sure = self.length is not None and not any(estimated for _, estimated in answers)
-        self._compares = not is_sure and len(answers) > 1
+        self.has_exact_length = all(is_exact for _, is_exact in answers)
+        self._compares = not self.has_exact_length and len(answers) > 1
         # The arguments of `join`.
         self._options: dict[str, Any] | None = None
         features = model_features(state.model)
         self._group = features.data_group
         self._weighted = is_weighted(state.optim_wrapper)
+        self._closes = self._closes_window(state)
         if self._weighted:
             self._compares = self._compares or len(set(lengths)) > 1
-            # The last accumulation window must end with the pass. An estimated length would end it
-            # too early or too late.
-            self.length = self.length if is_sure else None
             self._sampler = sampler_of(loader)
             return
         self._options = features.uneven_inputs
         if self._options is not None:
-            _check(state, by_epoch)
+            _check(state, by_epoch=isinstance(budget, EpochBudget))
         elif len(set(lengths)) > 1:
             raise ValueError(
                 f"every rank needs the same number of training batches, got {lengths} (by rank); "
@@ -65,6 +94,22 @@ class PassInputs:
                 "StepDistributedDataParallel(uneven_inputs=True) or a loss_weight of the "
                 "optimizer wrapper"
             )
+
+    def _closes_window(self, state: LoopState) -> bool:
+        """Return whether the last window of the run may be short without being planned so."""
+        optim = state.optim_wrapper
+        is_planned = self.has_exact_length or isinstance(self._budget, StepBudget)
+        if is_planned or self._weighted or window_of(optim) == 1:
+            return False
+        # Wrappers of other libraries and groups of wrappers have no gates.
+        can_close = hasattr(optim, "gates")
+        if not can_close and get_rank() == 0:
+            logger.warning(
+                "the number of batches of %s is not certain, so the end of the run is unknown: "
+                "the gradients of an incomplete last accumulation window will be lost",
+                self._name,
+            )
+        return can_close
 
     @contextmanager
     def joined(self, state: LoopState) -> Iterator[None]:
@@ -85,11 +130,66 @@ class PassInputs:
 
         Every rank must iterate over the result to its end.
         """
+        if not self.has_exact_length:
+            batches = self._share.take(self._counted(batches, state))
+            if self._share.in_rounds:
+                # The stated length is not this rank's.
+                self._budget.forget_length(state)
+                state.data.layout[IN_ROUNDS] = 1
         if self._weighted:
             return self._padded(batches, state)
         if self._options is not None:
             return self._uneven(batches, state)
-        return self._compared(batches, state) if self._compares else batches
+        batches = self._compared(batches, state) if self._compares else batches
+        is_last = state.epoch + 1 == self._budget.last
+        return self._closing(batches, state) if self._closes and is_last else batches
+
+    def _counted(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+        """Yield ``batches``; do not use the stated length again if a pass has another number."""
+        # An earlier part of the pass was read before this process resumed it.
+        begins_later, count = bool(state.batch), 0
+        for batch in batches:
+            count += 1
+            yield batch
+        if begins_later or self._stated in (count, None):
+            return
+        if get_rank() == 0:
+            logger.warning(
+                "%s has had %d batches in this pass, but states %d: this length is not used "
+                "again, so the end of the run is unknown",
+                *(self._name, count, self._stated),
+            )
+        state.data.layout[WRONG_LENGTH] = self._stated or 0
+        self._stated = None
+        self._budget.forget_length(state)
+
+    def _closing(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
+        """Yield the batches of the last pass; its last batch ends its accumulation window.
+
+        Inside a window this reads one batch ahead, but not at its end, where checkpoints are saved.
+        """
+        # Imported lazily: heavy.
+        from ..wrappers.optimizers.windows import close_window
+
+        optim, window = state.optim_wrapper, window_of(state.optim_wrapper) or 1
+        start = state.iteration // window * window
+        begun = state.iteration - (start if state.updated_at is None else state.updated_at[2])
+        iterator = iter(batches)
+        batch = next(iterator, _END)
+        while batch is not _END:
+            begun += 1
+            following = _UNREAD
+            if not optim.should_sync():
+                reader = state.data.reader
+                place = None if reader is None else FixedPosition(reader)
+                following = next(iterator, _END)
+                if following is _END:
+                    close_window(optim, begun)
+                    state.data.reader = place
+            yield batch
+            if following is _UNREAD:
+                begun, following = 0, next(iterator, _END)
+            batch = following
 
     def _uneven(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield ``batches``; set ``state.together`` to False when a rank has run out."""
@@ -102,7 +202,9 @@ class PassInputs:
     def _padded(self, batches: Iterable[Any], state: LoopState) -> Iterator[Any]:
         """Yield batches until every rank has run out; repeated batches have a weight of 0."""
         iterator, optim = iter(batches), state.optim_wrapper
-        optim.begin_pass(state.iteration - state.batch, self.length)
+        optim.begin_pass(
+            state.iteration - state.batch, self.length if self.has_exact_length else None
+        )
         batch = last = next(iterator, _END)
         if self._compares:
             last = first_batch_of(self._group, batch, batch is not _END)
@@ -119,7 +221,7 @@ class PassInputs:
                 optim.batch_counts = has_batch and counts
                 yield last
                 batch = next(iterator, _END)
-            if self.length is None and last is not _END and not optim.should_update():
+            if not self.has_exact_length and last is not _END and not optim.should_update():
                 # The data ended inside a window: close it with a zero-weight batch.
                 optim.begin_pass(state.iteration - state.batch, state.batch + 1)
                 optim.batch_counts = False
@@ -171,6 +273,17 @@ class PassInputs:
             part.load_state_dict(states["stateful"][name])
         for name in _PROGRESS:
             setattr(state, name, ahead[name])
+
+
+def divide_among_ranks(share: Share, loader: Any, state: LoopState) -> Any:
+    """Return the training loader with this rank's batches; every rank must call this."""
+    features = model_features(state.model)
+    may_differ = features.uneven_inputs is not None or is_weighted(state.optim_wrapper)
+    share.resumes_rounds = IN_ROUNDS in state.data.layout
+    divided = share.divide(loader, features.data_group, repeats=not may_differ)
+    if share.in_rounds is False:
+        state.data.layout.pop(IN_ROUNDS, None)
+    return divided
 
 
 def first_batch_of(group: dist.ProcessGroup | None, batch: Any, has_batch: bool) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ..loops import (
     build_loader,
     seed_rng,
 )
-from ..loops.data.loaders import length_of
+from ..loops.data.loaders import FirstBatches
 from ..loops.metrics.evaluation import directions_of
 from ..registry import (
     DATALOADERS,
@@ -54,6 +53,7 @@ from ..registry import (
     stepping_class,
     supply_where_taken,
 )
+from ..registry.checks.schema import PER_RANK
 from ..registry.registry import find_component
 from ..wrappers import OptimWrapperDict, param_groups
 from ..wrappers.optimizers.gates import refuse_without_closure
@@ -69,7 +69,9 @@ from .launcher import single_process_group
 from .parallelism import build_model, data_ranks, device_of_rank, needs_group
 
 ALL = frozenset({"train", "val", "test"})
-_LOADER_OPTIONS = ("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory")
+_LOADER_OPTIONS = (
+    *("batch_size", "shuffle", "num_workers", "drop_last", "pin_memory", "persistent_workers"),
+)
 # A dry run sets these settings of the training loop to 1, and leaves out all others.
 _DRY_RUN_ONES = ("max_epochs", "max_steps", "log_every_steps", "val_interval")
 
@@ -173,7 +175,7 @@ def _build_training(
         ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
         chosen = {key: settings[key] for key in ("type", "_scope_") if key in settings}
         settings = {**chosen, **ones}
-    supplied = {"dataloader": load("train"), "val_loop": val_loop}
+    supplied = {"dataloader": load("train"), "val_loop": val_loop, **_rank_arguments(run, "train")}
     with building("train"):
         return build_tree(settings, LOOPS, supplied)
 
@@ -185,7 +187,7 @@ def _build_evaluation(run: RunSections, load: Callable[[str], Any], name: str) -
         build = partial(_build_metrics, run.metrics, one)
         metrics = attempts.make("metrics", build)
         supplied = {"dataloader": attempts.make(f"data.{path}", partial(load, path))}
-        supplied["metrics"] = metrics
+        supplied |= {"metrics": metrics, **_rank_arguments(run, path)}
         make = partial(build_tree, getattr(run, name), LOOPS, supplied)
         loops[one] = attempts.make(name, make) if None not in supplied.values() else None
     attempts.finish()
@@ -218,7 +220,8 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
     section: LoaderSection | dict[str, Any] = run.data.loader(name)
     with building(f"data.{name}"):
         if isinstance(section, dict):
-            loader = build_tree(section, DATALOADERS)
+            arguments = {key: value for key, value in section.items() if key != PER_RANK}
+            loader = build_tree(arguments, DATALOADERS)
         else:
             options = {key: getattr(section, key) for key in _LOADER_OPTIONS}
             if section.collate is not None:
@@ -248,6 +251,12 @@ def _build_loader(run: RunSections, shard: tuple[int, int], one_batch: bool, nam
     return loader if limit is None else FirstBatches(loader, limit)
 
 
+def _rank_arguments(run: RunSections, name: str) -> dict[str, bool]:
+    """Return the argument of a loop that says that the loader ``data.<name>`` knows the ranks."""
+    section = run.data.loader(name)
+    return {PER_RANK: True} if isinstance(section, dict) and section.get(PER_RANK) else {}
+
+
 def _build_collate(setting: Any) -> Any:
     if isinstance(setting, Mapping):
         return build_tree(setting, DATASETS)
@@ -266,22 +275,6 @@ def example_batch(run: RunSections, sets: Iterable[str] = ("test", "val", "train
         for batch in loader:
             return batch
     raise ValueError(f"data.{name} has no batches")
-
-
-class FirstBatches:
-    """A loader that yields only the first batches of another loader."""
-
-    def __init__(self, loader: Iterable[Any], count: int) -> None:
-        self._loader = loader
-        length = length_of(loader)
-        self._count = count if length is None else min(count, length)
-        self.dataset = getattr(loader, "dataset", None)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._loader, self._count)
 
 
 def _limits(run: RunSections, name: str) -> tuple[RunSections, int | None]:

@@ -269,7 +269,8 @@ class Runner:
             path: the new file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` determines the
                 format.
             loader: the data, in natural order; default: the loader of the test loop. With several
-                ranks it must come from ``build_loader``.
+                ranks it must be a loader of ``build_loader`` or a plain ``DataLoader`` over a
+                map-style data set.
             checkpoint: as for ``test``.
 
         Returns:
@@ -285,8 +286,10 @@ class Runner:
         """
         if loader is None:
             loader = _loader_of(_required("predict", "a loader or test_loop", self._test_loop))
-        hook = PredictionHook(path, loader)
-        self._evaluate(PredictLoop(loader), checkpoint, HookList([*self._hooks, hook]))
+        loop = PredictLoop(loader)
+        loop.divide(self.state)
+        hook = PredictionHook(path, loop.dataloader)
+        self._evaluate(loop, checkpoint, HookList([*self._hooks, hook]))
         return broadcast(hook.count)
 
     def _evaluate(

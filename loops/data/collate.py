@@ -9,6 +9,9 @@ from torch.utils.data import IterableDataset
 
 from ...registry import did_you_mean
 
+# As many tokens as no model takes; the fast tokenizers accept no greater number.
+_NO_LIMIT = 2**31 - 1
+
 
 class TextCollator:
     """Tokenise the texts of samples and pad them to a batch of tensors, for a transformers model.
@@ -22,7 +25,8 @@ class TextCollator:
         text: the column with the text.
         pair: the column with a second text, if the model reads two.
         label: the column that becomes ``labels``; None if there are none.
-        max_length: leave out tokens beyond this number; None to keep all.
+        max_length: leave out tokens beyond this number. Default: the tokenizer's
+            ``model_max_length``, which is the longest input that its model takes.
         collate: makes a batch from the tokenised samples. Default: transformers'
             ``DataCollatorWithPadding``. For a language model, pass transformers'
             ``DataCollatorForLanguageModeling``, which adds ``labels``.
@@ -53,7 +57,9 @@ class TextCollator:
             collate = DataCollatorWithPadding(tokenizer)
         self._tokenizer, self._collate = tokenizer, collate
         self._columns = {"text": text, "pair": pair, "label": label}
-        self._max_length = max_length
+        # A tokenizer that knows no limit states a huge one.
+        limit = getattr(tokenizer, "model_max_length", None) or _NO_LIMIT
+        self._max_length = min(limit, _NO_LIMIT) if max_length is None else max_length
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of some samples."""
@@ -61,8 +67,8 @@ class TextCollator:
         tokens = self._tokenizer(
             columns["text"],
             columns.get("pair"),
-            truncation=self._max_length is not None,
-            max_length=self._max_length,
+            truncation=self._max_length < _NO_LIMIT,
+            max_length=self._max_length if self._max_length < _NO_LIMIT else None,
         )
         rows = [{name: tokens[name][at] for name in tokens} for at in range(len(samples))]
         for row, label in zip(rows, columns.get("label", ()), strict=False):

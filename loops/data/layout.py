@@ -17,6 +17,10 @@ from .sampler import ShardedBatchSampler, sampler_of
 logger = logging.getLogger(__name__)
 
 _SHOWN = 16
+# The key, in a layout, of a length that a loader states and that was wrong.
+WRONG_LENGTH = "wrong_length"
+# The key of whether the ranks read the same batches, and each takes its own from each round.
+IN_ROUNDS = "in_rounds"
 
 
 @dataclass(frozen=True)
@@ -206,4 +210,6 @@ def _skip_same_fraction(state: LoopState) -> None:
         begun = state.batch % (window_of(state.optim_wrapper) or 1)
         state.batch, state.iteration = state.batch - begun, state.iteration - begun
         _restart_update(state)
-    state.data.layout = {"ranks": now}
+    names = WRONG_LENGTH, IN_ROUNDS
+    layout = {name: n for name, n in state.data.layout.items() if name in names}
+    state.data.layout = {**layout, "ranks": now}

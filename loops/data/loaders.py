@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, TypeGuard
 
@@ -21,12 +22,34 @@ from torch.utils.data import (
 from ...collectives import get_rank, get_world_size
 from ..error_notes import name_of
 from ..rng import mix_seed, preserved_generators, preserved_rng, seed_rng
+from ..state import Stateful
 from .collate import prepare_dataset
 from .sampler import BatchIndices, ShardedBatchSampler, sampler_of
 from .tensors import TensorLoader, selects_rows
-from .workers import WorkerCollate, WorkerStart, iterate
+from .workers import (
+    EpochStream,
+    WorkerCollate,
+    WorkerEpoch,
+    WorkerStart,
+    find_epoch_listeners,
+    iterate,
+)
 
 logger = logging.getLogger(__name__)
+
+# The libraries whose samplers and loaders have the length that they state.
+_LIBRARIES = {"torch", "torchdata", __name__.partition(".")[0]}
+# Arguments of torch's DataLoader that build_loader sets itself, and what to pass instead.
+_OWN_ORDER = (
+    "pass {0}, or give the loop a DataLoader(dataset, {1}=...), whose batches are divided among "
+    "the ranks"
+)
+_REPLACED = {
+    "generator": "pass seed, not generator, since it creates its generator from seed",
+    "collate_fn": "pass collate",
+    "sampler": _OWN_ORDER.format("shuffle and seed", "sampler"),
+    "batch_sampler": _OWN_ORDER.format("batch_size, shuffle and seed", "batch_sampler"),
+}
 
 
 class SeededSamples(Dataset[Any]):
@@ -35,10 +58,17 @@ class SeededSamples(Dataset[Any]):
     Augmentations are therefore the same for any number of workers and after a resume.
     ``build_loader`` uses this class only with workers: without them, augmentations use the random
     streams of the training process, which checkpoints contain.
+
+    Args:
+        samples: the data set.
+        epoch: passes the number of each pass on to workers that outlive a pass.
     """
 
-    def __init__(self, samples: Dataset[Any]) -> None:
+    follows_epochs = True
+
+    def __init__(self, samples: Dataset[Any], epoch: WorkerEpoch) -> None:
         self.samples = samples
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return len(self.samples)  # type: ignore[arg-type]
@@ -46,7 +76,11 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         return self.samples[index]
 
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.set(epoch)
+
     def __getitems__(self, indices: list[int]) -> list[Any]:
+        self._epoch.follow()
         if isinstance(indices, BatchIndices):
             seed_rng(mix_seed(*indices.key))
         many = getattr(self.samples, "__getitems__", None)
@@ -86,50 +120,71 @@ def build_loader(
             changes, for example with a ``TensorDataset`` on the CPU.
         **options: ``drop_last`` (leave out an incomplete last global batch), ``shard`` (rank and
             number of ranks; default: the process group's), ``pin_memory`` (default "auto": pinned
-            if CUDA is available) and other arguments of ``torch.utils.data.DataLoader``.
+            if CUDA is available), ``persistent_workers`` (default true: workers continue to run
+            between passes) and other arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
         ValueError: the data set is empty, or an option does not fit it.
         TypeError: ``in_memory`` needs an attribute ``tensors`` that the data set lacks, or there is
-            an option ``generator``.
+            an option that other arguments replace, such as ``sampler`` or ``generator``.
     """
     rank, world_size = options.pop("shard", None) or (get_rank(), get_world_size())
     drop_last = options.pop("drop_last", False)
-    options.update(num_workers=num_workers, collate_fn=collate)
-    _complete(options, mix_seed(seed, rank))
+    options["num_workers"] = num_workers
+    _complete(options, collate, mix_seed(seed, rank))
     dataset = prepare_dataset(dataset, (rank, world_size), formatted=collate is None)
     kind = type(dataset).__name__
+    epoch = WorkerEpoch(find_epoch_listeners(dataset, collate))
     if isinstance(dataset, IterableDataset):
         if shuffle or in_memory not in (False, "auto"):
             setting = "shuffle" if shuffle else "in_memory"
             raise ValueError(
                 f"{setting} must be false for {kind}: an iterable data set is read in its own order"
             )
+        # A stream with a state gets the number of the pass from its `StreamLoader`.
+        if num_workers and not isinstance(dataset, Stateful) and epoch.listeners:
+            dataset = EpochStream(dataset, epoch)
         return DataLoader(dataset, batch_size=batch_size, drop_last=drop_last, **options)
     if not len(dataset):  # type: ignore[arg-type]
         raise ValueError(f"the data set {kind} is empty")
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "rank": rank}
     order |= {"world_size": world_size, "drop_last": drop_last, "even": train}
     sampler = ShardedBatchSampler(len(dataset), batch_size, **order)  # type: ignore[arg-type]
+    if train and sampler.num_samples < world_size:
+        warn_of_repetitions(kind, f"{sampler.num_samples} samples", world_size, rank)
     if selects_rows(dataset, in_memory, num_workers, collate):
         device = None if isinstance(in_memory, bool) or in_memory == "auto" else in_memory
         return TensorLoader(dataset, sampler, device, **options)
-    samples = SeededSamples(dataset) if num_workers else dataset
+    samples = SeededSamples(dataset, epoch) if num_workers else dataset
     return DataLoader(samples, batch_sampler=sampler, **options)
 
 
-def _complete(options: dict[str, Any], seed: int) -> None:
-    if "generator" in options:
-        raise TypeError("build_loader creates its generator from seed: pass seed, not generator")
+def _complete(
+    options: dict[str, Any], collate: Callable[[list[Any]], Any] | None, seed: int
+) -> None:
+    for name in _REPLACED.keys() & options.keys():
+        raise TypeError(f"build_loader takes no {name}: {_REPLACED[name]}")
+    options["collate_fn"] = collate
     # A separate generator, since creating an iterator must not change the global stream.
     options["generator"] = torch.Generator().manual_seed(seed)
+    persistent = options.pop("persistent_workers", True)
     if options.setdefault("pin_memory", "auto") == "auto":
         options["pin_memory"] = torch.cuda.is_available()
     if options["num_workers"]:
-        options.setdefault("persistent_workers", True)
+        options["persistent_workers"] = persistent
         options["worker_init_fn"] = WorkerStart(options.get("worker_init_fn"))
         chosen = options["collate_fn"]
         options["collate_fn"] = WorkerCollate(default_collate if chosen is None else chosen)
+
+
+def warn_of_repetitions(name: str, amount: str, ranks: int, rank: int) -> None:
+    """Warn, on the first rank, that some ranks train only on repetitions."""
+    if rank == 0:
+        logger.warning(
+            "%s has only %s for %d ranks, so some ranks train on repetitions of what others train "
+            "on: use fewer processes",
+            *(name, amount, ranks),
+        )
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
@@ -143,6 +198,50 @@ def length_of(loader: Iterable[Any]) -> int | None:
 def is_stream(loader: Any) -> bool:
     """Return whether a loader reads an iterable data set, whose length is only an estimate."""
     return isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def has_exact_length(loader: Any) -> bool:
+    """Return whether ``len(loader)`` is certain; a length stated by the user's code is an estimate.
+
+    It is certain for sequences, and for DataLoaders of map-style data sets whose samplers are
+    torch's or stepwrap's.
+    """
+    if isinstance(loader, FirstBatches):
+        return has_exact_length(loader.loader)
+    if isinstance(loader, Sequence):
+        return True
+    if not isinstance(loader, DataLoader) or is_stream(loader) or length_of(loader) is None:
+        return False
+    batches = loader.batch_sampler
+    sources: list[Any] = [loader, batches, loader.sampler, getattr(batches, "sampler", None)]
+    kinds = {type(source) for source in sources if not isinstance(source, Sequence | None)}
+    methods = [getattr(kind, name, None) for kind in kinds for name in ("__iter__", "__len__")]
+    modules = {getattr(method, "__module__", "").partition(".")[0] for method in methods}
+    return modules <= _LIBRARIES
+
+
+class FirstBatches:
+    """A loader that yields only the first batches of another loader.
+
+    Args:
+        loader: the other loader.
+        count: the number of batches in a pass, at most.
+    """
+
+    def __init__(self, loader: Iterable[Any], count: int) -> None:
+        self.loader = loader
+        length = length_of(loader)
+        self.count = count if length is None else min(count, length)
+        self.dataset = getattr(loader, "dataset", None)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.loader, self.count)
+
+    def set_epoch(self, epoch: int) -> None:
+        set_epoch(self.loader, epoch)
 
 
 def size_before_padding(loader: Iterable[Any]) -> int | None:
@@ -166,12 +265,12 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     Earlier batches are skipped by index if the loader is a sequence or the order of its sampler is
     a function of the epoch. Otherwise they are read and discarded, with a warning.
     """
+    repeatable = set_epoch(loader, epoch)
     own = sampler_of(loader)
     if own is not None:
         own.set_position(epoch, batch)
         return iterate(loader)
     sampler = getattr(loader, "batch_sampler", None)
-    repeatable = set_epoch(loader, epoch)
     if not batch:
         return iterate(loader)
     if isinstance(loader, Sequence):
@@ -182,7 +281,7 @@ def batches_from(loader: Iterable[Any], epoch: int, batch: int = 0) -> Iterator[
     # The random streams were restored from the checkpoint and must not change here.
     with preserved_rng():
         if isinstance(loader, DataLoader) and sampler is not None and repeatable:
-            return iterate(_like(loader, list(sampler)[batch:], loader.num_workers))
+            return iterate(copy_with_batches(loader, list(sampler)[batch:], is_short=True))
         return _read_past(loader, batch)
 
 
@@ -204,16 +303,19 @@ def _read_past(loader: Iterable[Any], batch: int) -> Iterator[Any]:
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> bool:
-    """Call ``set_epoch`` of the loader, its samplers and its stream; return whether one has it."""
+    """Call ``set_epoch`` of the loader, its samplers, its data sets and its collator.
+
+    Returns whether the loader or a sampler has the method, so that it determines the order.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None)
-    # Iterable data sets, such as Hugging Face's, may also have an order by epoch.
-    stream = getattr(loader, "dataset", None) if is_stream(loader) else None
-    candidates = {id(part): part for part in (loader, batch_sampler, *samplers, stream)}.values()
-    parts: list[Any] = [part for part in candidates if hasattr(part, "set_epoch")]
-    for part in parts:
-        part.set_epoch(epoch)
-    return bool(parts)
+    order: list[Any] = [loader, batch_sampler, *samplers]
+    ordered = [sampler for sampler in order if hasattr(sampler, "set_epoch")]
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    listeners: list[Any] = [*ordered, *find_epoch_listeners(dataset, collate)]
+    for listener in {id(listener): listener for listener in listeners}.values():
+        listener.set_epoch(epoch)
+    return bool(ordered)
 
 
 def peek_first_batch(loader: Iterable[Any]) -> Iterator[Any] | None:
@@ -253,7 +355,20 @@ def _can_read_aside(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
 
 def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
     """Yield the first ``most`` batches of a pass, or all, and leave ``loader`` unchanged."""
-    sampler: Any = copy(loader.batch_sampler)
+    with batch_sampler_copy(loader) as sampler:
+        indices = list(itertools.islice(sampler, most))
+        yield from copy_with_batches(
+            loader, indices, workers=min(len(indices), loader.num_workers), is_short=True
+        )
+
+
+@contextmanager
+def batch_sampler_copy(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Give a copy of the batch sampler, and restore the generators of the loader after the block.
+
+    A sampler of ``build_loader`` begins with pass 0.
+    """
+    sampler = copy(loader.batch_sampler)
     order = getattr(sampler, "sampler", None)
     if order is not None:
         vars(sampler)["sampler"] = copy(order)
@@ -264,14 +379,32 @@ def _aside(loader: DataLoader[Any], most: int | None) -> Iterator[Any]:
     while (dataset := getattr(dataset, "dataset", None)) is not None and len(datasets) < 9:
         datasets.append(dataset)
     with preserved_generators([loader, loader.batch_sampler, order, *datasets]):
-        indices = list(itertools.islice(sampler, most))
-        yield from _like(loader, indices, min(len(indices), loader.num_workers))
+        yield () if sampler is None else sampler
 
 
-def _like(loader: DataLoader[Any], indices: list[Any], num_workers: int) -> DataLoader[Any]:
-    """Return a copy of ``loader`` that reads the batches with the given indices."""
+def copy_with_batches(
+    loader: DataLoader[Any],
+    batches: Any,
+    *,
+    workers: int | None = None,
+    is_short: bool = False,
+    seed: int | None = None,
+) -> DataLoader[Any]:
+    """Return a copy of ``loader`` that reads the batches with the given indices.
+
+    Args:
+        loader: a loader of a map-style data set.
+        batches: lists of indices, or a batch sampler.
+        workers: the number of workers; default: the loader's.
+        is_short: whether workers end with the pass even if the loader's do not.
+        seed: the seed of the workers; default: from the loader's generator.
+    """
     names = ["collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator"]
-    if num_workers:
+    count = loader.num_workers if workers is None else workers
+    if count:
         names += ["prefetch_factor", "multiprocessing_context"]
+        names += [] if is_short else ["persistent_workers"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in names}
-    return DataLoader(loader.dataset, batch_sampler=indices, num_workers=num_workers, **options)
+    if seed is not None:
+        options["generator"] = torch.Generator().manual_seed(seed)
+    return DataLoader(loader.dataset, batch_sampler=batches, num_workers=count, **options)

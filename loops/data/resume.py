@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ..checkpoints.weights import device_of
+from ..checkpoints.weights import device_of, num_data_ranks
 from ..rng import mix_seed, preserved_rng, seed_rng
 from ..state import LoopState, Stateful
+from .layout import IN_ROUNDS
 from .loaders import batches_from, is_stream, set_epoch
 from .prefetch import can_read_ahead, prefetch_to_device
 from .sampler import sampler_of
-from .workers import iterate
+from .workers import find_epoch_listeners, iterate, restart_workers
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,14 @@ def batches_of_pass(loader: Iterable[Any], state: LoopState, prefetch: bool) -> 
 
     Sets ``state.data.reader`` to the object that reports the position, or to None.
     """
+    restart_workers(loader)
     place, state.data.reader_state = state.data.reader_state, None
     if place is None and state.batch and state.data.reader is not None:
         # Training continues in the process that has begun the pass.
         place = state.data.reader.state_dict()
-    batches, state.data.reader = _batches_and_source(loader, state.epoch, state.batch, place)
+    ranks = num_data_ranks(state.model) if state.data.layout.get(IN_ROUNDS) else 1
+    done = state.batch * ranks
+    batches, state.data.reader = _batches_and_source(loader, state.epoch, done, place)
     if not prefetch:
         return batches
     return prefetch_to_device(batches, device_of(state.model), ahead=can_read_ahead(loader))
@@ -113,6 +117,23 @@ class _Renamed:
 
     state_dict: Callable[[], Any]
     load_state_dict: Callable[[Any], Any]
+
+
+class FixedPosition:
+    """The position of a reader before it reached the end of its data.
+
+    At the end, a reader may begin its next pass.
+    """
+
+    def __init__(self, reader: Stateful) -> None:
+        # Copied, because a reader may change the state that it returned.
+        self._place = deepcopy(reader.state_dict())
+
+    def state_dict(self) -> Any:
+        return self._place
+
+    def load_state_dict(self, state: Any, /) -> None:
+        self._place = state
 
 
 def with_position(loader: Any) -> Any:
@@ -191,6 +212,8 @@ class StreamLoader(DataLoader[Any]):
 
 class Stream(IterableDataset[Any]):
     """A wrapper of an iterable data set that saves and restores the position of each worker."""
+
+    follows_epochs = True
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self.samples = samples
@@ -294,10 +317,16 @@ class _Collate:
     def __init__(self, collate: Any, stream: Stream) -> None:
         self.collate = collate
         self.stream = stream
+        self._listeners = find_epoch_listeners(collate)
+        self._epoch = 0
 
     def __call__(self, samples: Any) -> tuple[int, dict[str, Any] | None, Any]:
         first = samples[0] if type(samples) is list and samples else samples
         if first is _SKIPPED:
             return self.stream.worker, None, None
+        if self._listeners and self._epoch != self.stream.epoch:
+            self._epoch = self.stream.epoch
+            for listener in self._listeners:
+                listener.set_epoch(self._epoch)
         batch = self.collate(samples)
         return self.stream.worker, self.stream.place(), batch

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from io import IOBase
 from multiprocessing import resource_tracker, util
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..error_notes import add_note, describe_samples, name_of
+import torch
+from torch.utils.data import IterableDataset
+
+from ..error_notes import add_note, describe_samples, name_of, unwrapped
 from . import fork_server
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+# The attributes in which torch's and our wrappers keep a data set or a collator.
+_WRAPPED = ("dataset", "samples", "collate")
+_MAX_DEPTH = 8
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
@@ -42,9 +54,62 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, () if method == "forkserver" else _IGNORED)
     try:
         return iter(loader)
+    except Exception as error:
+        if method != "fork" and (text := _explain_unpicklable(workers, method)):
+            raise TypeError(text) from error
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         workers.worker_init_fn = start
+
+
+def _explain_unpicklable(loader: Any, method: str) -> str:
+    """Explain which attribute cannot be sent to a worker, and the remedy; "" if all can."""
+    roots = {
+        "dataset": unwrapped(loader.dataset, "samples"),
+        "collate": unwrapped(getattr(loader, "collate_fn", None), "collate"),
+        "worker_init_fn": getattr(loader.worker_init_fn, "user_start", None),
+    }
+    paths = (_find_unpicklable(root, name) for name, root in roots.items())
+    path, culprit = next(filter(None, paths), ("", None))
+    if not path:
+        return ""
+    if isinstance(culprit, IOBase):
+        kind, remedy = "an open file", "open it when the first sample is read"
+    elif "<lambda>" in getattr(culprit, "__qualname__", ""):
+        kind, remedy = f"a lambda ({name_of(culprit)})", "define a function at the top of a module"
+    elif "<locals>" in getattr(culprit, "__qualname__", ""):
+        kind = f"a local function or class ({name_of(culprit)})"
+        remedy = "define it at the top of a module, with functools.partial for its arguments"
+    else:
+        kind, remedy = f"a {type(culprit).__name__}", "create it when the first sample is read"
+    return (
+        f"workers that are started by {method!r} get a pickled copy of the data set, but {path} is "
+        f"{kind}, which cannot be pickled: {remedy}, or set num_workers to 0"
+    )
+
+
+def _find_unpicklable(value: Any, path: str, depth: int = _MAX_DEPTH) -> tuple[str, Any] | None:
+    """Return the path to the innermost part that cannot be pickled, and the part; None if none."""
+    try:
+        ForkingPickler.dumps(value)
+    except Exception:  # noqa: BLE001 - objects may refuse to be pickled in any way
+        inner: dict[str, Any] = {}
+        if isinstance(value, Mapping):
+            inner = {f"{path}[{key!r}]": entry for key, entry in value.items()}
+        elif isinstance(value, (list, tuple)):
+            inner = {f"{path}[{index}]": entry for index, entry in enumerate(value)}
+        elif isinstance(value, partial):
+            inner = {f"{path}.func": value.func, f"{path}.args": value.args}
+            inner[f"{path}.keywords"] = value.keywords
+        elif not isinstance(value, type) and not inspect.isroutine(value):
+            inner = {
+                f"{path}.{name}": entry for name, entry in getattr(value, "__dict__", {}).items()
+            }
+        deeper = (_find_unpicklable(entry, name, depth - 1) for name, entry in inner.items())
+        innermost = next(filter(None, deeper), None) if depth else None
+        return innermost or (path, value)
+    return None
 
 
 class WorkerStart:
@@ -102,3 +167,84 @@ class WorkerCollate:
         except Exception as error:
             add_note(error, f"{name_of(self.collate)} was given {describe_samples(samples)}")
             raise
+
+
+def find_epoch_listeners(*sources: Any, depth: int = _MAX_DEPTH) -> list[Any]:
+    """Return the data sets and collators with a method ``set_epoch``, also inside wrappers."""
+    listeners: list[Any] = []
+    for source in sources:
+        if hasattr(source, "set_epoch"):
+            listeners.append(source)
+        elif source is not None and depth:
+            datasets = getattr(source, "datasets", ())
+            datasets = datasets.values() if isinstance(datasets, Mapping) else datasets
+            inner = [getattr(source, name, None) for name in _WRAPPED]
+            inner += datasets if isinstance(datasets, Iterable) else ()
+            listeners += find_epoch_listeners(*inner, depth=depth - 1)
+    return listeners
+
+
+class WorkerEpoch:
+    """The number of the running pass, for workers that continue to run in the next pass.
+
+    Each worker has copies of the data set and the collator. ``follow`` calls ``set_epoch`` of these
+    copies when a new pass has begun.
+
+    Args:
+        listeners: the data sets and collators with a method ``set_epoch``.
+    """
+
+    def __init__(self, listeners: list[Any]) -> None:
+        self.listeners = listeners
+        self._shared = torch.zeros((), dtype=torch.int64)
+        if listeners:
+            self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._applied = 0
+
+    def set(self, epoch: int) -> None:
+        """Begin a pass; called in the process of the loader."""
+        self._shared.fill_(epoch)
+        self._apply(epoch)
+
+    def follow(self) -> None:
+        """Pass the running epoch on, unless that has been done; called in each worker."""
+        epoch = int(self._shared)
+        if epoch != self._applied:
+            self._apply(epoch)
+
+    def _apply(self, epoch: int) -> None:
+        self._applied = epoch
+        for listener in self.listeners:
+            listener.set_epoch(epoch)
+
+
+class EpochStream(IterableDataset[Any]):
+    """An iterable data set whose copies in workers learn the number of each pass."""
+
+    follows_epochs = True
+
+    def __init__(self, samples: Any, epoch: WorkerEpoch) -> None:
+        self.samples = samples
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.set(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._epoch.follow()
+        return iter(self.samples)
+
+
+def restart_workers(loader: Any) -> None:
+    """End workers of an earlier pass if their copies would not learn the number of the next one.
+
+    The workers of ``build_loader`` learn it, so they continue to run.
+    """
+    if not getattr(loader, "persistent_workers", False):
+        return
+    listeners = find_epoch_listeners(loader.dataset, getattr(loader, "collate_fn", None))
+    if listeners and not getattr(loader.dataset, "follows_epochs", False):
+        loader._iterator = None

@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from ...collectives import all_gather_object, broadcast, get_rank, get_world_size
 from ..data.sampler import sampler_of
+from ..data.shares import find_shared_sampler
 from ..hook import Hook
 from ..state import LoopState
 from .files import (
@@ -43,7 +44,8 @@ class PredictionHook(Hook):
     Args:
         path: the file; its suffix ``.jsonl``, ``.parquet`` or ``.npz`` determines the format.
         loader: the loader of the evaluation. With several ranks it must be a loader of
-            ``build_loader`` over a map-style data set, in its natural order.
+            ``build_loader`` over a map-style data set, in its natural order, or a plain
+            ``DataLoader`` that has been divided among the ranks.
 
     Attributes:
         count: the number of rows in the file, on rank 0.
@@ -57,13 +59,14 @@ class PredictionHook(Hook):
 
     def __init__(self, path: str | os.PathLike[str], loader: Iterable[Any]) -> None:
         self.path, self.count = Path(path), 0
-        self._sampler = sampler_of(loader)
+        sampler = sampler_of(loader)
+        self._sampler = find_shared_sampler(loader) if sampler is None else sampler
         check_path(self.path)
         if self._sampler is None and get_world_size() > 1:
             raise ValueError(
-                "predictions of several ranks need a loader of build_loader over a map-style data "
-                f"set, which knows the place of each sample, got {type(loader).__name__}; run it "
-                "on one process"
+                "predictions of several ranks need a loader of build_loader or a plain DataLoader, "
+                "over a map-style data set, which knows the place of each sample, got "
+                f"{type(loader).__name__}; run it on one process"
             )
         if (setting := _reordered_by(loader)) is not None:
             raise ValueError(
@@ -158,12 +161,14 @@ def _reordered_by(loader: Iterable[Any]) -> str | None:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     sampler = sampler_of(loader)
+    shared = find_shared_sampler(loader)
     if sampler is not None:
         found = {"train=True": sampler.even, "shuffle": sampler.shuffle}
         found["drop_last"] = sampler.drop_last
     else:
-        batches = loader.batch_sampler
-        found = {"shuffle or a sampler": not isinstance(loader.sampler, SequentialSampler)}
+        batches: Any = loader.batch_sampler if shared is None else shared.batches
+        order = getattr(batches, "sampler", loader.sampler)
+        found = {"shuffle or a sampler": not isinstance(order, SequentialSampler)}
         found["a batch_sampler"] = batches is not None and type(batches) is not BatchSampler
-        found["drop_last"] = loader.drop_last
+        found["drop_last"] = loader.drop_last if shared is None else shared.drop_last
     return next((name for name, is_set in found.items() if is_set), None)

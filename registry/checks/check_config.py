@@ -40,7 +40,14 @@ from .check_component import (
     type_problem,
     with_type,
 )
-from .data_sections import LOADERS, data_checks, sets_in, with_sets, without_sets
+from .data_sections import (
+    LOADERS,
+    data_checks,
+    explain_loader_options,
+    sets_in,
+    with_sets,
+    without_sets,
+)
 from .optimizer_sections import missing_setting, optimization_checks, with_wrapper_type
 from .other_trainers import hint_elsewhere
 from .schema import (
@@ -146,7 +153,7 @@ def examine_names(cfg: Mapping[str, Any]) -> Examination:
     typed: list[Problem] = []
     single, sets = without_sets(values, typed)
     sections = check_section(RunSections, single, "", typed)
-    problems += typed
+    problems += explain_loader_options(typed)
     later: list[Later] = []
     for check in _checks(values, hooks, schedulers, metrics):
         problems.append(check) if isinstance(check, Problem) else later.append(check)

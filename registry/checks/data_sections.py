@@ -1,7 +1,7 @@
 """Check the section ``data``: its loaders, and several sets by name."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,24 @@ from ..catalog import DATALOADERS, DATASETS
 from ..errors import Problem, nearest, shown_value
 from ..imports import import_path
 from .check_component import Later, component_check, object_problems
-from .schema import DataSection, LoaderSection, SetsSection
+from .schema import PER_RANK, DataSection, LoaderSection, SetsSection
 from .typed import check_section
 
 LOADERS = ("train", "val", "test")
 _SETTINGS = tuple(field.name for field in fields(LoaderSection))
 _REQUIRED = ("dataset", "batch_size")
+_OWN_LOADER = (
+    "write a function that returns a DataLoader with it, and name it as a custom loader: "
+    "{type: my_module.make_loader}; several processes divide its batches (docs/data.md)"
+)
+# Arguments of torch's DataLoader that a section lacks, with the setting to use instead.
+_TORCH_ONLY = {
+    "sampler": f"set shuffle and seed, or {_OWN_LOADER}",
+    "batch_sampler": f"set batch_size, shuffle and seed, or {_OWN_LOADER}",
+    "collate_fn": "set collate",
+    "generator": "set seed",
+    **dict.fromkeys(("worker_init_fn", "multiprocessing_context", "timeout"), _OWN_LOADER),
+}
 
 
 def sets_in(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -23,19 +35,24 @@ def sets_in(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {
         name: data[name]
         for name in LOADERS
-        if isinstance(data, dict) and isinstance(data.get(name), dict) and _has_sets(data[name])
+        if isinstance(data, dict)
+        and isinstance(data.get(name), dict)
+        and _has_sets(name, data[name])
     }
 
 
-def _has_sets(section: Mapping[str, Any]) -> bool:
+def _has_sets(name: str, section: Mapping[str, Any]) -> bool:
     if isinstance(section.get("type"), str):
+        return False
+    if name == "train" and "dataset" in section:
+        # Only one set is possible, and this is one: any other entry is a mistake in it.
         return False
     return any(_is_loader(key, value) for key, value in section.items())
 
 
 def _is_loader(key: Any, value: Any) -> bool:
     """Return whether an entry of a section is a set named ``key``, and not a loader's setting."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or key in _TORCH_ONLY:
         return False
     if "type" in value:
         # A dict with a type is a set with a custom loader, or `dataset` with a misspelt key.
@@ -69,6 +86,18 @@ def without_sets(
         if len(problems) == before:
             checked[name] = SetsSection(sets=sets)
     return single, checked
+
+
+def explain_loader_options(problems: list[Problem]) -> list[Problem]:
+    """Name the settings that replace arguments of torch's DataLoader."""
+    return [
+        replace(problem, what=f"there is no such setting; {_TORCH_ONLY[name]}")
+        if problem.key.startswith("data.")
+        and (name := problem.key.rpartition(".")[2]) in _TORCH_ONLY
+        and problem.what.startswith("there is no such setting")
+        else problem
+        for problem in problems
+    ]
 
 
 def with_sets(data: DataSection, sets: Mapping[str, SetsSection]) -> DataSection:
@@ -120,7 +149,11 @@ def data_checks(values: Mapping[str, Any]) -> Iterator[Problem | Later]:
 
 def _loader_checks(loader: Any, where: str) -> Iterator[Problem | Later]:
     if isinstance(loader, dict) and "type" in loader:
-        yield component_check(loader, DATALOADERS, where)
+        arguments = {key: value for key, value in loader.items() if key != PER_RANK}
+        yield component_check(arguments, DATALOADERS, where)
+        if not isinstance(loader.get(PER_RANK, False), bool):
+            text = f"must be true or false, got {shown_value(loader[PER_RANK])}"
+            yield Problem(f"{where}.{PER_RANK}", text)
     elif isinstance(loader, dict):
         if isinstance(loader.get("dataset"), dict):
             yield component_check(loader["dataset"], DATASETS, f"{where}.dataset")

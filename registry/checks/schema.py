@@ -29,6 +29,8 @@ HOOK_TYPES = {
     "run_info": "RunInfoHook",
 }
 DEFAULT_HOOKS = ("progress", "log", "checkpoint", "throughput", "nan_guard", "run_info")
+# The setting of a custom loader that stepwrap defines: whether it gives each rank its own data.
+PER_RANK = "per_rank"
 # Settings in a scheduler's section that stepwrap defines; the others are arguments of its class.
 SCHEDULER_KEYS = ("by", "after", "until", "metric", "optimizer")
 # The same for a metric's section.
@@ -49,6 +51,7 @@ class LoaderSection:
             with the ``type`` and the arguments of such a collator.
         pin_memory: whether batches are in pinned memory; "auto" pins them for CUDA devices.
         prefetch_factor: batches that each worker reads ahead.
+        persistent_workers: whether workers continue to run between passes.
         seed: the seed of the order and of the workers; default: the run's seed.
         in_memory: whether to make batches by indexing the dataset's ``tensors``; "device" indexes
             copies of them on the run's device.
@@ -62,6 +65,7 @@ class LoaderSection:
     collate: Component | str | None = None
     pin_memory: bool | Literal["auto"] = "auto"
     prefetch_factor: int | None = field(default=None, metadata={"minimum": 1})
+    persistent_workers: bool = True
     seed: int | None = field(default=None, metadata={"minimum": 0})
     in_memory: bool | Literal["auto", "device"] = "auto"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,17 +26,20 @@ class Pause(Hook):
         time.sleep(PAUSE_S)
 
 
-class SlowLoader:
+class SlowLoader(Sequence[Any]):
+    """A loader with a certain length: otherwise the ranks would wait for each other's batch."""
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
     def __len__(self) -> int:
         return STEPS
 
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        for _ in range(STEPS):
-            time.sleep(self._seconds)
-            yield [torch.ones(2, 3), torch.ones(2, 1)]
+    def __getitem__(self, index: Any) -> list[Tensor]:
+        if not -STEPS <= index < STEPS:
+            raise IndexError(index)
+        time.sleep(self._seconds)
+        return [torch.ones(2, 3), torch.ones(2, 1)]
 
 
 class SlowNet(nn.Linear):

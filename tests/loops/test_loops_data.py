@@ -230,6 +230,12 @@ def test_loader_options_pass_through_and_unknown_ones_do_not() -> None:
     assert loader.pin_memory == torch.cuda.is_available()
     with pytest.raises(TypeError, match="pass seed, not generator"):
         build_loader(Noisy(4), batch_size=2, generator=torch.Generator())
+    with pytest.raises(
+        TypeError, match=r"takes no sampler: pass shuffle and seed, or .*DataLoader"
+    ):
+        build_loader(Noisy(4), batch_size=2, sampler=Counting())
+    with pytest.raises(TypeError, match="takes no collate_fn: pass collate"):
+        build_loader(Noisy(4), batch_size=2, collate_fn=len)
     with pytest.raises(TypeError, match="prefetch_facto"):
         build_loader(Noisy(), batch_size=2, prefetch_facto=2)
 
@@ -347,3 +353,46 @@ def test_the_users_preparation_of_workers_is_called(tmp_path: Path) -> None:
     loader = build_loader(Readers(), batch_size=8, num_workers=2, worker_init_fn=Marked(tmp_path))
     assert len(list(loader)) == 5
     assert {file.name for file in tmp_path.iterdir()} == {"0", "1"}
+
+
+class Holder:
+    """Holds any object, like a transform."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+
+class Holding(Noisy):
+    def __init__(self, transform: Any) -> None:
+        super().__init__(4)
+        self.transform = transform
+
+
+@pytest.mark.parametrize("method", ["spawn", *slow("forkserver")])
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_what_cannot_be_sent_to_a_worker_is_named(method: str) -> None:
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": 1, "multiprocessing_context": method}
+    with open(__file__) as file:
+        cases: list[tuple[Any, Any, str]] = [
+            (
+                Holding(Holder(lambda x: x)),
+                None,
+                r"dataset\.transform\.fn is a lambda \(.*data.py:",
+            ),
+            (Holding({"a": [file]}), None, r"dataset\.transform\['a'\]\[0\] is an open file"),
+            (Noisy(4), lambda samples: samples, r"collate is a lambda"),
+        ]
+        for dataset, collate, text in cases:
+            loader = build_loader(dataset, collate=collate, **options)
+            with pytest.raises(TypeError, match=text) as caught:
+                next(batches_from(loader, 0))
+            assert "num_workers to 0" in str(caught.value)
+
+
+def test_fewer_samples_than_ranks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    build_loader(Noisy(2), batch_size=4, train=True, shard=(0, 3))
+    assert "2 samples for 3 ranks" in caplog.text
+    caplog.clear()
+    build_loader(Noisy(2), batch_size=4, shard=(0, 3))
+    build_loader(Noisy(3), batch_size=4, train=True, shard=(0, 3))
+    assert not caplog.text

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from loop_parts import make_data, make_state
+from loop_parts import Unsized, make_data, make_loader, make_state
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -24,6 +24,7 @@ from torchmetrics.classification import (
 
 from stepwrap.loops import (
     EpochTrainLoop,
+    EvalSets,
     HookList,
     LoopState,
     MeanLoss,
@@ -110,6 +111,29 @@ def test_an_evaluation_without_any_batch_is_named() -> None:
         loop.run(make_state(), HookList())
     with pytest.raises(ValueError, match="test loader has no batches"):
         TestLoop(iter(()), {}).run(make_state(), HookList())
+
+
+def _evaluate_nothing(how: str) -> str:
+    """Evaluate loaders without length and batches; return the error."""
+    make = TestLoop if how == "test" else ValLoop
+    state, empty = make_state(), make(Unsized([]), {"loss": MeanLoss()})
+    loop: Any = empty
+    if how == "one of several sets":
+        full = make(build_loader(make_data(4), batch_size=2), {"loss": MeanLoss()})
+        loop = EvalSets({"full": full, "none": empty})
+    elif how == "training":
+        loop = EpochTrainLoop(make_loader(4), max_epochs=1, val_loop=empty)
+    with pytest.raises(ValueError, match="loader has no batches") as caught:
+        loop.run(state, HookList())
+    assert state.metrics == {}
+    return " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+@pytest.mark.parametrize("how", ["training", "validate", "test", "one of several sets"])
+def test_several_ranks_without_any_batch_are_an_error_as_for_one_process(how: str) -> None:
+    alone = _evaluate_nothing(how)
+    assert "'none'" in alone or how != "one of several sets"
+    assert run_ranks(_evaluate_nothing, 2, how) == [alone] * 2
 
 
 def test_a_model_without_the_step_is_named() -> None:

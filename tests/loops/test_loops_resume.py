@@ -181,7 +181,8 @@ def _train_lists(folder: Path, stop: int | None) -> list[int]:
     state, loader = make_state(), _List()
     if stop is None:
         load_checkpoint(folder / "step_00000006").restore(state)
-    EpochTrainLoop(loader, max_epochs=1).run(state, HookList([stop_at(stop)]))
+    loop = EpochTrainLoop(loader, max_epochs=1, per_rank=True)
+    loop.run(state, HookList([stop_at(stop)]))
     if stop is not None:
         save_checkpoint(folder, state)
     return [state.iteration, state.step, len(loader.read)]

@@ -24,7 +24,7 @@ from stepwrap.loops import (
     ValLoop,
     build_loader,
 )
-from stepwrap.wrappers import SingleDevice
+from stepwrap.wrappers import OptimWrapperDict, SingleDevice, wrap_model
 
 
 def make_val_loop(samples: int = 4) -> ValLoop:
@@ -333,15 +333,25 @@ def test_a_run_by_steps_is_one_epoch_of_events() -> None:
         assert said == [*expected, "train_end"]
 
 
-def test_a_lost_last_window_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def _update_group(wrapper: Any, batch: Any, optims: Any) -> dict[str, Any]:
+    inputs, target = batch
+    optim = optims["net"]
+    with optim.optim_context(wrapper):
+        loss = cross_entropy(wrapper.module.net(inputs), target)
+    optim.update_params(loss)
+    return {"loss": loss.detach()}
+
+
+def test_a_lost_last_window_of_several_optimizers_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loader = build_loader(Endless(), batch_size=1, train=True)
     state = make_state(accumulate=2)
+    state.model = wrap_model(None, state.model.module, train_step=_update_group)
+    state.optim_wrapper = OptimWrapperDict(net=state.optim_wrapper)
     EpochTrainLoop(loader, max_epochs=1).run(state, HookList())
     assert (state.iteration, state.step) == (5, 2)
-    assert caplog.text.count("will be lost") == 1
-    caplog.clear()
-    EpochTrainLoop(loader, max_epochs=1).run(make_state(), HookList())
-    assert "will be lost" not in caplog.text
+    assert "last accumulation window will be lost" in caplog.text
 
 
 def test_a_count_that_was_not_saved_is_taken_from_the_batches() -> None:

@@ -1,11 +1,13 @@
 """Loaders, schedulers and metrics from a config's text to the built parts."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 from runner_parts import assert_identical
 
 from stepwrap.loops.data.tensors import TensorLoader
@@ -19,6 +21,10 @@ from stepwrap.runner.sections import read_sections
 LOADERS = """
 from torch.utils.data import DataLoader
 from stepwrap.registry import DATALOADERS
+
+
+def stated(dataset, batch_size):
+    return DataLoader(dataset, batch_size=batch_size)
 
 
 @DATALOADERS.register_module()
@@ -309,3 +315,60 @@ def test_an_unknown_scope_is_a_config_error(scoped: Path) -> None:
         assert problem.key == f"{section}._scope_"
         assert "nowhere" in problem.what
         assert "mine" in problem.what
+
+
+def test_the_sampler_of_a_section_names_what_works(run: Path) -> None:
+    """Also a sampler next to the sets of a validation, and other arguments of torch's loader."""
+    sampler = "{type: torch.utils.data.WeightedRandomSampler, weights: [1], num_samples: 1}"
+    for name in ("train", "val"):
+        text = complaint(run, f"data: {{{name}: {{sampler: {sampler}}}}}")
+        assert f"run.yaml:3: data.{name}.sampler: there is no such setting" in text
+        assert "set shuffle and seed" in text
+        assert "{type: my_module.make_loader}" in text
+        assert "several by name" not in text
+    assert "generator: there is no such setting; set seed" in complaint(
+        run, "data: {train: {generator: 3}}"
+    )
+
+
+def test_workers_that_end_with_the_pass_are_a_setting(run: Path) -> None:
+    extra = "data: {train: {num_workers: 1, persistent_workers: false}}"
+    loop = Runner.from_config(write(run, extra))._train_loop
+    assert not loop.dataloader.persistent_workers  # type: ignore[union-attr]
+    # Without workers it has no effect.
+    Runner.from_config(write(run, "data: {train: {persistent_workers: true}}"))
+
+
+OWN_DATA = "_delete_: true, type: loaders.stated, batch_size: 5, dataset: {type: points.Points}"
+
+
+def _train_with_own_loader(folder: Path, per_rank: str) -> tuple[int, float]:
+    extra = f"imports: [points.py, loaders]\ndata: {{train: {{{OWN_DATA}{per_rank}}}, val: {{"
+    extra += f"{OWN_DATA}{per_rank}}}}}\nmetrics: {{_delete_: true, n: {{type: SumMetric}}}}\n"
+    extra += "hooks: {_delete_: true, progress: false, checkpoint: false}\ntrain: {max_epochs: 1}"
+    sys.path.insert(0, str(folder))
+    os.chdir(folder)
+    for name in ("points", "loaders"):
+        sys.modules.pop(name, None)
+    counted = extra.replace("{type: SumMetric}", "{type: MeanLoss}")
+    runner = Runner.from_config(write(folder, counted))
+    runner.train()
+    sys.path.remove(str(folder))
+    loss = runner._val_loop.metrics["n"]  # type: ignore[union-attr]
+    return runner.state.step, float(loss.samples)
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "steps", "samples"), [("", 5, 48), (", per_rank: true", 10, 96)]
+)
+def test_an_own_loader_is_divided_unless_it_says_per_rank(
+    run: Path, per_rank: str, steps: int, samples: int
+) -> None:
+    """Of 48 samples in ten batches, both in training and in validation."""
+    for done, evaluated in run_ranks(_train_with_own_loader, 2, run, per_rank):
+        assert (done, evaluated) == (steps, samples)
+
+
+def test_per_rank_must_be_true_or_false(run: Path) -> None:
+    text = complaint(run, f"data: {{train: {{{OWN_DATA}, per_rank: 2}}}}")
+    assert "data.train.per_rank: must be true or false, got 2" in text

@@ -378,6 +378,25 @@ def test_text_collator_mistakes() -> None:
     assert batch["labels"].tolist() == [1, 0]
 
 
+def test_text_collator_keeps_the_limit_of_the_tokenizer() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "a": 1}, unk_token="[PAD]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+
+    def tokens(limit: int | None, **options: Any) -> int:
+        given = {} if limit is None else {"model_max_length": limit}
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="[PAD]", **given
+        )
+        collate = TextCollator(tokenizer, **options)
+        return int(collate([{"text": "a " * 9}, {"text": "a"}])["input_ids"].shape[1])
+
+    assert tokens(4) == 4
+    assert tokens(None) == 9
+    assert tokens(4, max_length=6) == 6
+
+
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from stepwrap.registry import import_path
 
