@@ -173,7 +173,9 @@ def _build_training(
     settings = dict(run.train or {})
     if one_batch:
         ones = {key: 1 for key in _DRY_RUN_ONES if key in settings}
-        chosen = {key: settings[key] for key in ("type", "_scope_") if key in settings}
+        chosen: dict[str, Any] = {
+            key: settings[key] for key in ("type", "_scope_") if key in settings
+        }
         settings = {**chosen, **ones}
     supplied = {"dataloader": load("train"), "val_loop": val_loop, **_rank_arguments(run, "train")}
     with building("train"):
