@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from typing import Self
+from typing import Any
 
 from .checkpoints.weights import device_of
 from .error_notes import add_note
@@ -61,7 +61,7 @@ class EvalSets(Evaluation):
             state.phase = outer
         return results
 
-    def adapt_to(self, phase: Phase) -> Self:
+    def adapt_to(self, phase: Phase) -> Any:
         """Return these sets, or a copy of them that calls the step of ``phase``."""
         if self.phase is phase:
             return self

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from itertools import chain, repeat
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -137,7 +137,7 @@ class Evaluation(ABC):
         """Evaluate inside another loop; every rank must call this."""
 
     @abstractmethod
-    def adapt_to(self, phase: Phase) -> Self:
+    def adapt_to(self, phase: Phase) -> Any:
         """Return this evaluation, or a copy of it that is part of another phase."""
 
 
@@ -223,7 +223,7 @@ class _EvalLoop(Evaluation):
             hooks.emit("on_eval_end", state, results)
         return results
 
-    def adapt_to(self, phase: Phase) -> Self:
+    def adapt_to(self, phase: Phase) -> Any:
         """Return this loop, or a copy of it that calls the step of ``phase``."""
         if self.phase is phase:
             return self

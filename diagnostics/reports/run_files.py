@@ -200,11 +200,11 @@ class Run:
                 # Of training values, only losses are included.
                 higher = phase != "train" and _direction(name, directions)
                 last = finite[-1]
-                best: tuple[float, int] | tuple[None, None] = (None, None)
+                best, best_step = None, None
                 if higher is not None:
-                    at = (max if higher else min)(finite, key=values.__getitem__)
-                    best = values[at], steps[at]
-                found[f"{phase}/{name}"] = Extreme(*best, values[last], steps[last])
+                    index = (max if higher else min)(finite, key=values.__getitem__)
+                    best, best_step = values[index], steps[index]
+                found[f"{phase}/{name}"] = Extreme(best, best_step, values[last], steps[last])
         return found
 
     def settings(self) -> dict[str, str]:

@@ -183,13 +183,13 @@ class Misfit(NamedTuple):
     """A schedule whose length does not fit the run.
 
     Attributes:
-        index: the position of the scheduler in the hook.
+        position: the position of the scheduler in the hook.
         text: what does not fit, and the setting that would.
         distorts: whether updates of this run get a rate that is probably a mistake. False if the
             schedule only continues after the run, for example in a trial of a few epochs.
     """
 
-    index: int
+    position: int
     text: str
     distorts: bool
 
@@ -204,7 +204,7 @@ _LENGTHS: dict[type, str] = {
 
 def _leaves(scheduler: Any, after: int, until: int | None) -> Iterator[tuple[Any, int, int | None]]:
     """Yield the schedulers that are active at the end, with the ranges in which they act."""
-    inner = getattr(scheduler, "_schedulers", ())
+    inner: Any = getattr(scheduler, "_schedulers", ())
     if isinstance(scheduler, ScheduleWindow):
         yield from _leaves(scheduler.scheduler, scheduler.after, scheduler.until)
     elif isinstance(scheduler, SequentialLR):
@@ -308,7 +308,9 @@ class SchedulerHook(Hook):
         totals = {"batch": state.max_iterations, "step": state.max_steps, "epoch": state.max_epochs}
         for index, (scheduler, by) in enumerate(zip(self._schedulers, self._units, strict=True)):
             total = totals[by]
-            for leaf, after, until in _leaves(scheduler, 0, None) if total is not None else ():
+            if total is None:
+                continue
+            for leaf, after, until in _leaves(scheduler, 0, None):
                 misfit = _fit(leaf, after, until, total)
                 if misfit is not None:
                     text, distorts = misfit

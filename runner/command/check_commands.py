@@ -71,7 +71,7 @@ def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
     hook = parts["hooks"].get("schedulers")
     is_list = isinstance(config.select("schedulers"), list)
     for misfit in hook.misfits(state) if isinstance(hook, SchedulerHook) else ():
-        key = f"schedulers.{misfit.index}" if is_list else "schedulers"
+        key = f"schedulers.{misfit.position}" if is_list else "schedulers"
         yield f"warning: {Problem(key, misfit.text, config.origin(key))}"
 
 

@@ -68,7 +68,8 @@ def test_a_killed_run_resumes_to_the_very_same_weights(start: Start, tmp_path: P
 def test_a_signal_saves_a_checkpoint_and_leaves_no_process(
     start: Start, tmp_path: Path, number: signal.Signals, nproc: int, message: str
 ) -> None:
-    command = start(*TRAIN, f"--nproc={nproc}", SLOW, "train.max_epochs=500")
+    words = ("train.max_epochs=500", "schedulers.T_max=500")
+    command = start(*TRAIN, f"--nproc={nproc}", SLOW, *words)
     command.wait_for(tmp_path / "run", 2)
     if number == signal.SIGINT:
         # A terminal sends Ctrl-C to the whole group.
@@ -111,7 +112,13 @@ def test_a_signal_to_every_process_of_a_job_saves(
     start: Start, tmp_path: Path, number: signal.Signals, nproc: int, loader: str
 ) -> None:
     """As sent by `scancel`, or by Slurm before the end of a job."""
-    words = (f"--nproc={nproc}", loader, "train.max_epochs=500", "hooks.progress=false")
+    words = (
+        f"--nproc={nproc}",
+        loader,
+        "train.max_epochs=500",
+        "hooks.progress=false",
+        "schedulers.T_max=500",
+    )
     command = start(*TRAIN, *words, "hooks.checkpoint.every_steps=1")
     command.wait_for(tmp_path / "run", 2)
     ranks = [command.process.pid]
