@@ -188,10 +188,16 @@ def _local_ranks() -> list[int]:
     for variables in (
         {},
         {"LOCAL_WORLD_SIZE": "2"},
-        {"LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "6"},
+        {
+            "LOCAL_WORLD_SIZE": "2",
+            "SLURM_LOCALID": "6",
+            "SLURM_PROCID": "6",
+            "SLURM_NTASKS": "8",
+        },
         {"LOCAL_WORLD_SIZE": "2", "SLURM_LOCALID": "6", "LOCAL_RANK": "5"},
         {"LOCAL_RANK": "", "SLURM_LOCALID": "", "LOCAL_WORLD_SIZE": ""},
-        {"SLURM_LOCALID": "0", "SLURM_JOB_NAME": "bash"},
+        # A batch script that srun has not started.
+        {"SLURM_LOCALID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"},
     ):
         os.environ |= variables
         facts.append(get_local_rank())
