@@ -169,15 +169,16 @@ def tied_differently(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, 
         By name, the first name of the same memory.
     """
     differences: dict[str, str] = {}
-    names: dict[tuple[Any, ...], str] = {}
-    for full_name, tensor in state_of(model).items():
+    names: dict[Any, str] = {}
+    for full_name, tensor in model.state_dict(keep_vars=True).items():
         name = plain_name(full_name)
         if not isinstance(tensor, Tensor) or getattr(weights.get(name), "shape", None) is None:
             continue
-        memory = local_part(tensor)
-        if memory.layout is not torch.strided or memory.is_meta or not memory.numel():
-            continue
-        region = (memory.data_ptr(), memory.dtype, memory.shape, memory.stride())
+        # By identity if sharded: a rank may hold an empty part, and all ranks must decide alike.
+        region: Any = id(tensor)
+        is_plain = tensor.layout is torch.strided and not (is_dtensor(tensor) or is_sharded(tensor))
+        if is_plain and not tensor.is_meta and tensor.numel():
+            region = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         other = names.setdefault(region, name)
         if other != name and not _equal_parts(weights[name], weights[other], like=tensor):
             differences[name] = other
@@ -185,8 +186,13 @@ def tied_differently(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, 
 
 
 def _equal_parts(value: Any, other: Any, *, like: Tensor) -> bool:
-    """Return whether this rank's parts of two saved tensors are equal; NaN equals NaN."""
-    a, b = (local_part(take_part(saved, like)) for saved in (value, other))
+    """Return whether two saved tensors are equal; of those in files, this rank's parts.
+
+    Whole tensors are compared as a whole, so that all ranks get the same answer. NaN equals NaN.
+    """
+    a, b = value, other
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        a, b = (local_part(take_part(saved, like)) for saved in (value, other))
     return torch.equal(a, b) or bool(a.isclose(b, rtol=0, atol=0, equal_nan=True).all())
 
 

@@ -22,7 +22,7 @@ from stepwrap.loops import CheckpointError
 from stepwrap.runner import Runner, load_model, load_weights
 from stepwrap.runner.command.cli import main
 from stepwrap.runner.failure import BuildError
-from stepwrap.wrappers import SupervisedModel
+from stepwrap.wrappers import StepFullyShardedDataParallel, SupervisedModel
 
 Capture = pytest.CaptureFixture[str]
 State = dict[str, Tensor]
@@ -247,6 +247,34 @@ def test_a_shared_parameter_of_which_the_file_has_one_name() -> None:
     model = Tied()
     assert load_weights(model, "tied.safetensors") == ["embed.weight"]
     assert torch.equal(model.head.weight, torch.ones(4, 3))
+
+
+class Pair(nn.Module):
+    """Two layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def _refused_values() -> str:
+    model = StepFullyShardedDataParallel(SupervisedModel(Pair(), nn.MSELoss()))
+    with pytest.raises(CheckpointError) as error:
+        load_weights(model, "pair.pt", rename={"": "net."})
+    return str(error.value)
+
+
+def test_two_values_of_a_shared_parameter_are_refused_on_every_rank() -> None:
+    weights = {name: one.detach().clone() for name, one in Pair().state_dict().items()}
+    # The values differ in the part of the first rank only.
+    weights["second.weight"][0] += 1
+    torch.save(weights, "pair.pt")
+    for text in run_ranks(_refused_values, 3):
+        assert "net.second.weight   same as net.first.weight" in text
 
 
 EMA = "hooks.ema={type: EMAHook, decay: 0.9}"
