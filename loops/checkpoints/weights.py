@@ -177,6 +177,12 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
             parameter.grad = None
             continue
         part = saved.to(parameter.device)
+        if (
+            part.layout == torch.strided
+            and part.stride() != (own := local_part(parameter)).stride()
+        ):
+            # Backward adds to a gradient in its layout, which must be that of the parameter.
+            part = torch.empty_like(own, dtype=part.dtype).copy_(part)
         parameter.grad = as_global(part, parameter) if is_dtensor(parameter) else part
 
 

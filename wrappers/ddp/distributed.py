@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.step import Steps, reject_model_train_step
-from ..steps.step_checks import AveragingWatch, ThawWatch
+from ..steps.step_checks import AveragingWatch, LayoutWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
 from .buckets import FixedBuckets
 from .comm_hooks import read_comm_hook, unannotated
@@ -89,8 +89,9 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         TypeError: an option is unknown, or the model has its own ``train_step``.
         ValueError: the process group is missing, or two options cannot be combined.
         RuntimeError: no parameter requires a gradient. A forward raises it if a parameter that
-            was frozen at construction requires a gradient now, and ``UnusedParametersError`` if
-            the loss of the previous step did not depend on some parameters.
+            was frozen at construction requires a gradient now, or if the memory layout of a
+            parameter has changed; and ``UnusedParametersError`` if the loss of the previous step
+            did not depend on some parameters.
     """
 
     averages_ranks = True
@@ -132,6 +133,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self.data_group = None if everyone else self.process_group
         self.uneven_inputs = _join_options(uneven_inputs)
         self._thawed = ThawWatch(type(self).__name__, module, ignored, self.process_group)
+        self._layout = LayoutWatch(type(self).__name__, module, ignored)
         self._install_hook()
         own_step = type(self).train_step is not Steps.train_step
         self._watch = AveragingWatch(self) if own_step else None
@@ -139,6 +141,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model; the next backward averages its gradients."""
         self._thawed.check()
+        self._layout.check()
         if self.static_graph:
             self._record_graph()
         try:
@@ -205,7 +208,9 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         return {**state, **own_group, "_comm_hooks": [], "_watch": None}
 
     def __setstate__(self, state: Any) -> None:
+        # torch creates new buckets, in the current layout.
         super().__setstate__(state)
+        self._layout.accept()
         self._failure = ""
         self._install_hook()
 

@@ -14,7 +14,7 @@ from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, overrides_train_step
-from ..steps.step_checks import ThawWatch
+from ..steps.step_checks import LayoutWatch, ThawWatch
 from .distributed import StepDistributedDataParallel
 
 # Options of the whole model, which children do not have.
@@ -146,6 +146,8 @@ class _Child(StepDistributedDataParallel):
     def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
         self._thawed = thawed
+        ignored, kind = self.parameters_to_ignore, SeparateDistributedDataParallel.__name__
+        self._layout = LayoutWatch(kind, module, ignored, f"{name}.")
         self._trainable = {at: f"{name}.{one}" for at, one in self._trainable.items()}
         untyped: Any = self
         untyped.register_load_state_dict_pre_hook(_rename_weights)

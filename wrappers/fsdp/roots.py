@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from .torch_internals import (
     init_dtypes,
     is_interrupted,
     is_running,
+    local_shards,
     reset,
+    use_local_shard,
     whole_flags,
     whole_of,
 )
@@ -49,6 +52,7 @@ class Root:
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._params = [one for group in self._groups for one in group.fsdp_params]
         self._known = _shard_flags(self._params)
+        self._shards = local_shards(self._params)
         # Whether `no_sync` is active, and whether FSDP2 has already been set accordingly.
         self._skips_sync = self._module_skips_sync = False
         self._gathered_once = False
@@ -140,12 +144,38 @@ class Root:
     def _prepare(self) -> None:
         """Prepare torch's state before parameters are used."""
         self.recover()
+        if not self._num_uses and not self._depth:
+            self._use_replaced_shards()
         if torch.is_inference_mode_enabled():
             self._gather_once()
         elif torch.is_grad_enabled() and self._skips_sync is not self._module_skips_sync:
             # Set here, because the backward may run outside of `no_sync`.
             self.module.set_requires_gradient_sync(not self._skips_sync)
             self._module_skips_sync = self._skips_sync
+
+    def _use_replaced_shards(self) -> None:
+        """Make torch gather from local tensors that a module's ``to`` or ``_apply`` has created.
+
+        Otherwise the optimizer would update tensors that no forward reads.
+        """
+        shards = local_shards(self._params)
+        if all(map(is_, shards, self._shards)):
+            return
+        for one, shard, before in zip(self._params, shards, self._shards, strict=True):
+            if shard is before:
+                continue
+            if not shard.is_contiguous():
+                named = self.module.named_parameters()
+                names = {id(parameter): name for name, parameter in named}
+                name = names.get(id(one.sharded_param), "a parameter")
+                raise RuntimeError(
+                    f"the memory layout of {name!r} has changed since fsdp sharded the model: the "
+                    f"strides of its shard are {shard.stride()}, but a shard must be contiguous. "
+                    "Leave out to(memory_format=...) and similar changes of the parameters, or "
+                    "use ddp"
+                )
+            use_local_shard(one)
+        self._shards = local_shards(self._params)
 
     def _gather_once(self) -> None:
         """Allocate the whole parameters outside of inference mode.

@@ -1,4 +1,7 @@
-"""Check the first update: there must be gradients, and they must be the same on all ranks."""
+"""Check the first update: there must be gradients, and they must be the same on all ranks.
+
+With a fused optimizer, gradients and state must also have the memory layout of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ..features import model_features
 from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
 from ..steps.step_checks import has_custom_step
 from .gates import Gate
+from .optimizer_fit import align_fused_state, check_fused_gradients
 
 
 class FirstUpdate(Gate):
@@ -52,6 +56,8 @@ class FirstUpdate(Gate):
             name = type(self._optimizer).__name__
             if not (_is_reached(parameters, name, has_run) and _compare_tensor_ranks(parameters)):
                 return False
+            check_fused_gradients(self._optimizer)
+            align_fused_state(self._optimizer)
             self._is_reached = True
         if self._model is None or not _is_averaged(self._model) or any(map(is_dtensor, parameters)):
             return True

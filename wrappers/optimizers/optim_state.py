@@ -24,7 +24,7 @@ from ..sharding.layout import (
     parameters_of,
     take_part,
 )
-from .optimizer_fit import IMPLEMENTATIONS
+from .optimizer_fit import IMPLEMENTATIONS, align_fused_state
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -89,6 +89,7 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         # PostLocalSGDOptimizer warns if the state has no step.
         state.setdefault("step", optimizer.averager.step)
     optimizer.load_state_dict(state)
+    align_fused_state(_inner(optimizer))
 
 
 def _is_zero_redundancy(optimizer: Optimizer) -> bool:

@@ -212,7 +212,8 @@ class Steps(ModelFeatures):
         """
         if not (self.averages_ranks and distributed.is_initialized()):
             return value
-        mean = value.detach().clone() / distributed.get_world_size(self.data_group)
+        # Contiguous, because backends add tensors by position in memory, not by index.
+        mean = value.detach().contiguous() / distributed.get_world_size(self.data_group)
         distributed.all_reduce(mean, group=self.data_group)
         return mean
 

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _REENTRANT: type = CheckpointFunction._backward_cls
 # Number of backwards to check. Later steps do the same, and each hook costs 1 us per step.
 _BACKWARDS = 64
+_STRIDE = Tensor.stride
 
 
 def has_custom_step(model: Any) -> bool:
@@ -88,6 +89,51 @@ class ThawWatch:
                     "that is ever trained must require a gradient when the model is wrapped: "
                     "freeze it after that (with find_unused_parameters=True), or use fsdp"
                 )
+
+
+class LayoutWatch:
+    """Raise if a parameter has another memory layout than when torch's DDP wrapped the model.
+
+    DDP fills its buckets in the layout of that time and reads them in the current one, so it would
+    return the averaged gradients in another order.
+    """
+
+    def __init__(
+        self, kind: str, module: nn.Module, ignored: Iterable[str], prefix: str = ""
+    ) -> None:
+        self._kind = kind
+        skipped = set(ignored)
+        # A vector has only one layout.
+        named = {
+            prefix + name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and parameter.ndim > 1 and name not in skipped
+        }
+        self._names, self._parameters = [*named], [*named.values()]
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the current layouts as those at the time of wrapping."""
+        self._strides = [*map(_STRIDE, self._parameters)]
+
+    def check(self) -> None:
+        """Compare the strides of all parameters, before a forward."""
+        if [*map(_STRIDE, self._parameters)] == self._strides:
+            return
+        for name, parameter, before in zip(
+            self._names, self._parameters, self._strides, strict=True
+        ):
+            sizes, now = parameter.shape, parameter.stride()
+            # The stride of a dimension of size 1 has no effect.
+            if any(size > 1 and now[dim] != before[dim] for dim, size in enumerate(sizes)):
+                raise RuntimeError(
+                    f"the memory layout of {name!r} has changed since {self._kind} wrapped the "
+                    f"model: its strides were {before} and are {now}. torch would average its "
+                    "gradient in the old layout and return it in the new one, with its elements "
+                    "exchanged. Set the layout before wrapping, for example "
+                    "model.to(memory_format=torch.channels_last), or restore it"
+                )
+        self.accept()
 
 
 @contextmanager
