@@ -143,6 +143,9 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 class _Child(StepDistributedDataParallel):
     """The wrapper of one child; parameters and buffers keep the names that they have without it."""
 
+    # The wrapper of the whole model logs what is logged at the start of training.
+    _is_trained = True
+
     def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
         self._thawed = thawed

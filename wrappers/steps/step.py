@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import is_dataclass
@@ -26,7 +26,7 @@ from .plain_models import (
     named_outputs,
 )
 from .preprocess import DataPreprocessor, as_call, device_of
-from .step_checks import detect_anomalous_params, watch_gradients
+from .step_checks import detect_anomalous_params, log_frozen_norms, watch_gradients
 
 # The dicts of a module that hold its hooks.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -135,6 +135,10 @@ class Steps(ModelFeatures):
     _preprocessor: DataPreprocessor
     # Whether the training step is the model's own train_step.
     _uses_model_step: bool = False
+    # Modules that stay in evaluation mode during training.
+    _in_eval: Collection[nn.Module] = ()
+    # Whether training has begun, that is, whether `train()` has been called.
+    _is_trained: bool = False
     # Whether the steps may skip self.forward, because it only calls the model.
     _calls_model_directly: bool = False
 
@@ -195,6 +199,29 @@ class Steps(ModelFeatures):
         Every rank must call this if ``collective_eval`` is true.
         """
         return self._evaluate("test_step", data)
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training or evaluation mode, except for the modules of ``keep_in_eval``."""
+        parent: Any = super()
+        parent.train(mode)
+        for module in self._in_eval:
+            module.eval()
+        if mode and not self._is_trained:
+            self._is_trained = True
+            log_frozen_norms(self.module)
+        return self
+
+    def keep_in_eval(self, modules: Collection[nn.Module]) -> None:
+        """Keep ``modules`` in evaluation mode, also after ``train()``; release other modules.
+
+        Their running statistics stay unchanged, and dropout has no effect in them. Calls of
+        ``train()`` on the model instead of the wrapper are not noticed.
+        """
+        for module in self._in_eval:
+            module.train(self.module.training)
+        self._in_eval = tuple(modules)
+        for module in self._in_eval:
+            module.eval()
 
     def sync_buffers(self) -> None:
         """Copy the buffers (such as running statistics) of the first rank to all ranks.

@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointFunction
+
+from ...collectives import get_rank
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,48 @@ class LayoutWatch:
                     "model.to(memory_format=torch.channels_last), or restore it"
                 )
         self.accept()
+
+
+def _frozen_norms(model: nn.Module, ignored: Collection[int]) -> list[str]:
+    """Return the paths of norms that are not trained but update their running statistics."""
+
+    def is_frozen(module: nn.Module) -> bool:
+        parameters = [*module.parameters()]
+        is_trained = any(one.requires_grad and id(one) not in ignored for one in parameters)
+        return bool(parameters) and not is_trained
+
+    modules = dict(model.named_modules())
+    norms = {path: one for path, one in modules.items() if isinstance(one, _NormBase)}
+    # A norm without parameters is frozen together with its parent.
+    return [
+        path
+        for path, norm in norms.items()
+        if norm.training
+        and norm.running_mean is not None
+        and norm.momentum != 0.0
+        and is_frozen(norm if norm.affine else modules[path.rpartition(".")[0]])
+    ]
+
+
+def log_frozen_norms(model: nn.Module, not_yet: Iterable[Tensor] = ()) -> None:
+    """Log on the first rank which frozen norms still update their running statistics.
+
+    Args:
+        not_yet: parameters that require a gradient but are trained later; with them, only norms
+            that this freezes are logged.
+    """
+    ignored = {*map(id, not_yet)}
+    paths = _frozen_norms(model, ignored)
+    if ignored:
+        others = _frozen_norms(model, ())
+        paths = [path for path in paths if path not in others]
+    if paths and get_rank() == 0:
+        logger.warning(
+            "%d frozen norms, %s first, still update their running statistics. To keep these, set "
+            "freeze: {path.of.module: {eval: true}}, or call wrapper.keep_in_eval([module])",
+            len(paths),
+            paths[0],
+        )
 
 
 @contextmanager
