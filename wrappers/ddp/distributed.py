@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
+from ..sharding.mesh import require_process_group
 from ..steps.step import Steps, reject_model_train_step
 from ..steps.step_checks import AveragingWatch, LayoutWatch, ThawWatch
 from ..torch_functions import check_options, option_names, refuse_double_backward
@@ -29,6 +30,8 @@ _REMEDY = (
     "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
     "gradients of each child separately, for example of a GAN. Or: "
 )
+# What the wrappers of this folder propose if there is no process group.
+REPLACED = "use wrap_model, which uses SingleDevice if there is no process group"
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -108,6 +111,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     ) -> None:
         # Calls the check of this class, because a subclass may have other arguments.
         StepDistributedDataParallel.check_options(ddp_kwargs)
+        require_process_group(type(self).__name__, REPLACED)
         reject_model_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(

@@ -12,10 +12,11 @@ from torch import nn
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
+from ..sharding.mesh import require_process_group
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, overrides_train_step
 from ..steps.step_checks import LayoutWatch, ThawWatch
-from .distributed import StepDistributedDataParallel
+from .distributed import REPLACED, StepDistributedDataParallel
 
 # Options of the whole model, which children do not have.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
@@ -72,6 +73,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
     ) -> None:
         super().__init__()
         self.check_options(ddp_kwargs)
+        require_process_group(type(self).__name__, REPLACED)
         check_children(module)
         group = ddp_kwargs.get("process_group")
         module = apply_sync_batchnorm(module, sync_batchnorm, group)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import is_dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
 
@@ -27,6 +27,9 @@ from .plain_models import (
 )
 from .preprocess import DataPreprocessor, as_call, device_of
 from .step_checks import detect_anomalous_params, log_frozen_norms, watch_gradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The dicts of a module that hold its hooks.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -118,8 +121,8 @@ def _mean(name: str, value: Any) -> Tensor | None:
     return sum(means[1:], means[0]) if means else None
 
 
-class Steps(ModelFeatures):
-    """Mixin that gives model wrappers their training, validation and test steps.
+class Steps(ModelFeatures, nn.Module):
+    """Base class that gives model wrappers their training, validation and test steps.
 
     A model wrapper is a module with the user's model as child ``module``. If the model has no
     ``data_preprocessor``, ``parse_losses``, ``val_step`` or ``test_step``, the steps use the
@@ -200,10 +203,9 @@ class Steps(ModelFeatures):
         """
         return self._evaluate("test_step", data)
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         """Set training or evaluation mode, except for the modules of ``keep_in_eval``."""
-        parent: Any = super()
-        parent.train(mode)
+        super().train(mode)
         for module in self._in_eval:
             module.eval()
         if mode and not self._is_trained:
