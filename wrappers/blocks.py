@@ -164,10 +164,11 @@ def find_modules(
     Raises:
         ValueError: a pattern matches no module; the message begins with ``setting``.
     """
-    modules = {path: one for path, one in model.named_modules(remove_duplicate=False) if path}
+    named = model.named_modules(remove_duplicate=False)
+    modules = {path: module for path, module in named if path}
     chosen: dict[str, nn.Module] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matches = {path: one for path, one in modules.items() if fnmatchcase(path, pattern)}
+        matches = {path: modules[path] for path in modules if fnmatchcase(path, pattern)}
         if not matches:
             hint = did_you_mean(pattern, [*modules])
             raise ValueError(f"{setting}: no module of the model has the path {pattern!r}{hint}")

@@ -104,8 +104,8 @@ def wrap_model(
             ``train_step``.
     """
     if is_model_wrapper(model):
-        given = bool(wrapper or options or mesh or prepare or train_step)
-        before: Steps = _wrapped_already(model, given)
+        has_options = bool(wrapper or options or mesh or prepare or train_step)
+        before: Steps = _wrapped_already(model, has_options)
         return before
     preparation, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
     is_default = wrapper is None

@@ -176,14 +176,11 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         if saved is None:
             parameter.grad = None
             continue
-        part = saved.to(parameter.device)
-        if (
-            part.layout == torch.strided
-            and part.stride() != (own := local_part(parameter)).stride()
-        ):
-            # Backward adds to a gradient in its layout, which must be that of the parameter.
-            part = torch.empty_like(own, dtype=part.dtype).copy_(part)
-        parameter.grad = as_global(part, parameter) if is_dtensor(parameter) else part
+        gradient, local = saved.to(parameter.device), local_part(parameter)
+        if gradient.layout == torch.strided and gradient.stride() != local.stride():
+            # Backward keeps the layout of a gradient, but fused optimizers need the parameter's.
+            gradient = torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
+        parameter.grad = as_global(gradient, parameter) if is_dtensor(parameter) else gradient
 
 
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -65,7 +65,8 @@ class FreezeHook(Hook):
             self._freeze(state)
 
     def _set_modes(self, state: LoopState) -> None:
-        names = [one for one in self._in_eval if self._until.get(one, state.step + 1) > state.step]
+        after = state.step + 1
+        names = [name for name in self._in_eval if self._until.get(name, after) >= after]
         modules = find_modules(user_model(state.model), names, "freeze")
         model_features(state.model).keep_in_eval([*modules.values()])
 
@@ -98,7 +99,7 @@ class FreezeHook(Hook):
             others = [one for one in member.gates if not isinstance(one, FreezeGate)]
             # The freeze gate comes last: it drops gradients that the first-update gate must check.
             member.gates = [*others, FreezeGate(lambda: state.step, frozen)]
-        if later := [kept for kept, step in until.items() if step > state.step]:
+        if later := [parameter for parameter, step in until.items() if step > state.step]:
             log_frozen_norms(model, later)
 
     def on_update(self, state: LoopState) -> None:

@@ -369,8 +369,8 @@ class RunSections:
     @property
     def frozen_in_eval(self) -> list[str]:
         """The names in ``freeze`` whose modules stay in evaluation mode while they are frozen."""
-        given = self.freeze if isinstance(self.freeze, dict) else {}
-        return [name for name, one in given.items() if (one or {}).get("eval")]
+        sections = self.freeze if isinstance(self.freeze, dict) else {}
+        return [name for name, section in sections.items() if (section or {}).get("eval")]
 
 
 # The key paths of settings that users may put at the top of a config by mistake.

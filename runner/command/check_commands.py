@@ -51,7 +51,7 @@ def run_check(options: Options) -> int:
 def _size(options: Options, *, trains: bool, has_own_step: bool) -> Iterator[str]:
     """Yield the known sizes of the model, then why its forward could not be measured, if so.
 
-    With a training step of its own, the model need not accept ``mode`` or the batch.
+    With a custom training step, the forward need not accept ``mode`` or the batch.
 
     Raises:
         ConfigError: the training data cannot be read or does not fit the model; only raised if

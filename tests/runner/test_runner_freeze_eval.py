@@ -111,7 +111,7 @@ def test_until_a_step_and_after_a_resume(caplog: pytest.LogCaptureFixture) -> No
         torch.load(f"runs/a/checkpoints/step_{step:08d}/model.pt", weights_only=True)
         for step in (2, 3)
     ]
-    assert [int(one["net.backbone.1.num_batches_tracked"]) for one in saved] == [0, 1]
+    assert [int(content["net.backbone.1.num_batches_tracked"]) for content in saved] == [0, 1]
     assert "still update" not in caplog.text
     for step in (1, 3):
         again = trained(
@@ -133,7 +133,7 @@ def test_frozen_norms_are_logged(
     freeze: Any, logged: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained(config(freeze=freeze))
-    lines = [one for one in caplog.messages if "still update their running statistics" in one]
+    lines = [line for line in caplog.messages if "still update their running statistics" in line]
     assert len(lines) == logged
     assert all("net.backbone.1" in line and "eval: true" in line for line in lines)
 

@@ -183,7 +183,7 @@ def key_order(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple(value), [*map(key_order, value.values())]
     if is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, one.name, None) for one in fields(value)]
+        value = [getattr(value, field.name, None) for field in fields(value)]
     if not isinstance(value, (list, tuple)):
         return None
     orders = [*map(key_order, value)]

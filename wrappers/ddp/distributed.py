@@ -30,8 +30,8 @@ _REMEDY = (
     "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
     "gradients of each child separately, for example of a GAN. Or: "
 )
-# What the wrappers of this folder propose if there is no process group.
-REPLACED = "use wrap_model, which uses SingleDevice if there is no process group"
+# The proposal of this folder's wrappers in a process without a group.
+REPLACED = "use wrap_model, which uses SingleDevice without a process group"
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 

@@ -161,20 +161,20 @@ class Root:
         shards = local_shards(self._params)
         if all(map(is_, shards, self._shards)):
             return
-        for one, shard, before in zip(self._params, shards, self._shards, strict=True):
+        for parameter, shard, before in zip(self._params, shards, self._shards, strict=True):
             if shard is before:
                 continue
             if not shard.is_contiguous():
                 named = self.module.named_parameters()
-                names = {id(parameter): name for name, parameter in named}
-                name = names.get(id(one.sharded_param), "a parameter")
+                names = {id(candidate): name for name, candidate in named}
+                name = names.get(id(parameter.sharded_param), "a parameter")
                 raise RuntimeError(
                     f"the memory layout of {name!r} has changed since fsdp sharded the model: the "
                     f"strides of its shard are {shard.stride()}, but a shard must be contiguous. "
                     "Leave out to(memory_format=...) and similar changes of the parameters, or "
                     "use ddp"
                 )
-            use_local_shard(one)
+            use_local_shard(parameter)
         self._shards = local_shards(self._params)
 
     def _gather_once(self) -> None:

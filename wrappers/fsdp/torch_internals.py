@@ -76,14 +76,14 @@ def _groups_in(state: Any) -> list[Any] | None:
 
 def local_shards(parameters: Iterable[Any]) -> list[Tensor]:
     """Return the local tensor of each shard."""
-    return [one.sharded_param._local_tensor for one in parameters]
+    return [parameter.sharded_param._local_tensor for parameter in parameters]
 
 
 def use_local_shard(parameter: Any) -> None:
     """Gather ``parameter`` from the current local tensor of its shard from now on.
 
     FSDP2 gathers from the memory that it knows, and looks for new local tensors only in the first
-    forward and if they are replaced through one of its own modules.
+    forward and if ``to`` of an FSDP module replaces them.
     """
     parameter.reset_sharded_param()
 

@@ -87,7 +87,7 @@ def _fused_on_cpu(optimizer: Any) -> Iterator[Tensor]:
     """
     for group in optimizer.param_groups:
         if group.get("fused"):
-            yield from (one for one in group["params"] if one.device.type == "cpu")
+            yield from (param for param in group["params"] if param.device.type == "cpu")
 
 
 @torch.no_grad()

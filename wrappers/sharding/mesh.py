@@ -219,7 +219,7 @@ def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
 
 
 def require_process_group(kind: str, remedy: str) -> None:
-    """Raise ValueError if there is no process group; ``remedy`` is another solution."""
+    """Raise ValueError without a process group; ``remedy`` is another solution."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise ValueError(
             f"{kind} needs a process group, even for one process: call "

@@ -144,11 +144,11 @@ def _frozen_norms(model: nn.Module, ignored: Collection[int]) -> list[str]:
 
     def is_frozen(module: nn.Module) -> bool:
         parameters = [*module.parameters()]
-        is_trained = any(one.requires_grad and id(one) not in ignored for one in parameters)
+        is_trained = any(p.requires_grad and id(p) not in ignored for p in parameters)
         return bool(parameters) and not is_trained
 
     modules = dict(model.named_modules())
-    norms = {path: one for path, one in modules.items() if isinstance(one, _NormBase)}
+    norms = {path: norm for path, norm in modules.items() if isinstance(norm, _NormBase)}
     # A norm without parameters is frozen together with its parent.
     return [
         path
@@ -170,8 +170,8 @@ def log_frozen_norms(model: nn.Module, not_yet: Iterable[Tensor] = ()) -> None:
     ignored = {*map(id, not_yet)}
     paths = _frozen_norms(model, ignored)
     if ignored:
-        others = _frozen_norms(model, ())
-        paths = [path for path in paths if path not in others]
+        never_trained = _frozen_norms(model, ())
+        paths = [path for path in paths if path not in never_trained]
     if paths and get_rank() == 0:
         logger.warning(
             "%d frozen norms, %s first, still update their running statistics. To keep these, set "
