@@ -104,12 +104,9 @@ def wrap_model(
             ``train_step``.
     """
     if is_model_wrapper(model):
-        has_options = bool(wrapper or options or mesh or prepare or train_step)
-        before: Steps = _wrapped_already(model, has_options)
-        return before
+        return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
     preparation, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
-    is_default = wrapper is None
-    wrapper = _find_wrapper(wrapper, ranks.data_size)
+    wrapper, checked = _find_wrapper(wrapper, ranks.data_size)
 
     def check() -> dict[str, Any]:
         """Freeze parameters, check all settings, and return what must be equal on all ranks."""
@@ -123,15 +120,13 @@ def wrap_model(
         freeze_parameters(model, preparation.freeze)
         checks = model_checks(model, preparation, ranks.tensor_size)
         prepared = {key.partition(".")[0]: run() for key, run in checks.items()}
-        # The same mistakes are errors on one process and on several.
-        checked = StepDistributedDataParallel if is_default else wrapper
         if hasattr(checked, "check_options"):
             checked.check_options(options)
         name = getattr(wrapper, "__name__", str(wrapper))
         return {"wrapper": name, "mesh": ranks.axes, **prepared}
 
     agree(check, ranks.device_mesh)
-    if is_default and wrapper is SingleDevice:
+    if checked is not wrapper:
         options = _options_of_single(options)
     wrapper, options = _chosen_wrapper(model, wrapper, ranks, preparation, options, device)
     if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
@@ -146,18 +141,20 @@ def wrap_model(
 
 def _find_wrapper(
     wrapper: Callable[..., nn.Module] | str | None, data_size: int
-) -> Callable[..., nn.Module]:
+) -> tuple[Callable[..., nn.Module], Any]:
+    """Return the wrapper, and the class that checks its options."""
     if wrapper is None:
-        return _default(data_size)
+        # The same mistakes are errors on one process and on several.
+        return _default(data_size), StepDistributedDataParallel
     if not isinstance(wrapper, str):
-        return wrapper
+        return wrapper, wrapper
     registered: Callable[..., nn.Module] | None = MODEL_WRAPPERS.get(wrapper)
     if registered is None:
         raise ValueError(
             f"wrapper must be one of {', '.join(_NAMES)}, or another registered name, got "
             f"{wrapper!r}{did_you_mean(wrapper, [*MODEL_WRAPPERS])}"
         )
-    return registered
+    return registered, registered
 
 
 def _options_of_single(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,7 +285,7 @@ def _takes(wrapper: Any, name: str) -> bool:
     return name in inspect.signature(wrapper).parameters
 
 
-def _wrapped_already(model: nn.Module, has_options: bool) -> Any:
+def _wrapped_already(model: Any, has_options: bool) -> Steps:
     if has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
@@ -298,7 +295,8 @@ def _wrapped_already(model: nn.Module, has_options: bool) -> Any:
         raise TypeError(
             f"{type(model).__name__} has no train_step: give the bare model to wrap_model"
         )
-    return model
+    wrapped: Steps = model
+    return wrapped
 
 
 def _wrapped(

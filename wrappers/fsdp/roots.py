@@ -145,37 +145,13 @@ class Root:
         """Prepare torch's state before parameters are used."""
         self.recover()
         if not self._num_uses and not self._depth:
-            self._use_replaced_shards()
+            self._shards = _use_replaced(self.module, self._params, self._shards)
         if torch.is_inference_mode_enabled():
             self._gather_once()
         elif torch.is_grad_enabled() and self._skips_sync is not self._module_skips_sync:
             # Set here, because the backward may run outside of `no_sync`.
             self.module.set_requires_gradient_sync(not self._skips_sync)
             self._module_skips_sync = self._skips_sync
-
-    def _use_replaced_shards(self) -> None:
-        """Make torch gather from local tensors that a module's ``to`` or ``_apply`` has created.
-
-        Otherwise the optimizer would update tensors that no forward reads.
-        """
-        shards = local_shards(self._params)
-        if all(map(is_, shards, self._shards)):
-            return
-        for parameter, shard, before in zip(self._params, shards, self._shards, strict=True):
-            if shard is before:
-                continue
-            if not shard.is_contiguous():
-                named = self.module.named_parameters()
-                names = {id(candidate): name for name, candidate in named}
-                name = names.get(id(parameter.sharded_param), "a parameter")
-                raise RuntimeError(
-                    f"the memory layout of {name!r} has changed since fsdp sharded the model: the "
-                    f"strides of its shard are {shard.stride()}, but a shard must be contiguous. "
-                    "Leave out to(memory_format=...) and similar changes of the parameters, or "
-                    "use ddp"
-                )
-            use_local_shard(parameter)
-        self._shards = local_shards(self._params)
 
     def _gather_once(self) -> None:
         """Allocate the whole parameters outside of inference mode.
@@ -219,6 +195,30 @@ class Root:
             if now[at] is not known[at] and (chosen is None or chosen[at]):
                 _set_flag(one.sharded_param, now[at])
         init_dtypes(self._groups)
+
+
+def _use_replaced(module: nn.Module, parameters: list[Any], known: list[Tensor]) -> list[Tensor]:
+    """Make torch gather from local tensors that a module's ``to`` or ``_apply`` has created.
+
+    Otherwise the optimizer would update tensors that no forward reads. Returns the local tensors.
+    """
+    shards = local_shards(parameters)
+    if all(map(is_, shards, known)):
+        return known
+    for parameter, shard, before in zip(parameters, shards, known, strict=True):
+        if shard is before:
+            continue
+        if not shard.is_contiguous():
+            names = {id(candidate): name for name, candidate in module.named_parameters()}
+            name = names.get(id(parameter.sharded_param), "a parameter")
+            raise RuntimeError(
+                f"the memory layout of {name!r} has changed since fsdp sharded the model: the "
+                f"strides of its shard are {shard.stride()}, but a shard must be contiguous. "
+                "Leave out to(memory_format=...) and similar changes of the parameters, or "
+                "use ddp"
+            )
+        use_local_shard(parameter)
+    return local_shards(parameters)
 
 
 def _shard_flags(parameters: Iterable[Any]) -> list[bool]:

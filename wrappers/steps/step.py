@@ -121,7 +121,39 @@ def _mean(name: str, value: Any) -> Tensor | None:
     return sum(means[1:], means[0]) if means else None
 
 
-class Steps(ModelFeatures, nn.Module):
+class _Modes(nn.Module):
+    """The training and evaluation mode of a model wrapper."""
+
+    module: Any
+    # Modules that stay in evaluation mode during training.
+    _in_eval: Collection[nn.Module] = ()
+    # Whether training has begun, that is, whether `train()` has been called.
+    _is_trained: bool = False
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode, except for the modules of ``keep_in_eval``."""
+        super().train(mode)
+        for module in self._in_eval:
+            module.eval()
+        if mode and not self._is_trained:
+            self._is_trained = True
+            log_frozen_norms(self.module)
+        return self
+
+    def keep_in_eval(self, modules: Collection[nn.Module]) -> None:
+        """Keep ``modules`` in evaluation mode, also after ``train()``; release other modules.
+
+        Their running statistics stay unchanged, and dropout has no effect in them. Calls of
+        ``train()`` on the model instead of the wrapper are not noticed.
+        """
+        for module in self._in_eval:
+            module.train(self.module.training)
+        self._in_eval = tuple(modules)
+        for module in self._in_eval:
+            module.eval()
+
+
+class Steps(_Modes, ModelFeatures):
     """Base class that gives model wrappers their training, validation and test steps.
 
     A model wrapper is a module with the user's model as child ``module``. If the model has no
@@ -138,14 +170,10 @@ class Steps(ModelFeatures, nn.Module):
     _preprocessor: DataPreprocessor
     # Whether the training step is the model's own train_step.
     _uses_model_step: bool = False
-    # Modules that stay in evaluation mode during training.
-    _in_eval: Collection[nn.Module] = ()
-    # Whether training has begun, that is, whether `train()` has been called.
-    _is_trained: bool = False
     # Whether the steps may skip self.forward, because it only calls the model.
     _calls_model_directly: bool = False
 
-    def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on one batch; return the detached values to log. Every rank must call this."""
         model, stage = self.module, "preparation"
         try:
@@ -155,7 +183,7 @@ class Steps(ModelFeatures, nn.Module):
             with optim_wrapper.optim_context(self):
                 batch = self.preprocess(data, training=True)
                 if getattr(optim_wrapper, "loss_weight", None) is not None:
-                    optim_wrapper.weigh(batch, self)  # type: ignore[attr-defined]
+                    optim_wrapper.weigh(batch, self)
                 stage, forward = "forward", model if self._calls_model_directly else self
                 args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
                 losses = forward(*args, **kwargs, mode="loss")
@@ -202,28 +230,6 @@ class Steps(ModelFeatures, nn.Module):
         Every rank must call this if ``collective_eval`` is true.
         """
         return self._evaluate("test_step", data)
-
-    def train(self, mode: bool = True) -> Self:
-        """Set training or evaluation mode, except for the modules of ``keep_in_eval``."""
-        super().train(mode)
-        for module in self._in_eval:
-            module.eval()
-        if mode and not self._is_trained:
-            self._is_trained = True
-            log_frozen_norms(self.module)
-        return self
-
-    def keep_in_eval(self, modules: Collection[nn.Module]) -> None:
-        """Keep ``modules`` in evaluation mode, also after ``train()``; release other modules.
-
-        Their running statistics stay unchanged, and dropout has no effect in them. Calls of
-        ``train()`` on the model instead of the wrapper are not noticed.
-        """
-        for module in self._in_eval:
-            module.train(self.module.training)
-        self._in_eval = tuple(modules)
-        for module in self._in_eval:
-            module.eval()
 
     def sync_buffers(self) -> None:
         """Copy the buffers (such as running statistics) of the first rank to all ranks.
