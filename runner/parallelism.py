@@ -30,7 +30,7 @@ from ..wrappers import (
     meta_parameters,
     wrap_model,
 )
-from ..wrappers.blocks import find_blocks, find_parameters
+from ..wrappers.blocks import find_blocks, find_modules, find_parameters
 from ..wrappers.prepare import check_preparation, freeze_parameters, model_checks
 from ..wrappers.sharding.mesh import check_axes
 from ..wrappers.wrapping import needs_process_group, wrapper_problems
@@ -182,6 +182,7 @@ def _check_model(
         with building("freeze"):
             freeze_parameters(model, run.frozen)
             later = find_parameters(model, run.frozen_until, "freeze").values()
+            find_modules(model, run.frozen_in_eval, "freeze with eval: true")
             trained = {id(one) for one in model.parameters() if one.requires_grad}
             if not trained:
                 raise ValueError("every parameter is frozen, nothing is left to train")

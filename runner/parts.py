@@ -116,8 +116,9 @@ def build_parts(
             built = attempts.make("optimizer", partial(_build_optimization, run, model))
             parts["optim_wrapper"], schedules = built or (None, {})
             hooks = {**schedules, **hooks}
-        if run.frozen_until:
-            hooks = {"freeze.until_step": FreezeHook(until_step=run.frozen_until), **hooks}
+        if run.frozen_until or run.frozen_in_eval:
+            freeze = FreezeHook(until_step=run.frozen_until, in_eval=run.frozen_in_eval)
+            hooks = {"freeze.until_step": freeze, **hooks}
         _check_watched(hooks, parts["val_loop"], attempts)
         train = partial(_build_training, run, load, parts["val_loop"], one_batch)
         parts["train_loop"] = attempts.make("train", train)

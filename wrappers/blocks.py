@@ -156,6 +156,26 @@ def find_parameters(
     return {name: parameters[name] for name in chosen}
 
 
+def find_modules(
+    model: nn.Module, patterns: str | Iterable[str], setting: str
+) -> dict[str, nn.Module]:
+    """Return, by path, the modules whose path matches a pattern.
+
+    Raises:
+        ValueError: a pattern matches no module; the message begins with ``setting``.
+    """
+    named = model.named_modules(remove_duplicate=False)
+    modules = {path: module for path, module in named if path}
+    chosen: dict[str, nn.Module] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matches = {path: modules[path] for path in modules if fnmatchcase(path, pattern)}
+        if not matches:
+            hint = did_you_mean(pattern, [*modules])
+            raise ValueError(f"{setting}: no module of the model has the path {pattern!r}{hint}")
+        chosen |= matches
+    return chosen
+
+
 def compile_model(model: nn.Module, spec: CompileSpec = True) -> nn.Module:
     """Compile ``model`` by ``torch.compile``, in place, and return it.
 

@@ -6,11 +6,12 @@ optimizer wrapper, ``model_features`` and ``optim_features`` return a view that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Module
 
 
 class ModelFeatures:
@@ -44,6 +45,14 @@ class ModelFeatures:
 
     def sync_buffers(self) -> None:
         """Copy the buffers of the first rank to all ranks; every rank must call this."""
+
+    def keep_in_eval(self, modules: Collection[Module]) -> None:
+        """Keep ``modules`` in evaluation mode while the wrapper trains; others are released.
+
+        Raises:
+            TypeError: the wrapper does not support it.
+        """
+        raise TypeError(f"{type(self).__name__} cannot keep modules in evaluation mode")
 
     def set_loss_weight(self, loss_weight: Any) -> None:
         """Accept ``loss_weight``, or raise ValueError if it cannot be combined with the wrapper."""

@@ -7,7 +7,7 @@ import inspect
 import logging
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..collectives import all_gather_object, distributed_available, get_rank, get_world_size
 from ..parallel import free_memory
-from ..registry import MODEL_WRAPPERS, Registry
+from ..registry import MODEL_WRAPPERS, Registry, did_you_mean
 from .blocks import read_compile
 from .ddp.distributed import StepDistributedDataParallel
 from .ddp.separate import SeparateDistributedDataParallel, check_children
@@ -27,6 +27,8 @@ from .torch_functions import check_options, option_names
 
 logger = logging.getLogger(__name__)
 
+_Module = TypeVar("_Module", bound=nn.Module)
+
 # Wrappers that average gradients over a process group. Without one, SingleDevice replaces them.
 _IN_GROUPS = (StepDistributedDataParallel, SeparateDistributedDataParallel)
 _GIB = 2**30
@@ -34,6 +36,7 @@ _GIB = 2**30
 # whose size is unknown before the first batch.
 _USABLE = 0.7
 _WRAPPERS = ("single", "ddp", "fsdp")
+_NAMES = ("single", "dp", "ddp", "fsdp", "separate", "auto")
 
 
 def is_model_wrapper(model: nn.Module, registry: Registry = MODEL_WRAPPERS) -> bool:
@@ -61,7 +64,7 @@ def is_module_wrapper(module: nn.Module, extra: Iterable[type[nn.Module]] = ()) 
 
 
 def wrap_model(
-    wrapper: Callable[..., nn.Module] | None,
+    wrapper: Callable[..., nn.Module] | str | None,
     model: nn.Module,
     *,
     device: torch.device | str | None = None,
@@ -69,7 +72,7 @@ def wrap_model(
     prepare: Preparation | None = None,
     train_step: StepFunction | None = None,
     **options: Any,
-) -> nn.Module:
+) -> Steps:
     """Prepare and wrap ``model`` for this process, or for the process group if there is one.
 
     Every rank must call this. The function freezes parameters, moves the model to ``device``,
@@ -78,10 +81,11 @@ def wrap_model(
     A training step is compiled last.
 
     Args:
-        wrapper: a wrapper class, or ``auto``. Default: StepDistributedDataParallel if several
-            ranks see different batches, otherwise SingleDevice. Without a process group,
-            StepDistributedDataParallel and SeparateDistributedDataParallel are replaced by
-            SingleDevice.
+        wrapper: a wrapper class, ``auto``, or a registered name such as "ddp". Default:
+            StepDistributedDataParallel if several ranks see different batches, otherwise
+            SingleDevice, which then ignores the options of StepDistributedDataParallel. Without a
+            process group, StepDistributedDataParallel and SeparateDistributedDataParallel are
+            replaced by SingleDevice.
         model: the model; a wrapped one is returned unchanged.
         device: the device to move the model to; parameters on the meta device are materialised
             there. Default: the model is not moved.
@@ -93,8 +97,8 @@ def wrap_model(
     Raises:
         TypeError: a wrapped model is given together with arguments other than ``device``, or its
             wrapper has no ``train_step``; ``wrapper`` cannot be called; or an option is unknown.
-        ValueError: wrapper, mesh and preparation contradict each other, or differ between ranks.
-            An error on one rank is raised on every rank.
+        ValueError: no wrapper has the name; or wrapper, mesh and preparation contradict each other,
+            or differ between ranks. An error on one rank is raised on every rank.
         RuntimeError: there is no process group, and the wrapper is a subclass of
             StepDistributedDataParallel or SeparateDistributedDataParallel with a custom
             ``train_step``.
@@ -102,7 +106,7 @@ def wrap_model(
     if is_model_wrapper(model):
         return _wrapped_already(model, bool(wrapper or options or mesh or prepare or train_step))
     preparation, ranks = prepare or Preparation(), mesh or Mesh({"data": get_world_size()})
-    wrapper = wrapper or _default(ranks.data_size)
+    wrapper, checked = _find_wrapper(wrapper, ranks.data_size)
 
     def check() -> dict[str, Any]:
         """Freeze parameters, check all settings, and return what must be equal on all ranks."""
@@ -110,36 +114,61 @@ def wrap_model(
             check_step_function(train_step)
         if not callable(wrapper):
             raise TypeError(
-                "wrapper must be a class such as StepDistributedDataParallel, or the function "
-                f"auto, got {wrapper!r}; only configs accept a name or a dict"
+                "wrapper must be a class such as StepDistributedDataParallel, a name such as "
+                f"'ddp', or the function auto, got {wrapper!r}; only configs accept a dict"
             )
         freeze_parameters(model, preparation.freeze)
         checks = model_checks(model, preparation, ranks.tensor_size)
         prepared = {key.partition(".")[0]: run() for key, run in checks.items()}
-        if hasattr(wrapper, "check_options"):
-            wrapper.check_options(options)
+        if hasattr(checked, "check_options"):
+            checked.check_options(options)
         name = getattr(wrapper, "__name__", str(wrapper))
         return {"wrapper": name, "mesh": ranks.axes, **prepared}
 
     agree(check, ranks.device_mesh)
+    if checked is not wrapper:
+        options = _options_of_single(options)
     wrapper, options = _chosen_wrapper(model, wrapper, ranks, preparation, options, device)
     if preparation.tensor_parallel is not None and ranks.device_mesh is not None:
         broadcast_from_first_rank([*model.parameters(), *model.buffers()], ranks.device_mesh)
     prepare_model(model, preparation, mesh, localise=not takes_mesh(wrapper))
-    wrapped = _wrapped(wrapper, model, ranks, options, train_step)
+    wrapped: Steps = _wrapped(wrapper, model, ranks, options, train_step)
     step = read_compile(preparation.compile) or {}
     if step.pop("step", False):
         compile_step(wrapped, **step)
     return wrapped
 
 
+def _find_wrapper(
+    wrapper: Callable[..., nn.Module] | str | None, data_size: int
+) -> tuple[Callable[..., nn.Module], Any]:
+    """Return the wrapper, and the class that checks its options."""
+    if wrapper is None:
+        # The same mistakes are errors on one process and on several.
+        return _default(data_size), StepDistributedDataParallel
+    if not isinstance(wrapper, str):
+        return wrapper, wrapper
+    registered: Callable[..., nn.Module] | None = MODEL_WRAPPERS.get(wrapper)
+    if registered is None:
+        raise ValueError(
+            f"wrapper must be one of {', '.join(_NAMES)}, or another registered name, got "
+            f"{wrapper!r}{did_you_mean(wrapper, [*MODEL_WRAPPERS])}"
+        )
+    return registered, registered
+
+
+def _options_of_single(options: Mapping[str, Any]) -> dict[str, Any]:
+    names = option_names(SingleDevice)
+    return {name: value for name, value in options.items() if name in names}
+
+
 def compile_step(
-    wrapper: nn.Module,
+    wrapper: _Module,
     max_programs: int = 8,
     min_steps: int = 500,
     custom_optimizer: bool = False,
     backend: str = "inductor",
-) -> nn.Module:
+) -> _Module:
     """Compile the whole training step of ``wrapper``, from forward to update; return ``wrapper``.
 
     Every rank must call this, with the same arguments. Compilation starts at the fourth update.
@@ -256,7 +285,7 @@ def _takes(wrapper: Any, name: str) -> bool:
     return name in inspect.signature(wrapper).parameters
 
 
-def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
+def _wrapped_already(model: Any, has_options: bool) -> Steps:
     if has_options:
         raise TypeError(
             f"the model is already wrapped in {type(model).__name__}: give the bare model, "
@@ -266,7 +295,8 @@ def _wrapped_already(model: nn.Module, has_options: bool) -> nn.Module:
         raise TypeError(
             f"{type(model).__name__} has no train_step: give the bare model to wrap_model"
         )
-    return model
+    wrapped: Steps = model
+    return wrapped
 
 
 def _wrapped(
@@ -275,7 +305,7 @@ def _wrapped(
     mesh: Mesh,
     options: dict[str, Any],
     train_step: StepFunction | None,
-) -> nn.Module:
+) -> Any:
     in_group = isinstance(wrapper, type) and issubclass(wrapper, _IN_GROUPS)
     if in_group and not distributed_available():
         if needs_process_group(wrapper):
@@ -285,14 +315,13 @@ def _wrapped(
             )
         if issubclass(wrapper, SeparateDistributedDataParallel):
             check_children(model)
-        wrapper, known = SingleDevice, option_names(SingleDevice)
-        options = {name: value for name, value in options.items() if name in known}
+        wrapper, options = SingleDevice, _options_of_single(options)
     elif mesh.device_mesh is not None and takes_mesh(wrapper):
         options = {"mesh": mesh, **options}
     elif mesh.data_group is not None and _takes(wrapper, "process_group"):
         options = {"process_group": mesh.data_group, **options}
     wrapper = with_train_step(wrapper, train_step) if train_step else wrapper
-    wrapped: nn.Module = wrapper(model, **options)
+    wrapped = wrapper(model, **options)
     if isinstance(wrapped, Steps) and wrapped.data_group is None:
         wrapped.data_group = mesh.data_group
     return wrapped

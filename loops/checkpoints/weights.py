@@ -240,8 +240,11 @@ def set_gradients(model: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         if saved is None:
             parameter.grad = None
             continue
-        part = saved.to(parameter.device)
-        parameter.grad = as_global(part, parameter) if is_dtensor(parameter) else part
+        gradient, local = saved.to(parameter.device), local_part(parameter)
+        if gradient.layout == torch.strided and gradient.stride() != local.stride():
+            # Backward keeps the layout of a gradient, but fused optimizers need the parameter's.
+            gradient = torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
+        parameter.grad = as_global(gradient, parameter) if is_dtensor(parameter) else gradient
 
 
 def mean_gradients(model: nn.Module, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

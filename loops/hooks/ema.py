@@ -376,14 +376,15 @@ def _update_batch_norms(state: LoopState) -> None:
     """
     model: Any = state.model
     features = model_features(model)
-    layers = _batch_norms(model)
-    momenta = [layer.momentum for layer in layers]
     flags = [(module, module.training) for module in model.modules()]
+    model.train()
+    # Layers that stay in evaluation mode keep their statistics.
+    layers = [layer for layer in _batch_norms(model) if layer.training]
+    momenta = [layer.momentum for layer in layers]
     # Bypass DDP, whose forward would replace the statistics of this rank.
     forward = model.module if features.averages_ranks else model
     precision = optim_features(state.optim_wrapper).precision_context or state.precision
     try:
-        model.train()
         for layer in layers:
             layer.reset_running_stats()
             # None means the mean over all batches, not a moving average.

@@ -246,9 +246,12 @@ class FreezeSection:
 
     Attributes:
         until_step: the last update in which they are frozen; null for the whole run.
+        eval: whether the modules also stay in evaluation mode while they are frozen, so that their
+            running statistics do not change.
     """
 
     until_step: int | None = field(default=None, metadata={"minimum": 1})
+    eval: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +369,12 @@ class RunSections:
         given = self.freeze if isinstance(self.freeze, dict) else {}
         steps = {name: (one or {}).get("until_step") for name, one in given.items()}
         return {name: step for name, step in steps.items() if step is not None}
+
+    @property
+    def frozen_in_eval(self) -> list[str]:
+        """The names in ``freeze`` whose modules stay in evaluation mode while they are frozen."""
+        sections = self.freeze if isinstance(self.freeze, dict) else {}
+        return [name for name, section in sections.items() if (section or {}).get("eval")]
 
 
 # The key paths of settings that users may put at the top of a config by mistake.

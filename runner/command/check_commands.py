@@ -39,8 +39,8 @@ def run_check(options: Options) -> int:
         sets = ", ".join(run.data.sets_of(name))
         if parts.get(f"{name}_loop") is not None:
             loops.append(f"{name} ({sets})" if sets else name)
-    trains = parts.get("train_loop") is not None and not has_custom_step(parts["model"])
-    sizes = list(_size(options, trains))
+    trains, has_own_step = parts.get("train_loop") is not None, has_custom_step(parts["model"])
+    sizes = list(_size(options, trains=trains and not has_own_step, has_own_step=has_own_step))
     print(f"{options.words[0]}: no mistakes; every part can be built")
     print(f"model: {kind.__name__}, {count:,} parameters")
     print(f"wrapper: {type(parts['model']).__name__}")
@@ -75,8 +75,10 @@ def _schedule_lines(parts: Mapping[str, Any], config: Config) -> Iterator[str]:
         yield f"warning: {Problem(key, misfit.text, config.origin(key))}"
 
 
-def _size(options: Options, trains: bool) -> Iterator[str]:
-    """Yield the known sizes of the model, then the error if its forward could not be measured.
+def _size(options: Options, *, trains: bool, has_own_step: bool) -> Iterator[str]:
+    """Yield the known sizes of the model, then why its forward could not be measured, if so.
+
+    With a custom training step, the forward need not accept ``mode`` or the batch.
 
     Raises:
         ConfigError: the training data cannot be read or does not fit the model; only raised if
@@ -93,7 +95,9 @@ def _size(options: Options, trains: bool) -> Iterator[str]:
         origin = options.examined.config.origin("data.train")
         raise ConfigError([Problem("data.train", str(summary.error), origin)])
     yield from size_lines(summary)
-    if summary.error is not None:
+    if summary.error is not None and has_own_step:
+        yield "forward: not measured: the training step calls it in its own way"
+    elif summary.error is not None:
         yield f"forward: not measured: {type(summary.error).__name__}: {summary.error}"
 
 

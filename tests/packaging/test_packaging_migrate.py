@@ -34,7 +34,6 @@ ARGUMENTS = {
     "decay": "loops.EMAHook",
     "start_step": "loops.EMAHook",
     "log_every_steps": "loops.EpochTrainLoop",
-    "val_begin": "loops.EpochTrainLoop",
     "eta_min": "loops.PolyLR",
     "mean": "wrappers.DataPreprocessor",
     "non_blocking": "wrappers.DataPreprocessor",

@@ -56,6 +56,17 @@ def train_by_both_loops() -> dict[str, tuple[Tensor, Tensor]]:
     return {name: (value, weights[1][name]) for name, value in weights[0].items()}
 
 
+def test_the_runner_of_the_page_reproduces_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for code in blocks(page("reproduce"), "python"):
+        exec(code, names)
+    weights, reproduced = names["net"].state_dict(), names["same_net"].state_dict()
+    assert all(torch.equal(value, reproduced[name]) for name, value in weights.items())
+
+
 def test_the_loops_of_the_readme_compute_the_same_weights() -> None:
     for compared in run_ranks(train_by_both_loops, 2):
         for by_hand, ours in compared.values():

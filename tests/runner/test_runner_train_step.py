@@ -2,6 +2,7 @@
 
 import logging
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from weights import apart
 from stepwrap.loops import EpochTrainLoop, LoopState, load_checkpoint, save_checkpoint
 from stepwrap.registry import ConfigError, config_from_dict
 from stepwrap.runner import Runner
+from stepwrap.runner.command.cli import main
 from stepwrap.wrappers import (
     OptimWrapper,
     SingleDevice,
@@ -214,3 +216,50 @@ def test_a_function_goes_before_the_step_of_the_model() -> None:
     )
     optim = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
     assert "loss" in wrapper.train_step(batches()[0], optim)
+
+
+class GanOfOwn(nn.Module):
+    """A model with its own training step, whose forward takes neither ``mode`` nor a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        return self.layer(noise)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            loss = self(torch.randn(4, 2)).mean() - data[0].mean()
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+@dataclass
+class Rewards:
+    """Batches that no forward takes."""
+
+    size: int = 8
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor]:
+        return (torch.ones(1),)
+
+
+def test_check_asks_nothing_of_the_forward_of_a_model_with_its_own_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model": {"type": f"{HERE}.GanOfOwn"},
+        "optimizer": {"type": "SGD", "lr": 0.1},
+        "data": {"train": {"dataset": {"type": f"{HERE}.Rewards"}, "batch_size": 4}},
+        "train": {"type": "EpochTrainLoop", "max_epochs": 1},
+        "device": "cpu",
+    }
+    (tmp_path / "gan.yaml").write_text(yaml.safe_dump(config))
+    assert main(["check", str(tmp_path / "gan.yaml")]) == 0
+    output = capsys.readouterr().out
+    assert "forward: not measured" in output
+    assert "mode" not in output.replace("model", "")

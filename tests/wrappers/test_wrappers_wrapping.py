@@ -43,19 +43,48 @@ def test_registered_names(wrapper: type, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrapper", "text"),
+    ("wrapper", "instead"),
     [
-        (StepDistributedDataParallel, "process group"),
-        (SeparateDistributedDataParallel, "process group"),
-        (
-            StepFullyShardedDataParallel,
-            r"needs a process group.*call torch\.distributed\.init_process_group\(\) first",
-        ),
+        (StepDistributedDataParallel, "wrap_model"),
+        (SeparateDistributedDataParallel, "wrap_model"),
+        (StepFullyShardedDataParallel, "SingleDevice"),
     ],
 )
-def test_wrappers_that_need_a_group(wrapper: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_wrappers_that_need_a_group(wrapper: Any, instead: str) -> None:
+    first = r"call torch\.distributed\.init_process_group\(\) first"
+    with pytest.raises(ValueError, match=rf"needs a process group.*{first}.*launch.*{instead}"):
         wrapper(classifier())
+
+
+def test_names_of_wrappers() -> None:
+    for name in ("single", "ddp", "MMDistributedDataParallel", "separate", "auto"):
+        assert type(wrap_model(name, classifier())) is SingleDevice
+    assert type(wrap_model("dp", classifier(), device_ids=["cpu"])) is StepDataParallel
+    with pytest.raises(ValueError, match="got 'dpd'; did you mean dp or ddp"):
+        wrap_model("dpd", classifier())
+    with pytest.raises(TypeError, match="such as 'ddp'.*only configs accept a dict"):
+        wrap_model({"type": "ddp"}, classifier())  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_names_of_wrappers_in_a_group() -> None:
+    classes = {"ddp": StepDistributedDataParallel, "fsdp": StepFullyShardedDataParallel}
+    for name, expected in {**classes, "separate": SeparateDistributedDataParallel}.items():
+        wrapper = wrap_model(name, classifier())
+        assert type(wrapper) is expected
+        train(wrapper, batches(1))
+
+
+def test_the_default_on_one_process_ignores_options_of_ddp() -> None:
+    model = classifier()
+    model.net.append(nn.BatchNorm1d(3))
+    wrapper = wrap_model(None, model, sync_batchnorm=True, broadcast_buffers=False)
+    assert type(wrapper) is SingleDevice
+    assert type(wrapper.module.net[-1]) is nn.BatchNorm1d
+    with pytest.raises(TypeError, match="did you mean sync_batchnorm"):
+        wrap_model(None, classifier(), sync_batchnrm=True)
+    with pytest.raises(TypeError, match="SingleDevice has no argument 'sync_batchnorm'"):
+        wrap_model(SingleDevice, classifier(), sync_batchnorm=True)
 
 
 class OwnSingle(SingleDevice):
@@ -111,9 +140,6 @@ def test_options_of_ddp_without_a_group() -> None:
     assert type(wrapped) is SingleDevice
     with pytest.raises(TypeError, match="did you mean find_unused_parameters"):
         wrap_model(StepDistributedDataParallel, classifier(), find_unused=True)
-    for no_class in ("ddp", {"type": "ddp"}):
-        with pytest.raises(TypeError, match=r"must be a class such as .* got .*ddp.*; only con"):
-            wrap_model(no_class, classifier())
     with pytest.raises(RuntimeError, match="OwnDDP defines train_step and needs a proc"):
         wrap_model(OwnDDP, classifier())
 

@@ -76,7 +76,7 @@ class StepVariant:
         self._uses, self._verifier = 0, Verifier(model, self._optimizer, self._device)
         with _state_on(self._device, places):
             self._make(captured, optim_wrapper, batch)
-            self._contract = Contract(wrapper, optim_wrapper, captured)
+            self._contract = Contract(wrapper, optim_wrapper, captured, batch)
         if not self._contract.holds(batch):
             raise NotCompilableError(
                 "a torch mode, anomaly detection, a saved-tensors hook or a global module or "
@@ -151,7 +151,9 @@ class StepVariant:
 
     def is_outdated(self, plan: GradientPlan, batch: Any) -> bool:
         """Return whether a variant that does not fit was invalidated by a change after few uses."""
-        return self._uses < _FEW_USES and plan == self._plan and _kind(batch) == self._kind
+        if self._uses >= _FEW_USES or plan != self._plan:
+            return False
+        return _kind(batch) == self._kind and self._contract.has_order(batch)
 
     def repeats(self, optim_wrapper: Any) -> bool:
         """Return whether the next step has the same plan."""

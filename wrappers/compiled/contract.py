@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
@@ -35,6 +36,7 @@ class Contract:
 
     - the Python state that the forward read, by Dynamo's guards: attributes, globals, closures,
       hooks of modules, autocast and other modes, shapes and strides;
+    - the order of keys in dicts of the model and of the batch;
     - the methods of the modules' classes;
     - the parameters, buffers and optimizer state: identities, data types and strides; after a
       change of addresses, also that they do not share memory;
@@ -45,7 +47,7 @@ class Contract:
     the autograd graph, or state that a custom operator reads.
     """
 
-    def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured) -> None:
+    def __init__(self, wrapper: Any, optim_wrapper: Any, captured: Captured, batch: Any) -> None:
         model, optimizer = wrapper.module, optim_wrapper.optimizer
         self._check, self._is_alive, self._fetch = (
             captured.guards,
@@ -56,6 +58,9 @@ class Contract:
         self._optimizer, self._wrappers = optimizer, (wrapper, optim_wrapper)
         self._parts = _parts(wrapper, optim_wrapper)
         self._options = _clip_options(optim_wrapper)
+        self._batch_order = key_order(batch)
+        self._tables = [*_attributes_with_dicts(model)]
+        self._orders = self._orders_now()
         own = [*(one._parameters for one in model.modules())]
         own += [one._buffers for one in model.modules()]
         self._dicts = [one for one in own if one]
@@ -88,8 +93,10 @@ class Contract:
         self._scope["batch"] = batch
         try:
             return (
-                self._check(self._scope)
+                self.has_order(batch)
+                and self._check(self._scope)
                 and self._is_alive()
+                and self._orders_now() == self._orders
                 and [*map(_ID, self._fetch(self._scope))] == self._read
                 and self.settings_hold()
                 and [*map(_ID, self._objects())] == self._ids
@@ -109,6 +116,10 @@ class Contract:
             return False
         finally:
             self._scope["batch"] = None
+
+    def has_order(self, batch: Any) -> bool:
+        """Return whether the dicts of ``batch`` have their keys in the order of the program."""
+        return bool(key_order(batch) == self._batch_order)
 
     def settings_hold(self) -> bool:
         """Return whether wrappers, optimizer and settings are unchanged, except learning rates."""
@@ -147,6 +158,9 @@ class Contract:
             *chain.from_iterable(map(_VALUES, values)),
         ]
 
+    def _orders_now(self) -> list[Any]:
+        return [key_order(attributes[name]) for attributes, name in self._tables]
+
     def _layout_now(self) -> list[Any]:
         return [*map(_STRIDE, self._fixed), *map(_DTYPE, self._fixed)]
 
@@ -156,6 +170,34 @@ class Contract:
             return False
         self._addresses = [*map(_ADDRESS, self._fixed)]
         return True
+
+
+def key_order(value: Any) -> Any:
+    """Return the keys of all dicts in ``value``, in their order; None without a dict.
+
+    Dynamo's guards compare the order only if a forward iterates over a dict, but not if it passes
+    it by ``**``, copies or merges it.
+    """
+    if isinstance(value, Tensor):
+        return None
+    if isinstance(value, Mapping):
+        return tuple(value), [*map(key_order, value.values())]
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name, None) for field in fields(value)]
+    if not isinstance(value, (list, tuple)):
+        return None
+    orders = [*map(key_order, value)]
+    return orders if any(order is not None for order in orders) else None
+
+
+def _attributes_with_dicts(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the attributes of all modules that contain dicts, as their owner's dict and a name."""
+    of_modules = set(vars(nn.Module()))
+    for module in model.modules():
+        attributes = vars(module)
+        for name in attributes.keys() - of_modules:
+            if key_order(attributes[name]) is not None:
+                yield attributes, name
 
 
 def share_memory(tensors: Iterable[Tensor]) -> bool:

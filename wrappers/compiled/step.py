@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 _EAGER_WINDOWS = 3
 # If a model is trained with more optimizer wrappers than this, they are assumed to take turns.
 _MOST_OPTIM_WRAPPERS = 2
+# Number of times in a row that a step is found to be not ready, such as without optimizer state,
+# before compiling is given up.
+_ATTEMPTS = 3
 # The number of compiled steps that are timed.
 _TIMED = 20
 _SETTINGS_CHANGE = (
@@ -90,7 +93,7 @@ class CompiledStep:
         # If True, every step runs as usual.
         self._is_off = False
         self._logged: set[str] = set()
-        self._attempts, self._num_optim_wrappers = 3, 0
+        self._attempts, self._num_optim_wrappers = _ATTEMPTS, 0
         # If True, no more variants are compiled, but existing ones still run.
         self._compiles_no_more = False
         self._clock = _Clock()
@@ -234,6 +237,7 @@ class CompiledStep:
                 compiler = Compiler(self._backend, self._clock.announce)
                 variant = StepVariant(self._wrapper, self._optim_wrapper, plan, batch, compiler)
             self.programs.insert(0, variant)
+            self._attempts = _ATTEMPTS
             return variant
         except NotCompilableError as reason:
             self._refuse(reason)
@@ -244,11 +248,13 @@ class CompiledStep:
         return None
 
     def _refuse(self, reason: Exception) -> None:
-        self._log_once(str(reason))
         self._attempts -= 1
-        if not self._attempts or not isinstance(reason, NotReadyError):
-            # Trying again would slow down every step.
-            self._compiles_no_more = True
+        if self._attempts and isinstance(reason, NotReadyError):
+            # Usually the next step can be compiled.
+            return
+        self._log_once(str(reason))
+        # Trying again would slow down every step.
+        self._compiles_no_more = True
 
     def _why_too_short(self) -> str | None:
         """Return why the run is too short to compile, or None.

@@ -15,10 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
+from ..sharding.mesh import require_process_group
 from ..steps.step import Steps, reject_model_train_step
 from ..steps.step_checks import (
     AveragingWatch,
     DifferentGradientsError,
+    LayoutWatch,
     ThawWatch,
     averaging_wrappers,
 )
@@ -34,6 +36,8 @@ _REMEDY = (
     "Set `wrapper: {type: separate}` (SeparateDistributedDataParallel), which averages the "
     "gradients of each child separately, for example of a GAN. Or: "
 )
+# The proposal of this folder's wrappers in a process without a group.
+REPLACED = "use wrap_model, which uses SingleDevice without a process group"
 _TORCH_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -94,9 +98,9 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         TypeError: an option is unknown, or the model has its own ``train_step``.
         ValueError: the process group is missing, or two options cannot be combined.
         RuntimeError: no parameter requires a gradient. A forward raises it if a parameter that
-            was frozen at construction requires a gradient now, and ``UnusedParametersError`` if
-            the loss of the previous step did not depend on some parameters. The first update raises
-            it too.
+            was frozen at construction requires a gradient now, or if the memory layout of a
+            parameter has changed; and ``UnusedParametersError`` if the loss of the previous step
+            did not depend on some parameters. The first update raises the latter too.
     """
 
     averages_ranks = True
@@ -113,6 +117,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     ) -> None:
         # Calls the check of this class, because a subclass may have other arguments.
         StepDistributedDataParallel.check_options(ddp_kwargs)
+        require_process_group(type(self).__name__, REPLACED)
         reject_model_train_step(type(self), module, "skips the averaging of the gradients", _REMEDY)
         if sync_batchnorm and uneven_inputs:
             raise ValueError(
@@ -138,6 +143,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         self.data_group = None if everyone else self.process_group
         self.uneven_inputs = _join_options(uneven_inputs)
         self._thawed = ThawWatch(type(self).__name__, module, ignored, self.process_group)
+        self._layout = LayoutWatch(type(self).__name__, module, ignored)
         self._install_hook()
         own_step = type(self).train_step is not Steps.train_step
         self._watch = AveragingWatch(self) if own_step else None
@@ -145,6 +151,7 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the model; the next backward averages its gradients."""
         self._thawed.check()
+        self._layout.check()
         if self.static_graph:
             self._record_graph()
         try:
@@ -211,7 +218,9 @@ class StepDistributedDataParallel(Steps, FixedBuckets):
         return {**state, **own_group, "_comm_hooks": [], "_watch": None}
 
     def __setstate__(self, state: Any) -> None:
+        # torch creates new buckets, in the current layout.
         super().__setstate__(state)
+        self._layout.accept()
         self._failure = ""
         self._install_hook()
 

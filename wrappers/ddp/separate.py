@@ -12,10 +12,11 @@ from torch import nn
 
 from ...registry import MODEL_WRAPPERS
 from ..batchnorm.conversion import apply_sync_batchnorm
+from ..sharding.mesh import require_process_group
 from ..steps.preprocess import device_of
 from ..steps.step import Steps, overrides_train_step
-from ..steps.step_checks import ThawWatch
-from .distributed import StepDistributedDataParallel
+from ..steps.step_checks import LayoutWatch, ThawWatch
+from .distributed import REPLACED, StepDistributedDataParallel
 
 # Options of the whole model, which children do not have.
 _NOT_FOR_CHILDREN = ("detect_anomalous_params", "sync_batchnorm", "uneven_inputs")
@@ -73,6 +74,7 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
         super().__init__()
         # Calls the check of this class, because a subclass may have other arguments.
         SeparateDistributedDataParallel.check_options(ddp_kwargs)
+        require_process_group(type(self).__name__, REPLACED)
         check_children(module)
         group = ddp_kwargs.get("process_group")
         module = apply_sync_batchnorm(module, sync_batchnorm, group)
@@ -145,9 +147,14 @@ class SeparateDistributedDataParallel(Steps, nn.Module):
 class _Child(StepDistributedDataParallel):
     """The wrapper of one child; parameters and buffers keep the names that they have without it."""
 
+    # The wrapper of the whole model logs what is logged at the start of training.
+    _is_trained = True
+
     def __init__(self, module: nn.Module, name: str, thawed: ThawWatch, **options: Any) -> None:
         super().__init__(module, **options)
         self._thawed = thawed
+        ignored, kind = self.parameters_to_ignore, SeparateDistributedDataParallel.__name__
+        self._layout = LayoutWatch(kind, module, ignored, f"{name}.")
         self._trainable = {at: f"{name}.{one}" for at, one in self._trainable.items()}
         untyped: Any = self
         untyped.register_load_state_dict_pre_hook(_rename_weights)

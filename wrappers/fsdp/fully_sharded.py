@@ -173,7 +173,7 @@ class StepFullyShardedDataParallel(Steps, nn.Module):
             cls.train_step = _explained(vars(cls)["train_step"])  # type: ignore[method-assign]
 
     @_explained
-    def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on one batch; return the detached values to log.
 
         Every rank must call this. After an error you can continue: call ``zero_grad()`` first. The

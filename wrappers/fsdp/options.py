@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, always_wrap_policy
 from ...collectives import all_gather_object, comm_device, forget_meshes, get_world_size
 from ...registry import did_you_mean
 from ..blocks import BlockSpec
-from ..sharding.mesh import Mesh
+from ..sharding.mesh import Mesh, require_process_group
 from ..torch_functions import check_options
 
 WrapPolicy: TypeAlias = Callable[..., bool]
@@ -405,12 +405,7 @@ def sharding_mesh(options: FsdpOptions, model: nn.Module) -> ShardingMesh:
     Raises:
         ValueError: the process group is missing, or the mesh does not fit the options.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        raise ValueError(
-            "fully sharded training needs a process group, even for one process: call "
-            "torch.distributed.init_process_group() first, or start the processes by "
-            "stepwrap.runner.launch(main, nproc=...), or use SingleDevice"
-        )
+    require_process_group("fully sharded training", "use SingleDevice")
     forget_meshes()
     given = options.mesh
     if isinstance(given, Mesh):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from .torch_internals import (
     init_dtypes,
     is_interrupted,
     is_running,
+    local_shards,
     reset,
+    use_local_shard,
     whole_flags,
     whole_of,
 )
@@ -49,6 +52,7 @@ class Root:
         self._groups = [group for unit in self.units for group in groups_of(unit)]
         self._params = [one for group in self._groups for one in group.fsdp_params]
         self._known = _shard_flags(self._params)
+        self._shards = local_shards(self._params)
         # Whether `no_sync` is active, and whether FSDP2 has already been set accordingly.
         self._skips_sync = self._module_skips_sync = False
         self._gathered_once = False
@@ -140,6 +144,8 @@ class Root:
     def _prepare(self) -> None:
         """Prepare torch's state before parameters are used."""
         self.recover()
+        if not self._num_uses and not self._depth:
+            self._shards = _use_replaced(self.module, self._params, self._shards)
         if torch.is_inference_mode_enabled():
             self._gather_once()
         elif torch.is_grad_enabled() and self._skips_sync is not self._module_skips_sync:
@@ -189,6 +195,30 @@ class Root:
             if now[at] is not known[at] and (chosen is None or chosen[at]):
                 _set_flag(one.sharded_param, now[at])
         init_dtypes(self._groups)
+
+
+def _use_replaced(module: nn.Module, parameters: list[Any], known: list[Tensor]) -> list[Tensor]:
+    """Make torch gather from local tensors that a module's ``to`` or ``_apply`` has created.
+
+    Otherwise the optimizer would update tensors that no forward reads. Returns the local tensors.
+    """
+    shards = local_shards(parameters)
+    if all(map(is_, shards, known)):
+        return known
+    for parameter, shard, before in zip(parameters, shards, known, strict=True):
+        if shard is before:
+            continue
+        if not shard.is_contiguous():
+            names = {id(candidate): name for name, candidate in module.named_parameters()}
+            name = names.get(id(parameter.sharded_param), "a parameter")
+            raise RuntimeError(
+                f"the memory layout of {name!r} has changed since fsdp sharded the model: the "
+                f"strides of its shard are {shard.stride()}, but a shard must be contiguous. "
+                "Leave out to(memory_format=...) and similar changes of the parameters, or "
+                "use ddp"
+            )
+        use_local_shard(parameter)
+    return local_shards(parameters)
 
 
 def _shard_flags(parameters: Iterable[Any]) -> list[bool]:

@@ -54,6 +54,8 @@ def _used(unit: Any) -> Iterable[tuple[Any, tuple[str, ...]]]:
         yield group, ("_init_mp_dtypes",)
         for one in getattr(group, "fsdp_params", ()):
             yield one, ("sharded_param", "_unsharded_param", "unsharded_accumulated_grad")
+            yield one, ("reset_sharded_param",)
+            yield getattr(one, "sharded_param", None), ("_local_tensor",)
 
 
 def groups_of(unit: Any) -> list[Any]:
@@ -70,6 +72,20 @@ def _groups_in(state: Any) -> list[Any] | None:
     if hasattr(state, "_fsdp_param_group"):
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return None
+
+
+def local_shards(parameters: Iterable[Any]) -> list[Tensor]:
+    """Return the local tensor of each shard."""
+    return [parameter.sharded_param._local_tensor for parameter in parameters]
+
+
+def use_local_shard(parameter: Any) -> None:
+    """Gather ``parameter`` from the current local tensor of its shard from now on.
+
+    FSDP2 gathers from the memory that it knows, and looks for new local tensors only in the first
+    forward and if ``to`` of an FSDP module replaces them.
+    """
+    parameter.reset_sharded_param()
 
 
 def whole_of(parameter: Any) -> Tensor | None:

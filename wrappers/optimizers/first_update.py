@@ -1,4 +1,7 @@
-"""Check the first update: there must be gradients, and they must be the same on all ranks."""
+"""Check the first update: there must be gradients, and they must be the same on all ranks.
+
+With a fused optimizer, gradients and state must also have the memory layout of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from ..features import model_features
 from ..sharding.layout import is_dtensor, layout_of, local_part, parameters_of, split_models
 from ..steps.step_checks import DifferentGradientsError, averaging_wrappers, has_custom_step
 from .gates import Gate
+from .optimizer_fit import align_fused_state, check_fused_gradients
 
 _ADVICE = (
     "Only the first backward after a call of the wrapper or, under separate, of a child averages "
@@ -61,6 +65,8 @@ class FirstUpdate(Gate):
             name = type(self._optimizer).__name__
             if not (_is_reached(parameters, name, has_run) and _compare_tensor_ranks(parameters)):
                 return False
+            check_fused_gradients(self._optimizer)
+            align_fused_state(self._optimizer)
             self._is_reached = True
         # Infinite gradients hide differences, so in that case the next update is checked again.
         return compare_gradients(self._optimizer, self._model)

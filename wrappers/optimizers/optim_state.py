@@ -26,7 +26,7 @@ from ..sharding.layout import (
     parameters_of,
     take_part,
 )
-from .optimizer_fit import IMPLEMENTATIONS
+from .optimizer_fit import IMPLEMENTATIONS, align_fused_state
 
 # Torch's key for the names of a group's parameters, if an optimizer gets named parameters.
 NAMES = "param_names"
@@ -123,6 +123,7 @@ def load_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         # PostLocalSGDOptimizer warns if the state has no step.
         state.setdefault("step", optimizer.averager.step)
     optimizer.load_state_dict(state)
+    align_fused_state(_inner(optimizer))
 
 
 def has_names(groups: Sequence[Mapping[str, Any]]) -> bool:

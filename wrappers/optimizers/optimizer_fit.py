@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -30,6 +30,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build ``cls(params, **kwargs)``, with ``fused=True`` if torch supports it.
 
+    Parameters that are slices of larger tensors get no fused kernels, because these would write
+    between their elements.
+
     Args:
         cls: an optimizer class.
         params: parameters, ``(name, parameter)`` pairs or groups, as torch accepts them.
@@ -47,7 +50,8 @@ def build_optimizer(
         for one in tensors:
             sharding = (one.device_mesh, one.placements) if is_dtensor(one) else None
             kinds[one.device, one.dtype, sharding] = one
-        if all(_can_fuse(cls, kwargs, tensor) for tensor in kinds.values()):
+        can_fuse = (_can_fuse(cls, kwargs, tensor) for tensor in kinds.values())
+        if all(map(_is_dense, tensors)) and all(can_fuse):
             kwargs["fused"] = True
     return cls(items, **kwargs)
 
@@ -66,6 +70,51 @@ def _can_fuse(cls: Callable[..., Optimizer], kwargs: dict[str, Any], like: Tenso
     except (RuntimeError, NotImplementedError):
         return False
     return True
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill its memory without gaps or overlaps."""
+    local = local_part(tensor)
+    # Only then does torch give a new tensor the same strides.
+    return torch.empty_like(local, device="meta").stride() == local.stride()
+
+
+def _fused_on_cpu(optimizer: Any) -> Iterator[Tensor]:
+    """Yield the parameters that torch's fused kernels for CPUs update.
+
+    These kernels pair the elements of parameters, gradients and state by their position in memory,
+    and do not compare strides. The kernels for GPUs raise an error instead.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            yield from (param for param in group["params"] if param.device.type == "cpu")
+
+
+@torch.no_grad()
+def align_fused_state(optimizer: Any) -> None:
+    """Give the state of parameters with fused updates the memory layout of the parameters."""
+    for parameter in _fused_on_cpu(optimizer):
+        state = optimizer.state.get(parameter, {})
+        for name, value in state.items():
+            is_like = isinstance(value, Tensor) and value.shape == parameter.shape
+            if is_like and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def check_fused_gradients(optimizer: Any) -> None:
+    """Raise ValueError if gradients of fused updates have another layout than their parameters.
+
+    With a custom step, gradients may have any layout.
+    """
+    for parameter in _fused_on_cpu(optimizer):
+        gradient = parameter.grad
+        if gradient is not None and gradient.stride() != parameter.stride():
+            raise ValueError(
+                f"fused=True of {type(optimizer).__name__} needs gradients with the memory layout "
+                f"of their parameters, but a parameter of shape {tuple(parameter.shape)} has the "
+                f"strides {parameter.stride()} and its gradient {gradient.stride()}; torch would "
+                "update the wrong elements. Set fused=False, or make the parameter contiguous"
+            )
 
 
 def listed_params(params: Iterable[Any]) -> list[Any]:

@@ -218,6 +218,16 @@ def _gather(value: Any, mesh: DeviceMesh | None) -> list[Any]:
     return [known[rank] for rank in sorted(known)]
 
 
+def require_process_group(kind: str, remedy: str) -> None:
+    """Raise ValueError without a process group; ``remedy`` is another solution."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError(
+            f"{kind} needs a process group, even for one process: call "
+            "torch.distributed.init_process_group() first, or start the processes by "
+            f"stepwrap.runner.launch(main, nproc=...), or {remedy}"
+        )
+
+
 @torch.no_grad()
 def broadcast_from_first_rank(tensors: Iterable[Tensor], ranks: Ranks) -> None:
     """Overwrite ``tensors`` with the tensors of the first rank; every rank must call this.

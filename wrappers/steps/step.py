@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import is_dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, distributed, nn
 
@@ -26,7 +26,10 @@ from .plain_models import (
     named_outputs,
 )
 from .preprocess import DataPreprocessor, as_call, device_of
-from .step_checks import detect_anomalous_params, watch_gradients
+from .step_checks import detect_anomalous_params, log_frozen_norms, watch_gradients
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # The dicts of a module that hold its hooks.
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -118,8 +121,40 @@ def _mean(name: str, value: Any) -> Tensor | None:
     return sum(means[1:], means[0]) if means else None
 
 
-class Steps(ModelFeatures):
-    """Mixin that gives model wrappers their training, validation and test steps.
+class _Modes(nn.Module):
+    """The training and evaluation mode of a model wrapper."""
+
+    module: Any
+    # Modules that stay in evaluation mode during training.
+    _in_eval: Collection[nn.Module] = ()
+    # Whether training has begun, that is, whether `train()` has been called.
+    _is_trained: bool = False
+
+    def train(self, mode: bool = True) -> Self:
+        """Set training or evaluation mode, except for the modules of ``keep_in_eval``."""
+        super().train(mode)
+        for module in self._in_eval:
+            module.eval()
+        if mode and not self._is_trained:
+            self._is_trained = True
+            log_frozen_norms(self.module)
+        return self
+
+    def keep_in_eval(self, modules: Collection[nn.Module]) -> None:
+        """Keep ``modules`` in evaluation mode, also after ``train()``; release other modules.
+
+        Their running statistics stay unchanged, and dropout has no effect in them. Calls of
+        ``train()`` on the model instead of the wrapper are not noticed.
+        """
+        for module in self._in_eval:
+            module.train(self.module.training)
+        self._in_eval = tuple(modules)
+        for module in self._in_eval:
+            module.eval()
+
+
+class Steps(_Modes, ModelFeatures):
+    """Base class that gives model wrappers their training, validation and test steps.
 
     A model wrapper is a module with the user's model as child ``module``. If the model has no
     ``data_preprocessor``, ``parse_losses``, ``val_step`` or ``test_step``, the steps use the
@@ -138,7 +173,7 @@ class Steps(ModelFeatures):
     # Whether the steps may skip self.forward, because it only calls the model.
     _calls_model_directly: bool = False
 
-    def train_step(self, data: Any, optim_wrapper: OptimizerWrapper) -> dict[str, Tensor]:
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         """Train on one batch; return the detached values to log. Every rank must call this."""
         model, stage = self.module, "preparation"
         try:
@@ -148,7 +183,7 @@ class Steps(ModelFeatures):
             with optim_wrapper.optim_context(self):
                 batch = self.preprocess(data, training=True)
                 if getattr(optim_wrapper, "loss_weight", None) is not None:
-                    optim_wrapper.weigh(batch, self)  # type: ignore[attr-defined]
+                    optim_wrapper.weigh(batch, self)
                 stage, forward = "forward", model if self._calls_model_directly else self
                 args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
                 losses = forward(*args, **kwargs, mode="loss")
@@ -213,7 +248,8 @@ class Steps(ModelFeatures):
         """
         if not (self.averages_ranks and distributed.is_initialized()):
             return value
-        mean = value.detach().clone() / distributed.get_world_size(self.data_group)
+        # Contiguous, because backends add tensors by position in memory, not by index.
+        mean = value.detach().contiguous() / distributed.get_world_size(self.data_group)
         distributed.all_reduce(mean, group=self.data_group)
         return mean
 

@@ -10,7 +10,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointFunction
+
+from ...collectives import get_rank
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ _REENTRANT: type = CheckpointFunction._backward_cls
 averaging_wrappers: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 # Number of backwards to check. Later steps do the same, and each hook costs 1 us per step.
 _BACKWARDS = 64
+_STRIDE = Tensor.stride
 
 
 def has_custom_step(model: Any) -> bool:
@@ -104,6 +108,93 @@ class ThawWatch:
                     "that is ever trained must require a gradient when the model is wrapped: "
                     "freeze it after that (with find_unused_parameters=True), or use fsdp"
                 )
+
+
+class LayoutWatch:
+    """Raise if a parameter has another memory layout than when torch's DDP wrapped the model.
+
+    DDP fills its buckets in the layout of that time and reads them in the current one, so it would
+    return the averaged gradients in another order.
+    """
+
+    def __init__(
+        self, kind: str, module: nn.Module, ignored: Iterable[str], prefix: str = ""
+    ) -> None:
+        self._kind = kind
+        skipped = set(ignored)
+        # A vector has only one layout.
+        named = {
+            prefix + name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and parameter.ndim > 1 and name not in skipped
+        }
+        self._names, self._parameters = [*named], [*named.values()]
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the current layouts as those at the time of wrapping."""
+        self._strides = [*map(_STRIDE, self._parameters)]
+
+    def check(self) -> None:
+        """Compare the strides of all parameters, before a forward."""
+        if [*map(_STRIDE, self._parameters)] == self._strides:
+            return
+        for name, parameter, before in zip(
+            self._names, self._parameters, self._strides, strict=True
+        ):
+            sizes, now = parameter.shape, parameter.stride()
+            # The stride of a dimension of size 1 has no effect.
+            if any(size > 1 and now[dim] != before[dim] for dim, size in enumerate(sizes)):
+                raise RuntimeError(
+                    f"the memory layout of {name!r} has changed since {self._kind} wrapped the "
+                    f"model: its strides were {before} and are {now}. torch would average its "
+                    "gradient in the old layout and return it in the new one, with its elements "
+                    "exchanged. Set the layout before wrapping, for example "
+                    "model.to(memory_format=torch.channels_last), or restore it"
+                )
+        self.accept()
+
+
+def _frozen_norms(model: nn.Module, ignored: Collection[int]) -> list[str]:
+    """Return the paths of norms that are not trained but update their running statistics."""
+
+    def is_frozen(module: nn.Module) -> bool:
+        parameters = [*module.parameters()]
+        is_trained = any(p.requires_grad and id(p) not in ignored for p in parameters)
+        return bool(parameters) and not is_trained
+
+    modules = dict(model.named_modules())
+    norms = {path: norm for path, norm in modules.items() if isinstance(norm, _NormBase)}
+    # A norm without parameters is frozen together with its parent.
+    return [
+        path
+        for path, norm in norms.items()
+        if norm.training
+        and norm.running_mean is not None
+        and norm.momentum != 0.0
+        and is_frozen(norm if norm.affine else modules[path.rpartition(".")[0]])
+    ]
+
+
+def log_frozen_norms(model: nn.Module, not_yet: Iterable[Tensor] = ()) -> None:
+    """Log on the first rank which frozen norms still update their running statistics.
+
+    Args:
+        not_yet: parameters that require a gradient but are trained later; with them, only norms
+            that this freezes are logged.
+    """
+    ignored = {*map(id, not_yet)}
+    paths = _frozen_norms(model, ignored)
+    if ignored:
+        never_trained = _frozen_norms(model, ())
+        paths = [path for path in paths if path not in never_trained]
+    if paths and get_rank() == 0:
+        logger.warning(
+            "%d frozen norms, %s first, still update their running statistics. To keep these, set "
+            "freeze: {path.of.module: {eval: true}}, or call wrapper.keep_in_eval([module])",
+            len(paths),
+            paths[0],
+        )
 
 
 @contextmanager
