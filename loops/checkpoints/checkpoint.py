@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -301,10 +300,9 @@ def _save(
     incomplete: bool = False,
 ) -> Path:
     what = f"saving the checkpoint of step {state.step} in {folder}"
-    rank, meta = own_rank(), _describe(state, reason, is_best)
+    rank, meta, parts = own_rank(), _describe(state, reason, is_best), Parts({})
     # If the state is sharded, each rank has parts of the contents.
     has_contents = rank == 0 or weights.has_sharded_state(state)
-    parts = Parts({})
 
     def collect() -> Places:
         nonlocal parts
@@ -312,15 +310,10 @@ def _save(
         return parts.places
 
     def contents() -> Iterator[tuple[str, Any]]:
-        table = make_table(places)
-        own_files = _own_files(state, parts, table, at_current_batch)
-        return chain(parts.files_of(rank, table), own_files)
-
-    def needed_bytes() -> int:
-        return sum(disk.content_bytes(content) for _, content in contents())
+        return _own_files(state, parts, make_table(places), at_current_batch)
 
     def write() -> dict[str, dict[str, Any]]:
-        with disk.explaining_full_disks(draft, needed_bytes):
+        with disk.explaining_full_disks(draft, contents):
             return {name: disk.write_file(draft / name, content) for name, content in contents()}
 
     draft = run_on_all_ranks(
@@ -334,8 +327,7 @@ def _save(
             meta["format"] = SHARDED_FORMAT
 
         def finish() -> Path:
-            with disk.explaining_full_disks(draft, needed_bytes):
-                return _finish(draft, meta, state, incomplete) if rank == 0 else draft
+            return _finish(draft, meta, state, incomplete) if rank == 0 else draft
 
         return run_on_all_ranks(what, finish, gather)[0]
     except CheckpointError:
@@ -347,7 +339,8 @@ def _save(
 def _own_files(
     state: LoopState, parts: Parts, table: Table, at_current_batch: bool
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the files that this rank writes in addition to its parts of sharded tensors."""
+    """Yield names and contents of the files that this rank writes."""
+    yield from parts.files_of(own_rank(), table)
     yield rank_file(own_rank()), _own_contents(state, at_current_batch)
     if own_rank() == 0:
         yield from ((f"{stem}.pt", tree) for stem, tree in parts.trees.items())
@@ -422,7 +415,9 @@ def _finish(draft: Path, meta: dict[str, Any], state: LoopState, incomplete: boo
         final = final.with_name(f"{name}-{meta['serial']}")
         meta["serial"] += 1
     meta["sha256"] = _digest(meta)
-    disk.write_file(draft / META, _meta_text(meta))
+    text = _meta_text(meta)
+    with disk.explaining_full_disks(draft, lambda: [(META, text)]):
+        disk.write_file(draft / META, text)
     disk.publish(draft, final)
     disk.remove_folders(path for path, _ in replaced)
     return final

@@ -151,12 +151,14 @@ def open_for_torch(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def explaining_full_disks(draft: Path, needed_bytes: Callable[[], int]) -> Iterator[None]:
+def explaining_full_disks(
+    draft: Path, contents: Callable[[], Iterable[tuple[str, Any]]]
+) -> Iterator[None]:
     """Convert an OSError about missing space to a CheckpointError that says how much is missing.
 
     Args:
         draft: the folder of the unfinished checkpoint.
-        needed_bytes: returns the size of the files that this process writes into it.
+        contents: returns names and contents of the files that this process writes into it.
     """
     try:
         yield
@@ -164,7 +166,8 @@ def explaining_full_disks(draft: Path, needed_bytes: Callable[[], int]) -> Itera
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         root = next(path for path in (draft, *draft.absolute().parents) if os.path.ismount(path))
-        needed = f"the files of the checkpoint need {needed_bytes() / 1e6:.3g} MB"
+        size = sum(content_bytes(content) for _, content in contents())
+        needed = f"the files of the checkpoint need {size / 1e6:.3g} MB"
         remedy = "make room there, or keep fewer checkpoints (hooks.checkpoint.keep_last)"
         if error.errno == errno.EFBIG:
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]

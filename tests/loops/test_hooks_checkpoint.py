@@ -254,13 +254,17 @@ def test_the_launcher_waits_for_a_save_after_an_error(
 
 
 def test_a_checkpoint_that_can_not_be_removed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(new_state(run_dir=tmp_path), [CheckpointHook()], epochs=1)
-    place = tmp_path / "checkpoints" / "step_00000004"
-    # shutil.rmtree does not remove a link.
-    place.rename(tmp_path / "elsewhere")
-    place.symlink_to(tmp_path / "elsewhere")
+    remove = shutil.rmtree
+
+    def fail(folder: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("busy")
+        remove(folder, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
     state = new_state(run_dir=tmp_path)
     state.step, state.iteration, state.epoch, state.evaluated_at = 4, 4, 1, 4
     train(state, [CheckpointHook(keep_last=1)], epochs=2)

@@ -25,6 +25,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     words = ("train", str(write_run(folder)), "train.max_epochs=1", "data.test=null")
     words += ("hooks.progress=false", "hooks.checkpoint.every_steps=null")
+    # A module of this name from another test's folder may have been imported here.
+    sys.modules.pop("points", None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         for seed, name in enumerate(("ours", "other")):
