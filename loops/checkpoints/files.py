@@ -147,6 +147,8 @@ def open_for_torch(path: Path) -> Iterator[IO[bytes]]:
                 raise file.error
             os.fsync(file.fileno())
     except OSError as error:
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
